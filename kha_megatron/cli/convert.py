@@ -23,44 +23,40 @@ if TYPE_CHECKING:
     from kha_megatron.conversion.verify import Verification
 
 _ROWS, _LENGTH = 8, 256
-"""Largest number and length of the sequences read from ``--text``."""
+"""Maximum batch size and sequence length for ``--text``."""
 
 app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
 
 ModelPath = Annotated[
     Path,
-    typer.Argument(help="Megatron --save directory, one iteration in it, or Hugging Face model."),
+    typer.Argument(help="Path to a Hugging Face model, a Megatron --save directory or iteration."),
 ]
-Out = Annotated[Path, typer.Argument(help="Output directory. Must be new or empty.")]
+Out = Annotated[Path, typer.Argument(help="Path to the output directory.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16. Default: as stored.")
+    str | None, typer.Option(help="float32, bfloat16 or float16 (default: dtype of the source).")
 ]
 AllowOverflow = Annotated[
-    bool,
-    typer.Option(
-        "--allow-overflow", help="Convert values beyond the range of --dtype to infinity."
-    ),
+    bool, typer.Option("--allow-overflow", help="Convert values that overflow --dtype to infinity.")
 ]
-Tokenizer = Annotated[
-    Path | None, typer.Option(help="Tokenizer directory. Default: the model's tokenizer.")
-]
-Verify = Annotated[bool, typer.Option(help="Compare every tensor and the logits afterwards.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converted model at OUT.")]
+Tokenizer = Annotated[Path | None, typer.Option(help="Override the model's tokenizer directory.")]
+Verify = Annotated[bool, typer.Option(help="Whether to verify the converted tensors and logits.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite a converted model in OUT.")]
 ArchitectureName = Annotated[
     str | None,
     typer.Option(
-        help="kha supports every attention and mechanism. Without KHA: qwen3, qwen3_moe, glm4_moe, "
-        "deepseek_v3 (MLA), llama, mistral; with Megatron's output gate: qwen3_next, "
-        "qwen3_5_text. auto chooses a stock architecture that fits. Default: kha; for fold: auto."
+        help="Hugging Face architecture of the output. kha supports every attention and mechanism. "
+        "Models without KHA can also use qwen3, qwen3_moe, glm4_moe, deepseek_v3 (MLA), llama or "
+        "mistral, and models with Megatron's output gate qwen3_next or qwen3_5_text. With auto, a "
+        "matching architecture is selected (default: auto for fold, otherwise kha)."
     ),
 ]
-ShardSize = Annotated[str, typer.Option(help="Maximum file size, such as 500MB or 5GB.")]
+ShardSize = Annotated[str, typer.Option(help="Maximum size of each safetensors file, e.g. 500MB.")]
 DivisibleBy = Annotated[
     int,
     typer.Option(
         "--make-vocab-size-divisible-by",
         min=1,
-        help="Value of the training run that will load OUT.",
+        help="Pad the vocabulary to a multiple of this value, as in Megatron.",
     ),
 ]
 TensorParallel = Annotated[
@@ -68,16 +64,17 @@ TensorParallel = Annotated[
     typer.Option(
         "--tensor-model-parallel-size",
         min=1,
-        help="Pad the vocabulary for this TP size. Other TP sizes can load OUT as well.",
+        help="Pad the vocabulary for this TP size. Other TP sizes can also load the checkpoint.",
     ),
 ]
 VariantName = Annotated[
-    str | None, typer.Option(help="linear, mlp, gate or none. Overrides the preset.")
+    str | None, typer.Option(help="KHA variant (linear, mlp, gate or none). Overrides the preset.")
 ]
-_FOLD_HELP = """Fold linear knocking heads into the projections to get a stock model.
+_FOLD_HELP = """Fold linear KHA into the projections, so that the model has a stock architecture.
 
-W' = W T for each head, computed in float64 and rounded once. MLA becomes deepseek_v3. GTA and GLA
-have no stock architecture. Collaborative heads become ordinary heads with the same key.
+The weights W T of each head are computed in float64 and rounded once. Models with MLA are exported
+as deepseek_v3. GTA and GLA are not supported, because no stock architecture implements them.
+Collaborative heads are also folded. They become ordinary heads with identical keys.
 
 Examples:
   kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
@@ -106,10 +103,10 @@ def to_hf(
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Convert a checkpoint to a Hugging Face directory and verify it.
+    """Convert a checkpoint to the Hugging Face format and verify the result.
 
-    Reads torch_dist checkpoints of any TP, PP or EP layout. Writes safetensors, the configuration,
-    the tokenizer and the generation configuration.
+    Supports torch_dist checkpoints with any TP, PP and EP size. The output contains safetensors
+    files, the configuration, the tokenizer and the generation config.
 
     Examples:
       kha-megatron convert to-hf quickstart/run/checkpoints my-model
@@ -145,11 +142,11 @@ def to_megatron(
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Convert a Hugging Face model to a Megatron checkpoint that any layout of ranks loads.
+    """Convert a Hugging Face model to a Megatron checkpoint for any parallel layout.
 
-    Takes kha, qwen3, qwen3_moe, llama, mistral, glm4_moe, deepseek_v3, and qwen3_next and
-    qwen3_5_text with full attention in every layer. The checkpoint is a release: a run starts from
-    it at iteration 0 without optimizer state.
+    Supported architectures are kha, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3, as
+    well as qwen3_next and qwen3_5_text with full attention in every layer. The result is a release
+    checkpoint, i.e. training starts at iteration 0 without optimizer state.
 
     Examples:
       kha-megatron convert to-megatron Qwen3-0.6B-Base ckpt/qwen3
@@ -175,7 +172,7 @@ def upcycle(
     model: ModelPath,
     out: Out,
     to: Annotated[
-        Literal["megatron", "hf"], typer.Option(help="Format to write OUT in.")
+        Literal["megatron", "hf"], typer.Option(help="Format of the output.")
     ] = "megatron",
     kha_preset: Preset = None,
     kha_query: VariantName = None,
@@ -183,18 +180,18 @@ def upcycle(
     kha_value: VariantName = None,
     heads: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME.FIELD=VALUE", help="Setting of a head mechanism; repeatable."),
+        typer.Option(metavar="NAME.FIELD=VALUE", help="Head mechanism setting. Can be repeated."),
     ] = None,
     gate: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FIELD=VALUE",
-            help="--heads gate.FIELD=VALUE: output=element, output=head, value=element, ...",
+            help="Gate setting, e.g. output=element. Same as --heads gate.FIELD=VALUE.",
         ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Print the loss on the beginning of this text, before and after."),
+        typer.Option(help="Path to a text file. Prints the loss of both models on its beginning."),
     ] = None,
     divisible_by: DivisibleBy = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
@@ -209,10 +206,11 @@ def upcycle(
 ) -> None:
     """Add KHA, gates or MoH to a pretrained model without changing its outputs.
 
-    Knocking heads start at the identity. Gates start at one half, behind doubled weights. Both keep
-    every bit of the logits. Mixture-of-head (moh.router=query_norm moh.quantized=true) changes no
-    tensor, but tokens lose heads; --text prints the effect on the loss. Models with multi-latent
-    attention (deepseek_v3) take linear matrices and gates on the output only.
+    KHA matrices are initialized to the identity. Gates start at 1/2, which is compensated by
+    doubling the preceding weights. In both cases, the logits are bit-exact. Mixture-of-head
+    (moh.router=query_norm moh.quantized=true) does not change any tensor, but it drops heads, so
+    that the loss changes; use --text to print it. Models with multi-latent attention (deepseek_v3)
+    support only linear KHA and output gates.
 
     Examples:
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/kha --kha-preset kha_linear
@@ -223,9 +221,9 @@ def upcycle(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
         | {"heads": [*(heads or ()), *(f"gate.{word}" for word in gate or ())]}
     )
-    kha = kha or KHAConfig()  # refused below, like a preset without mechanisms
+    kha = kha or KHAConfig()  # raises an error below
     if text is None and any(mechanism.is_sparse for mechanism in kha.mechanisms):
-        announce(f"With {kha}, tokens lose heads and the loss changes. Pass --text to print it.")
+        announce(f"{kha} drops heads, so that the loss changes. Use --text to print the new loss.")
     from kha_megatron.conversion import to_hf, to_megatron
 
     options: dict[str, Any] = {"dtype": dtype, "allow_overflow": allow_overflow}
@@ -259,7 +257,7 @@ def upcycle(
 def convert(
     checkpoint: Path, out: Path, *, overwrite: bool = False
 ) -> "tuple[Conversion, Verification]":
-    """Convert a checkpoint as ``to-hf`` does by default, for other commands."""
+    """Convert a checkpoint with the default options of ``to-hf`` and verify the result."""
     from kha_megatron.conversion import to_hf
 
     plan = to_hf.plan_export(checkpoint)
@@ -269,7 +267,6 @@ def convert(
 def _write(
     plan: "Plan", out: Path, workers: int | None, overwrite: bool, verify: bool
 ) -> "Conversion":
-    """Write the output with a progress bar in bytes."""
     if verify:
         check_version()
     plan.check_target(out, overwrite=overwrite)
@@ -289,11 +286,11 @@ def _write(
     tokenizer, rows = plan.source.tokenizer, plan.source.model.vocab_size
     entries = len(tokenizer.loaded) if tokenizer.loaded is not None else rows
     if tokenizer.origin is None:
-        log.print("No tokenizer was written: the source has no Hugging Face tokenizer.")
+        log.print("No tokenizer was saved, because the source has no Hugging Face tokenizer.")
     elif rows > entries and not plan.source.padding_arguments:
         log.print(
-            f"Kept all {rows} rows of the embedding, because Megatron's padding does not explain "
-            f"that the tokenizer has only {entries} entries."
+            f"All {rows} embedding rows were kept, although the tokenizer has a vocabulary size of "
+            f"{entries}, because the difference cannot be explained by Megatron's padding."
         )
     return written
 
@@ -306,7 +303,7 @@ def _finish(
     as_json: bool,
     losses: dict[str, float] | None = None,
 ) -> None:
-    """Verify and run_verification. Exit with 1 if the two models differ by more than rounding."""
+    """Verify the output and print the result. The exit code is 1 if the two models differ."""
     files = f"{written.shards} file{'s' if written.shards > 1 else ''}"
     values = asdict(written)
     facts = {

@@ -18,18 +18,20 @@ _PROBLEMS = ("missing", "unexpected", "mismatched", "different")
 
 
 def verify(
-    one: Annotated[Path, typer.Argument(help="Megatron checkpoint or Hugging Face model.")],
-    other: Annotated[Path, typer.Argument(help="Megatron checkpoint or Hugging Face model.")],
+    one: Annotated[
+        Path, typer.Argument(help="Path to a Megatron checkpoint or Hugging Face model.")
+    ],
+    other: Annotated[Path, typer.Argument(help="Path to the checkpoint or model to compare with.")],
     logits: Annotated[
-        bool, typer.Option(help="Compare logits if both models fit into memory.")
+        bool, typer.Option(help="Whether to compare logits if both models fit in memory.")
     ] = True,
     workers: Workers = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Compare two checkpoints: tensor names and shapes, config fields, and logits.
+    """Compare the tensors, settings and logits of two checkpoints.
 
-    A model equals its folded form, and an upcycled model equals the one it was made from. Exits
-    with code 1 if the two models differ.
+    A model can also be compared with its folded version, and an upcycled model with the original.
+    The exit code is 1 if the two models differ.
 
     Examples:
       kha-megatron verify ckpt/iter_0001000 my-model
@@ -46,11 +48,11 @@ def verify(
 def run_verification(
     one: Path, other: Path, workers: int | None, *, logits: bool = True
 ) -> "Verification":
-    """Compare two checkpoints while showing a status on stderr."""
-    from kha_megatron.conversion import verify as comparison
+    """Compare two checkpoints while showing a status message on stderr."""
+    from kha_megatron.conversion.verify import Pair
 
-    with console.log.status("Verifying: comparing every tensor, then running both models"):
-        return comparison.Pair.open(one, other).verify(logits=logits, workers=workers)
+    with console.log.status("Comparing tensors and logits"):
+        return Pair.open(one, other).verify(logits=logits, workers=workers)
 
 
 def conclude(
@@ -60,23 +62,21 @@ def conclude(
     facts: Mapping[str, str] = MappingProxyType({}),
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Print the result, and exit with code 1 if the two models differ by more than rounding.
+    """Print the result of a command, and exit with code 1 if the two models differ.
 
     Args:
-        verification: None if the user asked for none.
-        as_json: Print JSON instead of a table.
-        facts: Further rows of the table.
-        values: Further JSON keys. The verification is then nested under ``verification``.
+        facts: Further rows for the table.
+        values: Further values for the JSON output, which then contains the verification under the
+            key ``verification``.
     """
     found = verification and asdict(verification) | {"agrees": verification.agrees}
     rows = {**facts, **_facts(verification)}
-    problem = "" if verification is None or verification.agrees else _problem(verification)
     if as_json:
         console.print_json({**values, "verification": found} if values else found)
     else:
         console.print_facts(rows)
-    if problem:
-        console.error(f"The two models differ: {problem}.")
+    if verification is not None and not verification.agrees:
+        console.error(f"The two models differ: {_describe_differences(verification)}.")
         raise typer.Exit(1)
 
 
@@ -107,25 +107,25 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
 
 
 def not_finite(tensors: Mapping[str, int]) -> dict[str, str]:
-    """Return a row that lists tensors with NaN or infinities, if there are any."""
+    """Build the table row that lists tensors with NaN or infinite values, if there are any."""
     if not tensors:
         return {}
     listed = [f"{name} {count:,}" for name, count in tensors.items()]
     return {"NaN or infinite": f"in {len(listed)} tensors: {', '.join(listed[:5])}"}
 
 
-def _problem(verification: "Verification") -> str:
+def _describe_differences(verification: "Verification") -> str:
     tensors, logits = verification.tensors, verification.logits
     problems = [
-        f"{len(names)} tensors {name}, such as {names[0]}"
+        f"{len(names)} {name} tensors, e.g. {names[0]}"
         for name in _PROBLEMS
         if (names := getattr(tensors, name))
     ]
     if settings := verification.settings:
-        problems.append(f"{len(settings)} settings differ: {'; '.join(settings[:5])}")
+        problems.append(f"{len(settings)} different settings: {'; '.join(settings[:5])}")
     if logits is not None and not logits.agrees:
-        where = "" if logits.first_layer is None else f", from layer {logits.first_layer} on"
+        where = "" if logits.first_layer is None else f" starting at layer {logits.first_layer}"
         problems.append(
-            f"logits differ by {logits.max_difference:.2e}, more than {logits.limit:g}{where}"
+            f"logit difference of {logits.max_difference:.2e} exceeds {logits.limit:g}{where}"
         )
     return "; ".join(problems)

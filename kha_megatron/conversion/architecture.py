@@ -1,4 +1,4 @@
-"""Describe a model independently of Megatron's arguments and Hugging Face's ``config.json``."""
+"""Model description shared by Megatron's arguments and Hugging Face's ``config.json``."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,19 +14,17 @@ from kha_megatron.model.rules import build_head_facts
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Scaled RoPE. The fields are named as in ``rope_parameters`` of ``config.json``."""
+    """Base class for RoPE scaling. Field names are keys of ``rope_parameters``."""
 
     rope_type: ClassVar[str]
     arguments: ClassVar[Mapping[str, str]]
-    """Megatron's argument of a field."""
+    """Megatron's argument name for each field that has one."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(Scaling):
-    """RoPE scaling of Llama 3.1."""
-
     rope_type = "llama3"
     arguments = MappingProxyType({"factor": "rope_scaling_factor"})
 
@@ -37,7 +35,7 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn(Scaling):
-    """YaRN, for multi-latent attention only."""
+    """YaRN scaling, which Megatron supports only for multi-latent attention."""
 
     rope_type = "yarn"
     arguments = MappingProxyType(
@@ -57,16 +55,16 @@ class Yarn(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture(ModelConfig):
-    """A decoder-only transformer with RMSNorm, SwiGLU and RoPE.
+    """Configuration of a decoder-only transformer with RMSNorm, SwiGLU and RoPE.
 
-    ``kv_channels`` is the width of a value head in MLA and GLA. ``moe_layer_freq`` has a 0 or 1 for
-    each layer if the model has experts.
+    For MLA and GLA, ``kv_channels`` is the value head dim. For MoE models, ``moe_layer_freq``
+    contains a 0 or 1 for each layer.
 
     Raises:
-        ConfigError: The attention cannot have the requested head mechanisms.
+        ConfigError: If the attention does not support the head mechanisms.
     """
 
-    if TYPE_CHECKING:  # never None where they are read
+    if TYPE_CHECKING:  # never None where these fields are used
         num_layers: int
         vocab_size: int
         padded_vocab_size: int
@@ -79,56 +77,56 @@ class Architecture(ModelConfig):
         q_lora_rank: int
     scaling: Scaling | None = None
     normalised: bool = True
-    """Whether the weights of a token's experts sum to one before they are scaled."""
+    """Whether the router weights of a token are normalized to sum to 1 before scaling."""
     moe_router_topk_scaling_factor: float | None = flag(None, hf="routed_scaling_factor")
     moe_router_num_groups: int | None = flag(None, hf="n_group")
-    """Groups of experts that a token's experts are chosen from (DeepSeek-V3)."""
+    """Number of expert groups for group-limited routing (DeepSeek-V3)."""
     moe_router_group_topk: int | None = flag(None, hf="topk_group")
     moe_shared_expert_gate: bool = flag(False, hf="shared_expert_gate")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # the exported model, and Megatron with --attention-backend unfused, take heads of any width
+        # exported models and --attention-backend unfused support any head dim
         self.kha.check(replace(build_head_facts(self), fused_attention=False))
         object.__setattr__(self, "kha_attention", self.kha.attention)
         object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
 
     @cached_property
     def head_tensors(self) -> tuple[HeadTensor, ...]:
-        """Parameters of the head mechanisms in one layer."""
+        """Head mechanism parameters of one layer."""
         return self.kha.tensors(self.head_sizes)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers have the same tensors, so that Megatron stacks them."""
+        """Whether all layers have the same tensors. Megatron then stores them stacked."""
         return not self.num_experts or all(map(self.is_moe, range(self.num_layers)))
 
     def differences(self, other: "Architecture", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return the settings in which two models differ, each with this and the other value.
+        """Return each setting that differs, mapped to the values of ``self`` and ``other``.
 
-        Ignores the size of the vocabulary and settings that only affect training.
+        The vocabulary size and settings that only affect training are ignored.
         """
         ours, theirs = self._settings(ignored), other._settings(ignored)
         found = {name: (ours.get(name), theirs.get(name)) for name in ours | theirs}
         return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
 
     def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
-        left_out = {"vocab_size", "padded_vocab_size", "kha", "kha_attention", "kha_latent_heads"}
-        left_out.update(ignored)
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        skipped = {"vocab_size", "padded_vocab_size", "kha", "kha_attention", "kha_latent_heads"}
+        skipped.update(ignored)
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
         for name, value in self.kha.to_dict(start=False).items():
             settings = value if isinstance(value, dict) else {"": value}
-            for setting, held in settings.items():
-                if setting not in _OF_TRAINING:
-                    found[f"kha {name}.{setting}".rstrip(".")] = held
+            for setting, chosen in settings.items():
+                if setting not in _TRAINING_ONLY:
+                    found[f"kha {name}.{setting}".rstrip(".")] = chosen
         return found
 
 
-_OF_TRAINING = ("start", "balance", "balance_scale", "anneal")
-"""Settings of head mechanisms that only affect training."""
+_TRAINING_ONLY = ("start", "balance", "balance_scale", "anneal")
+"""Head mechanism settings that do not affect the outputs of a trained model."""
 
 ROWS: dict[str, Field] = {row.field: row for row in rows(Architecture)}
-"""Megatron's and Hugging Face's name of each field."""
+"""Names of each field in Megatron and Hugging Face."""
 HF_KEYS: dict[str, str] = {name: row.hf for name, row in ROWS.items() if row.hf}
 
 STYLE: dict[str, Any] = {
@@ -138,7 +136,7 @@ STYLE: dict[str, Any] = {
     "position_embedding_type": "rope",
     "hidden_dropout": 0.0,
 }
-"""Fields with the same value in all supported models."""
+"""Fields that have the same value in all supported models."""
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""Fields of MLA and GLA."""
+"""Fields used only by MLA and GLA."""

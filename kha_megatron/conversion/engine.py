@@ -1,7 +1,4 @@
-"""Move all tensors of a source to a target with several threads and bounded memory.
-
-Copies, hashing and file access release the GIL.
-"""
+"""Multi-threaded checkpoint conversion with bounded memory."""
 
 import math
 import os
@@ -18,6 +15,7 @@ from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import ModelSource
+from kha_megatron.conversion.table import tensor_slots
 from kha_megatron.conversion.transforms import count_not_finite
 from kha_megatron.errors import OutputError
 
@@ -25,43 +23,43 @@ OnBytes = Callable[[int], None]
 Put = Callable[[TensorSlot, list[Tensor]], None]
 
 _COPIES = 2
-"""Copies of a slot's tensors in memory: as read, and as written."""
-_BESIDE = 256 * 2**20
-"""Bytes that may be in flight besides the largest slot."""
+"""Number of copies of each tensor in memory: one for reading and one for writing."""
+_EXTRA_BYTES = 256 * 2**20
+"""Memory budget in bytes, in addition to the copies of the largest slot."""
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Summary of a written directory."""
+    """Result of :meth:`Plan.write`."""
 
     path: Path
     architecture: str
-    """``model_type`` of a Hugging Face directory, or ``megatron``."""
+    """``model_type`` of the Hugging Face model, or ``megatron``."""
     tensors: int
     parameters: int
-    """Elements of all trained tensors, without the biases that balance experts."""
+    """Number of trained parameters. Expert biases for load balancing are not counted."""
     size: int
-    """Bytes of all tensors."""
+    """Size of all tensors in bytes."""
     shards: int
     dtype: str
     tokenizer: str | None
-    """Directory of the source's tokenizer, if it has one that can be saved."""
+    """Source directory of the tokenizer, or None if no tokenizer was written."""
     not_finite: dict[str, int]
-    """Number of NaN and infinite elements of each tensor that has any."""
+    """Number of NaN and infinite elements, only for tensors that contain any."""
     arguments: list[str] = field(default_factory=list)
-    """Flags of a training run that starts from a Megatron checkpoint."""
+    """Megatron flags to start training from the checkpoint."""
 
 
 @dataclass(frozen=True)
 class Plan(ABC):
-    """A checked conversion. Nothing has been written yet."""
+    """Base class for a validated conversion that is ready to be written."""
 
     source: ModelSource
 
     marker: ClassVar[str]
-    """File that identifies a directory written by this kind of conversion."""
+    """Name of a file by which an output directory of this conversion is recognized."""
     patterns: ClassVar[tuple[str, ...]]
-    """Patterns of the files in such a directory. No other files are ever deleted."""
+    """Glob patterns of all output files. Overwriting never deletes any other files."""
 
     @property
     def entries(self) -> list[TensorEntry]:
@@ -70,56 +68,52 @@ class Plan(ABC):
 
     @property
     def size(self) -> int:
-        """Bytes of the tensors to write."""
+        """Total size of the tensors in bytes."""
         return sum(entry.nbytes for entry in self.entries)
 
     def check_target(self, target: Path, *, overwrite: bool) -> None:
-        """Check that :meth:`write` may write to ``target``.
+        """Check that the converted model can be written to ``target``.
 
         Raises:
-            OutputError: It holds the source, files of something other than a converted model, or a
-                converted model without ``overwrite``.
+            OutputError: If ``target`` contains the source checkpoint or unrelated files, or if it
+                contains a converted model and ``overwrite`` is False.
         """
         if self.source.path.resolve().is_relative_to(target.resolve()):
-            raise OutputError(f"{target} holds the source of this conversion. Choose another path.")
+            raise OutputError(f"{target} contains the source checkpoint. Use another directory.")
         check_output_folder(target, overwrite=overwrite, mark=self.marker, only=self.patterns)
 
     @abstractmethod
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
-        """Write a temporary directory next to ``target`` and rename it at the end.
+        """Convert the model and write it to ``target``.
 
-        Args:
-            target: The directory to write.
-            workers: Number of threads; None for one per core.
-            on_bytes: Called with the number of bytes after each tensor.
+        If the conversion fails, ``target`` is unchanged, because the output is first written to a
+        temporary directory next to it. ``on_bytes`` is a progress callback that receives the number
+        of bytes of each converted tensor. By default, there is one worker thread per core.
 
         Raises:
-            CheckpointError: A file of the source is damaged, or numbers overflow.
-            OutputError: Writing failed. ``target`` is unchanged.
+            CheckpointError: If a source file is corrupted or values overflow the new dtype.
+            OutputError: If the output cannot be written.
         """
 
     def summarize(
-        self, target: Path, architecture: str, shards: int, wrong: dict[str, int], *words: str
+        self, target: Path, architecture: str, shards: int, not_finite: dict[str, int], *flags: str
     ) -> Conversion:
-        """Return the result of :meth:`write`. ``words`` are the flags of a training run."""
         entries = self.entries
-        untrained = [
-            e for slot, held in self.source.entries() for e in held if not slot.row.trained
-        ]
+        untrained = [slot for slot in tensor_slots(self.source.model) if not slot.row.trained]
         return Conversion(
             path=target,
             architecture=architecture,
             tensors=len(entries),
             parameters=sum(math.prod(e.shape) for e in entries)
-            - sum(math.prod(e.shape) for e in untrained),
+            - sum(math.prod(slot.row.shape(self.source.model)) for slot in untrained),
             size=self.size,
             shards=shards,
             dtype=str(entries[0].dtype).removeprefix("torch."),
             tokenizer=self.source.tokenizer.origin,
-            not_finite=wrong,
-            arguments=list(words),
+            not_finite=not_finite,
+            arguments=list(flags),
         )
 
 
@@ -130,35 +124,23 @@ def transfer(
     workers: int | None = None,
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[str, int]:
-    """Call ``put`` with the tensors of every slot, from several threads, the largest first.
+    """Read all slots and pass their tensors to ``put``, which is called from several threads.
 
-    Holds at most two copies of the largest slot's tensors and 256 MiB more. The first error stops
-    the transfer. The hashes of the source's files are checked.
-
-    Args:
-        source: The tensors.
-        put: Writes the tensors of a slot.
-        workers: Number of threads; None for one per available core.
-        on_bytes: Called in this thread with the number of bytes of each finished slot.
-
-    Returns:
-        The number of NaN and infinite elements of each tensor that has any, sorted by name.
-
-    Raises:
-        CheckpointError: A file is damaged, or numbers overflow.
+    Large slots come first, so that all threads finish at about the same time. Memory usage is
+    limited to two copies of the largest slot plus 256 MiB. See :meth:`Plan.write` for the other
+    arguments. Returns the number of NaN and infinite elements of each tensor that contains any.
     """
-    wrong: dict[str, int] = {}
+    not_finite: dict[str, int] = {}
     workers = workers or len(os.sched_getaffinity(0))
     sizes = {slot: sum(entry.nbytes for entry in held) for slot, held in source.entries()}
-    # the largest first, so that no thread is left alone with a large tensor at the end
-    waiting = sorted(sizes, key=sizes.__getitem__)  # taken from the end
-    free = _COPIES * max(sizes.values()) + _BESIDE
+    waiting = sorted(sizes, key=sizes.__getitem__)  # slots are popped from the end
+    free = _COPIES * max(sizes.values()) + _EXTRA_BYTES
 
     def move(slot: TensorSlot) -> TensorSlot:
         parts = source.read(slot)
         for name, part in zip(slot.hf_names(source.model), parts, strict=True):
             if count := count_not_finite(part):
-                wrong[name] = count
+                not_finite[name] = count
         put(slot, parts)
         return slot
 
@@ -185,4 +167,4 @@ def transfer(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return dict(sorted(wrong.items()))
+    return dict(sorted(not_finite.items()))

@@ -1,7 +1,7 @@
-"""Translate ``config.json`` of Hugging Face architectures to an :class:`Architecture` and back.
+"""Convert between Hugging Face configurations (``config.json``) and :class:`Architecture`.
 
-The configuration classes of transformers and our own fill in missing fields. An unknown field is an
-error unless it is False or None.
+Missing fields get the default of the architecture's configuration class. Unknown fields are
+rejected unless their value is False or None, because they may change what the model computes.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ _COMMON = (
     "attention_dropout",
 )
 _OPEN = ("qk_layernorm", "add_qkv_bias")
-"""Fields that are constant in some architectures."""
+"""Fields that some architectures fix to one value."""
 _MAX = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
-"""Limits of fields that give the length of a list."""
+"""Upper limits of fields that determine the length of a list."""
 _ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
 _HARMLESS = {
     *PreTrainedConfig().to_dict(),
@@ -73,45 +73,35 @@ _HARMLESS = {
     "layer_types",
     "hidden_act",
 }
-"""Fields that do not change logits, or that are checked separately."""
+"""Fields that do not affect logits or are checked separately."""
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """Return the architecture that ``config.json`` names.
-
-    Raises:
-        CheckpointError: The ``model_type`` is unknown.
-    """
+    """Return the architecture family for the ``model_type`` in ``config.json``."""
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
-            f"config.json has model_type={name!r}. Expected one of {', '.join(FAMILIES)}."
+            f"Unsupported model_type {name!r} in config.json. Supported architectures: "
+            f"{', '.join(FAMILIES)}."
         )
     is_published = name == "qwen3" and raw.keys() & PUBLISHED.switches.keys()
     return PUBLISHED if is_published else FAMILIES[name]
 
 
 def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
-    """Return the architecture of a Hugging Face model.
-
-    Args:
-        raw: The content of its ``config.json``.
-
-    Raises:
-        CheckpointError: The ``model_type`` is unknown, or a field has an unsupported value.
-    """
+    """Build the architecture that the content of a ``config.json`` describes."""
     family = family_of(raw)
-    # transformers builds lists of these lengths
+    # limit sizes first, because transformers allocates lists of these lengths
     experts = family.experts.keys.values() if family.experts else ()
     for name in {*(HF_KEYS[field] for field in _names(family)), *experts, *_MAX}:
         value, most = raw.get(name), _MAX.get(name, 2**31 - 1)
         least = int(name in {HF_KEYS[field] for field in _COMMON[:8]})
         if type(value) is int and not least <= value <= most:
             raise CheckpointError(
-                f"config.json has {name}={value}. Expected a number from {least} to {most}."
+                f"Invalid config.json: {name}={value} must be between {least} and {most}."
             )
     try:
-        # transformers modifies its arguments
+        # copy the values, because transformers modifies its arguments
         values = {_ALIASES.get(name, name): deepcopy(value) for name, value in raw.items()}
         own = {name: v for name, v in values.items() if name not in ("auto_map", "model_type")}
         config = family.config(**own)
@@ -119,27 +109,27 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
         return _to_architecture(family, config)
     except KHAError:
         raise
-    except Exception as error:  # values of unexpected types raise many exception types
+    except Exception as error:  # wrong types raise many kinds of exceptions
         raise CheckpointError(
             f"config.json is not a valid {family.config.__name__} ({type(error).__name__}: "
-            f"{in_one_line(error)}). Compare it with another {raw['model_type']} model."
+            f"{in_one_line(error)})."
         ) from error
 
 
 def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
     text = repr(value)
     text = text if len(text) < 300 else f"{text[:300]}..."
-    return CheckpointError(f"config.json has {name}={text}, which is not supported ({why}).")
+    return CheckpointError(f"{name}={text} in config.json is not supported: {why}.")
 
 
 def _names(family: Family) -> tuple[str, ...]:
-    """Return our fields that have a key in the architecture's configuration."""
+    """Return the fields of :class:`Architecture` that the family's configuration contains."""
     latent = LATENT if family.latent is not False else ()
     return (*_COMMON, *(name for name in _OPEN if name not in family.always), *latent)
 
 
 def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Check for unknown fields and for values that Megatron does not support."""
+    """Reject unknown fields and values that Megatron does not support."""
     experts = family.experts
     implied = dict(experts.implied) if experts else {}
     known = {*(HF_KEYS[name] for name in _names(family)), *family.only, *implied, *_HARMLESS}
@@ -153,21 +143,18 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
     for name, value in raw.items():
         # accept values that are the default given the other fields
         if name not in known and value not in (None, False, getattr(usual, name, None)):
-            quantized = "quantiz" in name
-            why = "save the model in bfloat16 or float32" if quantized else "unknown field"
-            raise _unsupported(name, value, why)
-    for name, value in {**family.only, **implied}.items():
+            quantized = "please save the model in bfloat16 or float32 first"
+            raise _unsupported(name, value, quantized if "quantiz" in name else "unknown field")
+    for name, value in {"hidden_act": "silu", **family.only, **implied}.items():
         of_config = name not in (*implied, "num_nextn_predict_layers")
         found = getattr(config, name) if of_config else raw.get(name, value)
         if found != value:
-            raise _unsupported(name, found, f"only {value!r}")
-    if config.hidden_act != "silu":
-        raise _unsupported("hidden_act", config.hidden_act, "only 'silu'")
+            raise _unsupported(name, found, f"expected {value!r}")
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
-        raise _unsupported("sliding_window", window, "only attention to the whole sequence")
+        raise _unsupported("sliding_window", window, "only full attention can be converted")
     if set(kinds := getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise _unsupported("layer_types", kinds, "only attention to the whole sequence")
+        raise _unsupported("layer_types", kinds, "only full attention can be converted")
 
 
 def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
@@ -175,8 +162,8 @@ def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
     names = [name for name in _names(family) if latent or name not in LATENT]
     fields: dict[str, Any] = {n: getattr(config, HF_KEYS[n], None) for n in names}
     if latent:
-        if config.num_key_value_heads != config.num_attention_heads:
-            raise _unsupported("num_key_value_heads", config.num_key_value_heads, "one per query")
+        if (groups := config.num_key_value_heads) != config.num_attention_heads:
+            raise _unsupported("num_key_value_heads", groups, "MLA has no grouped key/value heads")
         fields |= {"multi_latent_attention": True, "kv_channels": fields["v_head_dim"]}
     if fields["kv_channels"] is None:
         fields["kv_channels"] = config.hidden_size // config.num_attention_heads
@@ -184,12 +171,13 @@ def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
     for name in (name for name in fields if name in HF_KEYS and ROWS[name].kind is int):
         optional = fields[name] is None and name not in _COMMON
         if type(fields[name]) is not int and not optional:
-            raise _unsupported(HF_KEYS[name], fields[name], "only an integer")
+            raise _unsupported(HF_KEYS[name], fields[name], "expected an integer")
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     fields["layernorm_epsilon"] = float(fields["layernorm_epsilon"])
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
     if heads % groups:
-        raise _unsupported("num_key_value_heads", groups, f"not a divisor of {heads} heads")
+        why = f"num_attention_heads ({heads}) must be divisible by it"
+        raise _unsupported("num_key_value_heads", groups, why)
     chosen = (gate for name, gate in family.switches.items() if getattr(config, name))
     gate = family.gate or next(chosen, None)
     kha = read_kha(config) if isinstance(config, KHAModelConfig) else KHAConfig(gate=gate)
@@ -210,8 +198,8 @@ def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[s
     kind, share = given.get("rope_type", "default"), given.get("partial_rotary_factor")
     fraction = 1.0 if share is None else float(share)
     if not 0.0 < fraction <= 1.0 or (fraction != 1.0 and not family.partial_rope):
-        allowed = "above 0.0 and up to 1.0" if family.partial_rope else "1.0"
-        raise _unsupported("partial_rotary_factor", fraction, f"only {allowed}")
+        allowed = "a value in (0.0, 1.0]" if family.partial_rope else "1.0"
+        raise _unsupported("partial_rotary_factor", fraction, f"expected {allowed}")
     rope = {"rotary_base": float(given["rope_theta"]), "rotary_percent": fraction}
     if kind == "default":
         return rope
@@ -220,15 +208,18 @@ def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[s
         return rope | {"scaling": Llama3Scaling(**{name: given[name] for name in names})}
     if kind == "yarn" and latent:
         return rope | {"scaling": _read_yarn(given)}
-    raise _unsupported("rope_parameters", given, f"Megatron has no rope_type {kind!r} here")
+    why = f"Megatron does not implement rope_type {kind!r} for this attention"
+    raise _unsupported("rope_parameters", given, why)
 
 
 def _read_yarn(given: Mapping[str, Any]) -> Yarn:
     mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
     if given.get("attention_factor") is not None or not given.get("truncate", True):
-        raise _unsupported("rope_parameters", dict(given), "Megatron fixes attention_factor")
+        why = "Megatron does not support attention_factor or truncate=False"
+        raise _unsupported("rope_parameters", dict(given), why)
     if bool(mscale) != bool(all_dim) and (mscale, all_dim) not in ((1, 0), (1, None)):
-        raise _unsupported("rope_parameters", dict(given), "mscale needs mscale_all_dim")
+        why = "mscale and mscale_all_dim must be set together"
+        raise _unsupported("rope_parameters", dict(given), why)
     return Yarn(
         factor=float(given["factor"]),
         mscale=float(mscale or 1.0),
@@ -240,21 +231,17 @@ def _read_yarn(given: Mapping[str, Any]) -> Yarn:
 
 
 def has_stock_heads(model: Architecture) -> bool:
-    """Return whether a stock architecture supports the model's attention and mechanisms."""
+    """Return whether the model's attention and mechanisms exist in a stock architecture."""
     kha = model.kha
     gate_fits = not (kha.has_output_gate and model.multi_latent_attention)
     return kha.attention is None and gate_fits and not kha.without_output_gate().mechanisms
 
 
 def stock_type(model: Architecture) -> str:
-    """Return the stock ``model_type`` for a model without KHA.
-
-    Raises:
-        CheckpointError: No stock architecture fits.
-    """
+    """Choose the stock ``model_type`` for a model without KHA."""
     if not has_stock_heads(model):
         raise CheckpointError(
-            f"The model has {model.kha}, which no stock architecture supports. Export it as kha."
+            f"No stock architecture supports {model.kha}. Please use --architecture kha."
         )
     if model.kha.has_output_gate:
         return "qwen3_next"
@@ -266,10 +253,10 @@ def stock_type(model: Architecture) -> str:
 
 
 def add_required_tensors(model: Architecture, model_type: str) -> Architecture:
-    """Return the model with all tensors that an architecture requires. New tensors are zeros.
+    """Add the optional MoE tensors that an architecture requires, initialized to zero.
 
-    A router with sigmoid scores needs a correction bias. ``glm4_moe`` and ``deepseek_v3`` need a
-    shared expert, ``qwen3_next`` needs one with a gate.
+    Routers with sigmoid scores require a correction bias. In addition, ``glm4_moe`` and
+    ``deepseek_v3`` require a shared expert, and ``qwen3_next`` requires a gated shared expert.
     """
     if not model.num_experts:
         return model
@@ -284,9 +271,9 @@ def add_required_tensors(model: Architecture, model_type: str) -> Architecture:
 def with_zero_tensors(
     model: Architecture, *, shared: int, bias: bool = True, gate: bool = False
 ) -> Architecture:
-    """Return the model with a correction bias and a shared expert of ``shared`` features.
+    """Add a correction bias and a shared expert of width ``shared``, initialized to zero.
 
-    An existing shared expert is kept. Tensors of zeros do not change any bit of the output.
+    The output does not change. If the model already has a shared expert, it is kept.
     """
     width: Any = model.shared_width or shared or None
     return replace(
@@ -298,16 +285,13 @@ def with_zero_tensors(
 
 
 def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
-    """Return the configuration of a model in a Hugging Face architecture.
+    """Build the model's configuration for a Hugging Face architecture.
 
-    The configuration is read back and must describe the same model.
-
-    Raises:
-        CheckpointError: The architecture cannot express the model. The message names the field.
+    To detect unsupported settings, the configuration is parsed again and compared with the model.
     """
     if model_type not in FAMILIES:
         raise CheckpointError(
-            f"Unknown architecture {model_type!r}. Choose one of {', '.join(FAMILIES)}."
+            f"Unknown architecture {model_type!r}. Available architectures: {', '.join(FAMILIES)}."
         )
     model = add_required_tensors(model, model_type)
     try:
@@ -315,14 +299,16 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         back = from_hf_config(json.loads(config.to_json_string()))
     except (CheckpointError, ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{model_type} cannot express this model: {in_one_line(error)}"
+            f"The model cannot be exported as {model_type}: {in_one_line(error)}"
         ) from error
     for name, (ours, theirs) in model.differences(back).items():
-        remedy = "Choose kha" if name.startswith("kha") else "Choose another --architecture"
-        if name.startswith("kha") and model.kha.mechanisms and model.kha.is_foldable:
-            remedy = "Fold the heads, or choose kha"
+        remedy = "another --architecture"
+        if name.startswith("kha"):
+            foldable = model.kha.mechanisms and model.kha.is_foldable
+            remedy = "--architecture kha" + (" or `kha-megatron convert fold`" if foldable else "")
         raise CheckpointError(
-            f"{model_type} cannot express {name}={ours!r}, it has {theirs!r}. {remedy}."
+            f"The model cannot be exported as {model_type}: it has {name}={ours!r}, but "
+            f"{model_type} supports only {theirs!r}. Please use {remedy}."
         )
     return config
 
@@ -330,16 +316,15 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
 def _build_config(model: Architecture, family: Family, model_type: str) -> PreTrainedConfig:
     names = [name for name in _names(family) if name not in LATENT]
     if model.multi_latent_attention:
-        names.remove("kv_channels")  # config.head_dim is the width of the rotary part
+        names.remove("kv_channels")  # here config.head_dim is the rotary head dim
         names += LATENT
     fields = {HF_KEYS[name]: getattr(model, name) for name in names} | dict(family.only)
     fields["tie_word_embeddings"] = model.tied_embeddings
     if model_type == "kha":
-        recorded = model.kha.to_dict(start=False)
-        fields |= {f"kha_{name}": value for name, value in recorded.items()}
+        fields |= {f"kha_{name}": v for name, v in model.kha.to_dict(start=False).items()}
     fields |= family.extra(model)
     fields |= family.experts.to_config(model) if family.experts else {}
-    # always write partial_rotary_factor, because its default differs between readers
+    # always write partial_rotary_factor, because its default depends on the library
     rope = {
         "rope_type": "default",
         "rope_theta": model.rotary_base,

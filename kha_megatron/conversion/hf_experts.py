@@ -1,4 +1,4 @@
-"""Read and write the mixture-of-experts fields of Hugging Face configurations."""
+"""Mixture-of-experts fields of Hugging Face configurations."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,37 +14,36 @@ _OFF = {
     "moe_router_group_topk": 1,
     "moe_shared_expert_intermediate_size": 0,
 }
-"""Values of configuration fields for our None."""
+"""Configuration values that :class:`Architecture` represents as None."""
 
 
 class ExpertFields(NamedTuple):
-    """Fields of experts in one architecture."""
+    """Mapping between :class:`Architecture` and the MoE configuration of one architecture."""
 
     fields: tuple[str, ...]
-    """Our fields with a configuration field."""
+    """Fields of ``Architecture`` that are converted by name."""
     read: Callable[[PreTrainedConfig], dict[str, Any]]
-    """Return our other fields, ``moe_layer_freq`` among them."""
+    """Computes further ``Architecture`` fields, including ``moe_layer_freq``."""
     write: Callable[[Architecture], dict[str, Any]]
-    """Return the other configuration fields."""
+    """Computes further configuration fields, which ``known`` lists."""
     known: tuple[str, ...]
-    """Names of the other configuration fields."""
     number: str = "num_experts"
-    """Configuration field for the number of experts."""
+    """Configuration key for the number of experts."""
     always: Mapping[str, Any] = {}
-    """Our fields with a fixed value."""
+    """Fields of ``Architecture`` with a fixed value."""
     implied: Mapping[str, Any] = {}
-    """Optional configuration fields with their only supported value."""
+    """Optional configuration fields for which only this value is supported."""
     dense: Callable[[Architecture], dict[str, Any]] = lambda model: {}
-    """Return the configuration fields of a model without experts."""
+    """Computes the configuration fields of a model without experts."""
 
     @property
     def keys(self) -> dict[str, str]:
-        """Configuration field for each of our fields."""
+        """Configuration key of each ``Architecture`` field that is converted by name."""
         own = {"num_experts": self.number, "normalised": "norm_topk_prob"}
         return own | {name: HF_KEYS[name] for name in self.fields}
 
     def from_config(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Return our fields; none if no layer has experts."""
+        """Read the ``Architecture`` fields. The result is empty if no layer has experts."""
         special = self.read(config)
         if not any(special["moe_layer_freq"]):
             return {}
@@ -58,7 +57,6 @@ class ExpertFields(NamedTuple):
         return found
 
     def to_config(self, model: Architecture) -> dict[str, Any]:
-        """Return the configuration fields of a model."""
         if not model.num_experts:
             return self.dense(model)
         values = {ours: getattr(model, ours) for ours in self.keys}
@@ -99,14 +97,14 @@ def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     groups, per_token = config.n_group or 1, config.num_experts_per_tok
     if any(freq) and (config.n_routed_experts % groups or config.n_routed_experts < 2 * groups):
         raise CheckpointError(
-            f"config.json has n_group={groups} with n_routed_experts={config.n_routed_experts}. "
-            "Expected groups of the same size with at least two experts each."
+            f"Invalid config.json: n_routed_experts ({config.n_routed_experts}) must be divisible "
+            f"by n_group={groups}, with at least two experts per group."
         )
     if any(freq) and groups > 1 and per_token != 2 * config.topk_group:
         raise CheckpointError(
-            f"config.json has n_group={groups} with topk_group={config.topk_group} and "
-            f"num_experts_per_tok={per_token}, which is not supported: Megatron ranks a group by "
-            "its best num_experts_per_tok / topk_group experts, transformers by its best two."
+            f"n_group={groups} with topk_group={config.topk_group} and num_experts_per_tok="
+            f"{per_token} in config.json is not supported: Megatron ranks a group by its top "
+            "num_experts_per_tok / topk_group experts, but transformers always uses the top two."
         )
     shared = config.moe_intermediate_size * (config.n_shared_experts or 0)
     return {"moe_layer_freq": freq, "moe_shared_expert_intermediate_size": shared or None}
@@ -145,14 +143,14 @@ QWEN3 = ExpertFields(
     ("num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
     always=_SOFTMAX,
 )
-"""``qwen3_moe``: softmax scores, no shared expert."""
+"""MoE of ``qwen3_moe``, with softmax scores and without shared experts."""
 
 QWEN3_NEXT = QWEN3._replace(
     fields=(*_COMMON, "moe_shared_expert_intermediate_size"),
     always=_SOFTMAX | {"moe_shared_expert_gate": True},
     dense=lambda model: {"num_experts": 0, "mlp_only_layers": list(range(model.num_layers))},
 )
-"""``qwen3_next``: as ``qwen3_moe``, with a gated shared expert."""
+"""MoE of ``qwen3_next``, which adds a gated shared expert to ``qwen3_moe``."""
 
 DEEPSEEK = ExpertFields(
     (*_COMMON, *_SCALED),
@@ -164,4 +162,5 @@ DEEPSEEK = ExpertFields(
     implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     dense=lambda model: {"first_k_dense_replace": model.num_layers},
 )
-"""``deepseek_v3`` and ``glm4_moe``: sigmoid scores with a correction bias, dense layers first."""
+"""MoE of ``deepseek_v3`` and ``glm4_moe``, with sigmoid scores and a correction bias. The first
+layers may be dense."""

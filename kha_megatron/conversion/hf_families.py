@@ -24,29 +24,28 @@ from kha_megatron.hf import KHAModelConfig
 
 
 class Family(NamedTuple):
-    """One architecture of transformers."""
+    """Description of a transformers architecture."""
 
     config: type[PreTrainedConfig]
     causal_lm: str | None
-    """Name of the class with a language model head; None if transformers has none."""
+    """Class name of the causal language model, or None if transformers has no such class."""
     always: Mapping[str, Any] = {}
-    """Our fields with a fixed value."""
+    """Fields of ``Architecture`` with a fixed value."""
     only: Mapping[str, Any] = {}
     """Configuration fields for which Megatron supports only this value."""
     experts: ExpertFields | None = None
     latent: bool | None = False
-    """Whether its attention has a latent. None: depends on the configuration."""
+    """Whether the architecture uses latent attention. None means that the config decides."""
     partial_rope: bool = False
-    """Whether it supports partial rotary embeddings."""
     gate: Gate | None = None
-    """Attention output gate of all models."""
+    """Attention output gate that every model of the architecture has."""
     switches: Mapping[str, Gate] = {}
-    """Configuration fields that choose a gate."""
+    """Configuration flags that enable a gate."""
     files: FileFormat = STANDARD
     extra: Callable[[Architecture], dict[str, Any]] = lambda model: {}
-    """Further configuration fields of a model."""
+    """Computes further configuration fields."""
     rope: Callable[[Architecture], dict[str, Any]] = lambda model: {}
-    """Further ``rope_parameters``, which have no effect on text."""
+    """Computes further ``rope_parameters``, which do not affect text."""
 
 
 def _full_attention(model: Architecture) -> dict[str, Any]:
@@ -54,7 +53,7 @@ def _full_attention(model: Architecture) -> dict[str, Any]:
 
 
 def _sections(model: Architecture) -> dict[str, Any]:
-    """Return the sections for positions in images. They have no effect on text."""
+    """Split the rotary features into sections for image positions, as the format requires."""
     pairs = int(model.kv_channels * model.rotary_percent) // 2
     sections = [(pairs + rest) // 3 for rest in (2, 1, 0)]
     return {"mrope_section": sections, "mrope_interleaved": True}
@@ -64,7 +63,7 @@ OUTPUT_GATE = Gate(output="element")
 """Megatron's ``--attention-output-gate``."""
 _QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
 _LLAMA = {"qk_layernorm": False, "add_qkv_bias": False}
-_NO_BIAS = {"attention_bias": False}  # in these architectures, o_proj has the bias as well
+_NO_BIAS = {"attention_bias": False}  # in these architectures, this bias includes o_proj
 _QWEN3_NEXT_FILES = FileFormat(
     ("mlp.shared_experts.", "mlp.shared_expert."), gate_in_query="head", norms_minus_one=True
 )
@@ -83,8 +82,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         DeepseekV3Config,
         "DeepseekV3ForCausalLM",
-        _QWEN3,  # the norms of the compressed states
-        # the norms of the compressed states use 1e-6, whatever the configuration says
+        _QWEN3,  # qk_layernorm refers to the norms of the compressed states
+        # transformers fixes the epsilon of these norms to 1e-6
         _NO_BIAS | {"num_nextn_predict_layers": 0, "rope_interleave": True, "rms_norm_eps": 1e-6},
         DEEPSEEK,
         latent=True,
@@ -116,21 +115,20 @@ FAMILIES: dict[str, Family] = {
         rope=_sections,
     ),
 }
-"""By ``model_type``."""
+"""Supported architectures by ``model_type``."""
 
 
 @strict
 class PublishedConfig(Qwen3Config):
-    """Configuration of the published gated-attention models, whose ``model_type`` is ``qwen3``.
+    """Configuration of the models published at github.com/qiuzh20/gated_attention.
 
-    See github.com/qiuzh20/gated_attention.
+    Note that their ``model_type`` is ``qwen3``, and that ``qkv_bias`` also includes ``o_proj``.
     """
 
     elementwise_attn_output_gate: bool = False
     headwise_attn_output_gate: bool = False
     use_qk_norm: bool = True
     qkv_bias: bool = False
-    """Biases of all four projections."""
 
 
 PUBLISHED = Family(
@@ -144,4 +142,4 @@ PUBLISHED = Family(
     },
     files=FileFormat(gate_in_query="group"),
 )
-"""The layout of the published gated-attention models. It is only read."""
+"""Published gated-attention models, which can be imported but not exported."""

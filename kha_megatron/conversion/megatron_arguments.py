@@ -1,4 +1,4 @@
-"""Translate Megatron's saved arguments to an :class:`Architecture` and back."""
+"""Convert between Megatron's training arguments and :class:`Architecture`."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -43,11 +43,11 @@ SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "heterogeneous_layers_config_path": (None,),
 }
-"""Arguments that change what a model computes, and their supported values."""
+"""Supported values of further arguments that affect the model's output."""
 
 _HYBRID = "hybrid_layer_pattern"
 _MLPS = {"-": 0, "E": 1}
-"""Symbols of MLPs in ``--hybrid-layer-pattern``: 1 with experts, 0 without."""
+"""MLP symbols in ``--hybrid-layer-pattern``, with 1 for MoE layers and 0 for dense layers."""
 
 _READ = (
     "hidden_size",
@@ -62,7 +62,7 @@ _READ = (
     "init_method_std",
     "attention_dropout",
 )
-"""Fields that are copied in both directions."""
+"""Fields that are copied from and to Megatron's arguments."""
 _WRITTEN = (
     "num_layers",
     "num_query_groups",
@@ -73,7 +73,7 @@ _WRITTEN = (
     "multi_latent_attention",
     "attention_output_gate",
 )
-"""Fields that are copied to Megatron only."""
+"""Fields that are only copied to Megatron's arguments."""
 _EXPERTS = (
     "num_experts",
     "moe_router_topk",
@@ -86,32 +86,22 @@ _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
 def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: int) -> Architecture:
-    """Return the architecture of a Megatron model. ``vocab_size`` still includes the padding.
-
-    Args:
-        args: Megatron's saved arguments (``MegatronCheckpoint.args``).
-        kha: The model's head mechanisms.
-        padded_vocab_size: Rows of the embedding.
-
-    Raises:
-        CheckpointError: An argument is missing or has an unsupported value.
-        ConfigError: The attention does not support the head mechanisms.
-    """
+    """Build the architecture from a checkpoint's arguments. Its ``vocab_size`` includes padding."""
     for name, allowed in SUPPORTED_ARGUMENTS.items():
         if args.get(name) not in allowed:
-            raise _unsupported(name, args.get(name), f"only {allowed[0]!r}")
+            raise _unsupported(name, args.get(name), f"expected {allowed[0]!r}")
     try:
         return _architecture(args, kha, padded_vocab_size)
     except KeyError as error:
         raise CheckpointError(
-            f"The checkpoint's training arguments lack {error.args[0]}. Expected a checkpoint of "
-            "a supported version of Megatron's training loop."
+            f"Argument {error.args[0]} is missing in the checkpoint. Was it saved by another "
+            "version of Megatron?"
         ) from error
 
 
-def _unsupported(name: str, value: Any, remedy: str) -> CheckpointError:
+def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint was trained with {name}={value!r}, which is not supported ({remedy})."
+        f"The checkpoint was trained with {name}={value!r}, which is not supported: {why}."
     )
 
 
@@ -126,18 +116,18 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
         mlps = symbols[1::2]
         alternates = set(symbols[::2]) == {"*"} and len(symbols) % 2 == 0 and set(mlps) <= {*_MLPS}
         if not alternates:
-            raise _unsupported(_HYBRID, pattern, "only * alternating with - or E")
+            raise _unsupported(_HYBRID, pattern, "expected * alternating with - or E")
         for name in ("multi_latent_attention", "use_rope_scaling", "kha_attention"):
             if args.get(name):
-                raise _unsupported(name, args[name], f"not with {_HYBRID}")
+                raise _unsupported(name, args[name], f"it cannot be combined with {_HYBRID}")
     latent = bool(args.get("multi_latent_attention"))
     given = _copy(args, (*_READ, *(LATENT if latent else ())))
     if latent and given["q_lora_rank"] is None and given["qk_layernorm"]:
-        # here Megatron normalises the input of the query projection
-        raise _unsupported("q_lora_rank", None, "only a compressed query with qk_layernorm")
+        # Megatron would normalize the input of the query projection
+        raise _unsupported("q_lora_rank", None, "qk_layernorm requires compressed queries")
     if kha.attention == "gta" and not latent and given["rotary_percent"] != 0.5:
         percent = given["rotary_percent"]
-        raise _unsupported("rotary_percent", percent, "only 0.5 with kha_attention=gta")
+        raise _unsupported("rotary_percent", percent, "kha_attention=gta requires 0.5")
     heads, layers = given["num_attention_heads"], len(mlps) or args["num_layers"]
     groups = args["num_query_groups"] if args["group_query_attention"] and not latent else heads
     if args["num_experts"]:
@@ -159,20 +149,20 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
 
 
 def _experts(args: Mapping[str, Any], layers: int, sparse: Sequence[int]) -> dict[str, Any]:
-    """Return the fields of experts. ``sparse`` is the layer frequency of a HybridModel."""
+    """Read the MoE fields. ``sparse`` is the layer frequency of a HybridModel."""
     score, balance = args["moe_router_score_function"], args["moe_router_load_balancing_type"]
     if score not in ("softmax", "sigmoid"):
-        raise _unsupported("moe_router_score_function", score, "only softmax and sigmoid")
+        raise _unsupported("moe_router_score_function", score, "expected softmax or sigmoid")
     if args["moe_router_enable_expert_bias"] and score != "sigmoid":
-        raise _unsupported("moe_router_enable_expert_bias", True, "only with sigmoid scores")
-    if balance in ("sinkhorn", "quantile_balancing"):  # these choose the experts themselves
-        raise _unsupported("moe_router_load_balancing_type", balance, "only losses or biases")
+        raise _unsupported("moe_router_enable_expert_bias", True, "it requires sigmoid scores")
+    if balance in ("sinkhorn", "quantile_balancing"):
+        raise _unsupported("moe_router_load_balancing_type", balance, "it affects expert selection")
     frequency = args["moe_layer_freq"]
     if isinstance(frequency, int):
         frequency = [layer % frequency == 0 for layer in range(layers)]
     factor, groups = args["moe_router_topk_scaling_factor"], args.get("moe_router_num_groups") or 1
-    # Megatron normalises sigmoid scores only for more than one expert per token. It applies softmax
-    # to the logits of the chosen experts unless moe_router_pre_softmax is set.
+    # Megatron normalizes sigmoid scores only if top-k is larger than 1. Unless
+    # moe_router_pre_softmax is set, softmax is applied to the logits of the chosen experts.
     sigmoid = score == "sigmoid"
     normalised = args["moe_router_topk"] > 1 if sigmoid else not args["moe_router_pre_softmax"]
     return _copy(args, _EXPERTS) | {
@@ -188,14 +178,14 @@ def _experts(args: Mapping[str, Any], layers: int, sparse: Sequence[int]) -> dic
 STOCK_FACTOR = 8.0
 """RoPE scaling factor of Megatron's own scripts, which ignore ``--rope-scaling-factor``."""
 _STOCK_SPEC = "kha_megatron.training.stock"
-"""Spec module of a patched Megatron, where ``--kha-*`` flags choose the heads."""
+"""Layer spec for Megatron's own training script with the ``--kha-*`` flags added by a patch."""
 
 
 def rope_scaling_factor(args: Mapping[str, Any]) -> float:
-    """Return the factor that a training run with ``--use-rope-scaling`` used.
+    """Return the RoPE scaling factor with which a run was actually trained.
 
-    Megatron's own scripts ignore the argument. They record a ``spec`` without the ``kha_*``
-    arguments of our entry point, which uses it. A converted checkpoint has no ``spec``.
+    The argument is only used by our entry point, which is recognized by its ``kha_*`` arguments.
+    Converted checkpoints contain the correct factor and no ``spec``.
     """
     of_our_entry_point = "kha_query" in args and (args.get("spec") or [None])[0] != _STOCK_SPEC
     if "spec" in args and not of_our_entry_point:
@@ -209,33 +199,29 @@ def _llama3(args: Mapping[str, Any]) -> Llama3Scaling | None:
     asked, factor = float(args["rope_scaling_factor"]), rope_scaling_factor(args)
     if asked != factor:
         announce(
-            f"Reading --rope-scaling-factor {asked:g} as {factor:g}, because Megatron's own "
-            "scripts ignore it. If your script does not, set rope_parameters.factor to "
-            f"{asked:g} in the exported config.json.",
+            f"Using a RoPE scaling factor of {factor:g}, because Megatron's own scripts ignore "
+            f"--rope-scaling-factor {asked:g}. If your script uses this argument, please set "
+            f"rope_parameters.factor to {asked:g} in the exported config.json.",
             once=("rope_scaling_factor", asked),
         )
     return Llama3Scaling(factor=factor)
 
 
 def _yarn(args: Mapping[str, Any]) -> Yarn | None:
-    """Return the YaRN of latent attention; None for plain RoPE."""
     factor, plain = float(args["rotary_scaling_factor"]), args.get("rope_type") == "rope"
     if plain and args["rotary_percent"] != 1.0:
-        raise _unsupported("rotary_percent", args["rotary_percent"], "only 1.0 with rope_type=rope")
-    if plain and factor > 1.0 and args["mscale_all_dim"]:  # the softmax scale would use it
-        raise _unsupported("mscale_all_dim", args["mscale_all_dim"], "only 0.0 with rope_type=rope")
+        raise _unsupported("rotary_percent", args["rotary_percent"], "rope_type=rope requires 1.0")
+    if plain and factor > 1.0 and args["mscale_all_dim"]:  # would change the softmax scale
+        raise _unsupported("mscale_all_dim", args["mscale_all_dim"], "rope_type=rope requires 0.0")
     if plain or factor == 1.0:
         return None
     return Yarn(factor=factor, mscale=args["mscale"], mscale_all_dim=args["mscale_all_dim"])
 
 
 def to_arguments(model: Architecture) -> dict[str, Any]:
-    """Return the model arguments that Megatron would have saved.
+    """Build the model arguments that Megatron would store in a checkpoint.
 
-    The arguments are read back and must describe the same model.
-
-    Raises:
-        CheckpointError: Megatron cannot compute the model. The message names the setting.
+    To detect unsupported settings, the arguments are parsed again and compared with the model.
     """
     names = (*STYLE, *_READ, *_WRITTEN, *(LATENT if model.multi_latent_attention else ()))
     scaling, base = model.scaling, model.rotary_base
@@ -258,7 +244,7 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
     back = from_arguments(args, model.kha, model.padded_vocab_size)
     for name, (ours, theirs) in model.differences(back).items():
         raise CheckpointError(
-            f"The model has {name}={ours!r}, which Megatron cannot express. It computes {theirs!r}."
+            f"Megatron does not support {name}={ours!r} and would use {theirs!r} for this model."
         )
     own = model.kha.without_output_gate() if model.attention_output_gate else model.kha
     if own.mechanisms or own.attention is not None:
@@ -296,21 +282,18 @@ _NOT_FROM_CHECKPOINT = (
     "bf16",
     "fp16",
 )
-"""Model arguments that ``--use-checkpoint-args`` does not read from the checkpoint."""
+"""Model arguments that ``--use-checkpoint-args`` does not restore."""
 
 
 def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
-    """Return the flags of a new run that starts from a converted checkpoint.
+    """Return the flags to start training from a converted checkpoint with ``args``.
 
-    ``--load`` is not among them: a restarted run would start over and overwrite its checkpoints.
-
-    Args:
-        args: The result of :func:`to_arguments`.
-        checkpoint: The checkpoint directory.
+    These flags do not include ``--load``, because a restarted job would then load the converted
+    checkpoint again and overwrite its own checkpoints.
     """
     words = ["--pretrained-checkpoint", checkpoint, "--use-checkpoint-args"]
     names: tuple[str, ...] = _NOT_FROM_CHECKPOINT
-    if args.get("kha_attention") == "gta":  # our entry point checks these before it loads anything
+    if args.get("kha_attention") == "gta":  # our entry point checks these before loading
         names += ("position_embedding_type", "rotary_percent")
     for name in names:
         flag = ROWS[name].flag if name in ROWS else f"--{name.replace('_', '-')}"

@@ -1,6 +1,6 @@
-"""Build, load and run a checkpoint with Megatron on the CPU.
+"""Run Megatron models on the CPU.
 
-This uses a separate process, because the CPU runtime patches the process it is installed in.
+Models run in a separate process, because the CPU runtime monkey-patches PyTorch and Megatron.
 """
 
 import logging
@@ -26,31 +26,29 @@ from kha_megatron.mcore.compat import check_version
 
 
 class Outputs(NamedTuple):
-    """Outputs of a model, in float32 on the CPU."""
+    """Float32 outputs of a model on the CPU."""
 
     logits: Tensor
-    """``[B, S, V]``. Megatron's include the padding of the vocabulary."""
+    """Shape ``[B, S, V]``. For Megatron, ``V`` includes the vocabulary padding."""
     layers: list[Tensor]
-    """The output of each decoder layer, ``[B, S, C]``."""
+    """Hidden states ``[B, S, C]`` after each decoder layer."""
 
 
 def run_megatron(
     iteration: Path, tokens: Tensor, *, rounded_to: torch.dtype | None = None
 ) -> Outputs:
-    """Run Megatron's model in float32 in a new process.
+    """Run the Megatron model of one checkpoint iteration in a new process.
 
     Args:
-        iteration: The directory of one iteration.
-        tokens: ``[B, S]`` token ids.
-        rounded_to: Round the weights to this dtype first.
+        tokens: Token IDs of shape ``[B, S]``.
+        rounded_to: Dtype to which weights are rounded before they are converted to float32.
     """
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(1, mp_context=context, initializer=_exit_with_parent) as pool:
         return Outputs(*pool.submit(_run_here, iteration, tokens, rounded_to).result())
 
 
-def _end_with_parent() -> None:
-    """Exit when the parent process is killed."""
+def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -103,13 +101,13 @@ _UNSHARDED: dict[str, Any] = {
     "perform_initialization": False,
     "spec": None,
 }
-"""Arguments of one CPU process. They affect logits only by rounding."""
+"""Arguments to run on a single CPU process. They change logits only by rounding errors."""
 
 
 def _run_here(
     iteration: Path, tokens: Tensor, rounded_to: torch.dtype | None
 ) -> tuple[Tensor, list[Tensor]]:
-    # Megatron warns about kernels that it does not find
+    # silence Megatron's warnings about missing CUDA kernels
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     for name, value in cpu.ENVIRONMENT.items():
@@ -139,7 +137,7 @@ def _run_here(
 
 
 def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
-    """Return a list that receives the output of each layer when the model runs."""
+    """Register forward hooks that append each layer's output to the returned list."""
     outputs: list[Tensor] = []
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
@@ -151,11 +149,9 @@ def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = None) -> Any:
-    """Build Megatron's GPTModel or HybridModel from the saved arguments, on local modules.
+    """Build Megatron's GPTModel or HybridModel with local modules from a checkpoint's arguments.
 
-    Args:
-        checkpoint: The checkpoint with the arguments.
-        overrides: Arguments that replace the saved ones and those of an unsharded float32 model.
+    By default, the model is unsharded and in float32. ``overrides`` takes precedence.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import add_megatron_arguments
@@ -176,21 +172,17 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
 
 
 def load_model_weights(model: Any, checkpoint: MegatronCheckpoint) -> Any:
-    """Load a checkpoint with Megatron's loader."""
-    from megatron.core import dist_checkpointing
+    """Load the weights with ``dist_checkpointing``.
 
-    sharded = _as_stored(model.sharded_state_dict(), checkpoint)
+    Norms are looked up under all their names, which depend on the transformer implementation.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    stored, sharded = checkpoint.keys(), model.sharded_state_dict()
+    for entry in sharded.values():
+        if isinstance(entry, ShardedTensor) and entry.key not in stored:
+            entry.key = next((name for name in other_names(entry.key) if name in stored), entry.key)
     loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint.path))
     model.load_state_dict(loaded["model"])
     return model
-
-
-def _as_stored(sharded: dict[str, Any], checkpoint: MegatronCheckpoint) -> dict[str, Any]:
-    """Rename norms, which Transformer Engine and local modules name differently."""
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor
-
-    held = checkpoint.keys()
-    for entry in sharded.values():
-        if isinstance(entry, ShardedTensor) and entry.key not in held:
-            entry.key = next((name for name in other_names(entry.key) if name in held), entry.key)
-    return sharded

@@ -1,4 +1,4 @@
-"""Write the ``README.md`` of an exported directory."""
+"""Model card (``README.md``) of exported models."""
 
 import os
 from collections.abc import Mapping
@@ -20,21 +20,26 @@ library_name: transformers
 pipeline_tag: text-generation
 tags:
 - knocking-heads-attention
-# license: add the licence under which you publish this model
+# license: please add the license under which you publish this model
 ---
 
-# {architecture}, {parameters:,} parameters
+# {name}
 
-A `{architecture}` of {layers} layers, written by kha_megatron {version} from {origin}.
+This causal language model was converted from {origin} with kha_megatron {version}.
 
-{heads}
+## Model details
 
-- parameters: {parameters:,}{counts}
-- dtype: {dtype}; `manifest.json` has a SHA-256 for every tensor
+- **Architecture:** `{architecture}` with {layers} layers
+- **Attention heads:** {heads}
+- **Parameters:** {parameters:,}{counts}
+- **Precision:** {dtype}
 
-## Load it
+The SHA-256 checksum of every tensor is stored in `manifest.json`.
 
-Run this in this directory, with transformers 5 or newer (version 4 ignores the RoPE base):
+## Usage
+
+To load the model, run the following code in this directory. Note that transformers 5 or newer is
+required, because version 4 ignores the RoPE base.
 
 ```python
 {registers}from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -45,12 +50,13 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 
 {vllm}
 
-## Licence
+## License
 
-Not specified. Whoever trained this model adds it to the first lines of this file.
+No license has been specified yet. If you trained this model, please add its license to the metadata
+at the top of this file before you publish it.
 """
 _FORMATS = {"torch_dist": "Megatron checkpoint", "huggingface": "Hugging Face model"}
-_PAPER = "Knocking-Heads Attention, arXiv 2510.23052"
+_PAPER = "[Knocking-Heads Attention](https://arxiv.org/abs/2510.23052)"
 
 
 def model_card(
@@ -61,39 +67,42 @@ def model_card(
     origin: Mapping[str, Any],
     folded: KHAConfig | None,
 ) -> str:
-    """Return the text of the model card.
+    """Build the text of the model card.
 
     Args:
-        written: The written directory.
-        model: The model in it.
-        config: The model's configuration.
-        origin: What the model was made from, as in its manifest.
-        folded: What was folded into its projections; None if nothing was.
+        origin: Identity of the source checkpoint, as stored in the manifest.
+        folded: Head mechanisms of the source if they were folded into the projections.
     """
     kha, is_kha = model.kha, written.architecture == "kha"
-    name = os.path.basename(os.path.abspath(origin["path"]))  # also for "."
-    made_from = f"`{name}`, a {_FORMATS[origin['format']]}"
+    source = f"the {_FORMATS[origin['format']]} `{_name(origin['path'])}`"
     if (iteration := origin.get("iteration")) is not None:
-        made_from += f" at iteration {iteration:,}"
+        source += f" at iteration {iteration:,}"
+    heads = "standard attention"
     if kha.mechanisms:
-        heads = f"Its heads have {kha} ({_PAPER}, and others)."
+        heads = f"`{kha}`"
     elif folded is not None and folded.mechanisms:
-        heads = f"It was trained with {folded} ({_PAPER}), which is folded into its projections."
-    else:
-        heads = "Its heads are those of the stock architecture."
+        heads += f" after folding `{folded}` into the projections"
+    if (folded or kha).variants:
+        heads += f", see {_PAPER}"
     own = {m.name: model.layers * m.parameters(model.head_sizes) for m in kha.mechanisms}
-    why = vllm_obstacle(config, by_backend=False) if is_kha else None
-    install = ", with kha_megatron installed (`pip install 'kha-megatron[vllm]'`)" if is_kha else ""
-    vllm = f"vLLM{install}:\n\n```bash\nvllm serve .\n```"
+    vllm = vllm_obstacle(config, by_backend=False) if is_kha else None
+    if vllm is None:
+        install = "install `kha-megatron[vllm]` and " if is_kha else ""
+        vllm = f"To serve the model with vLLM, {install}run:\n\n```bash\nvllm serve .\n```"
     return _TEXT.format(
+        name=_name(written.path),
         architecture=written.architecture,
         parameters=written.parameters,
         layers=model.layers,
         version=__version__,
-        origin=made_from,
+        origin=source,
         heads=heads,
-        counts="".join(f"\n- of these in {what}: {number:,}" for what, number in own.items()),
+        counts="".join(f", including {number:,} in `{what}`" for what, number in own.items()),
         dtype=written.dtype,
         registers="import kha_megatron.hf  # registers the architecture\n" if is_kha else "",
-        vllm=vllm if why is None else f"vLLM does not serve this model. {why}",
+        vllm=vllm,
     )
+
+
+def _name(path: str | os.PathLike[str]) -> str:
+    return os.path.basename(os.path.abspath(path))  # also for "."

@@ -1,13 +1,12 @@
-"""Split Megatron tensors into Hugging Face tensors and join them again.
+"""Layouts in which Megatron tensors are split into Hugging Face tensors and joined again.
 
-Concatenating ``join(split(x))`` gives ``x`` bit for bit. All functions also accept meta tensors.
-
-Shapes: ``H`` query heads, ``G`` key/value heads, ``D`` head dim, ``C`` hidden size, ``F`` features
-inside an MLP, ``V`` vocabulary.
+The blocks of ``join(split(x))`` concatenate to ``x`` bit for bit. Meta tensors are also supported.
+In shapes, ``H`` is the number of query heads, ``D`` the head dim, ``C`` the hidden size, ``F`` the
+FFN hidden size and ``V`` the vocabulary size.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
 
@@ -24,50 +23,48 @@ When = Callable[[Architecture, int], bool]
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """One Megatron tensor of a layer, of an expert or of the whole model.
+    """Mapping between a Megatron tensor and one or more Hugging Face tensors.
 
-    It is the concatenation of Hugging Face tensors of the same shape: ``[2F, C]`` with ``("gate",
-    "up")`` is all rows of the gate projection, then all rows of the up projection.
+    By default, the Megatron tensor is the concatenation of Hugging Face tensors of the same shape.
+    For example, ``[2F, C]`` with the parts ``("gate", "up")`` contains all rows of the gate
+    projection, followed by all rows of the up projection.
     """
 
     hf: str
-    """Hugging Face name, below ``model.layers.{i}.`` in a layer. ``{}`` stands for each part."""
+    """Hugging Face name relative to ``model.layers.{i}.``, with ``{}`` in place of the part."""
     names: tuple[str, ...]
-    """Megatron names, below ``decoder.layers.{i}.`` in a layer. The first one is written."""
+    """Megatron names relative to ``decoder.layers.{i}.``. By default, the first one is written."""
     shape: _Shape
-    """_Shape of the Megatron tensor."""
     when: When = lambda model, layer: True
-    """Whether the layer (counted from 0) has this tensor."""
+    """Whether the given layer (starting at 0) has this tensor."""
     parts: tuple[str, ...] = ("",)
     both: bool = False
-    """Write the tensor under all names, because Megatron's two backends read different ones."""
+    """Whether to write all names, because Megatron's two backends read different names."""
     per_expert: bool = False
     trained: bool = True
-    """Whether it is updated by gradients."""
+    """Whether the tensor is updated by gradients."""
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        """Return the names of the Hugging Face tensors, without the prefix of a layer."""
+        """Return the Hugging Face names without the layer prefix."""
         return tuple(self.hf.format(part) for part in self.parts)
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Return the tensors of :meth:`hf_names` from the Megatron tensor."""
+        """Split the Megatron tensor into the tensors of :meth:`hf_names`."""
         return list(tensor.chunk(len(self.hf_names(model))))
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return blocks whose concatenation is the Megatron tensor."""
+        """Convert Hugging Face tensors to blocks that concatenate to the Megatron tensor."""
         return list(parts)
 
 
 @dataclass(frozen=True, eq=False)
 class VocabularyRow(Row):
-    """``[V padded, C]``. Hugging Face has no padding. Megatron's padding is written as zeros."""
+    """Embedding or output layer ``[V, C]``, which only Megatron pads with zeros."""
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Return the rows without padding."""
         return [tensor[: model.vocab_size]]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return the rows and the padding."""
         missing = model.padded_vocab_size - parts[0].shape[0]
         padding = [parts[0].new_zeros(missing, *parts[0].shape[1:])] if missing else []
         return [parts[0], *padding]
@@ -75,19 +72,16 @@ class VocabularyRow(Row):
 
 @dataclass(frozen=True, eq=False)
 class QKVRow(Row):
-    """``linear_qkv``, laid out as :class:`kha_megatron.model.qkv.QKVLayout` describes."""
+    """Fused ``linear_qkv``; see :class:`kha_megatron.model.qkv.QKVLayout` for the layout."""
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        """Return one name for each part of a group."""
         return tuple(self.hf.format(part.hf) for part in model.qkv.parts.values())
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Return ``[heads * rows of one head, ...]`` for each part, without the group padding."""
         groups = tensor.unflatten(0, (model.qkv.groups, -1))
         return [groups[:, part.rows].flatten(0, 1) for part in model.qkv.parts.values()]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return one block of groups, padded with zeros."""
         layout = model.qkv
         blocks = [part.unflatten(0, (layout.groups, -1)) for part in parts]
         if padding := layout.padding.stop - layout.padding.start:
@@ -98,42 +92,33 @@ class QKVRow(Row):
 
 @dataclass(frozen=True, eq=False)
 class LatentRow(Row):
-    """``[H * rows, latent / c]``: up projections from ``c`` latent heads, one tensor for each.
-
-    The tensor of MLA, which has one latent head, has no number in its name.
-    """
+    """Up projection ``[H * D, latent / c]``, stored in Hugging Face as one tensor for each of the
+    ``c`` latent heads. Since MLA has only one latent head, its number is omitted."""
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        """Return one name for each latent head."""
         numbers = [""] if model.latent_heads == 1 else [f".{n}" for n in range(model.latent_heads)]
         return tuple(self.hf.format(number) for number in numbers)
 
 
 @dataclass(frozen=True, eq=False)
 class HeadRow(Row):
-    """A parameter of a head mechanism.
+    """Parameter of a head mechanism.
 
-    In Hugging Face, each of the stacked matrices ``[n, D, D]`` (``x @ W``) is the transposed weight
-    of an ``nn.Linear``. A projection ``[heads, features, C]`` is the weight of one ``nn.Linear``.
+    Stacked matrices ``[n, D, D]``, which are multiplied from the right, become one transposed
+    ``nn.Linear`` weight each. A projection ``[heads, features, C]`` becomes a single weight.
     """
 
-    tensor: HeadTensor | None = None
+    tensor: HeadTensor = field(kw_only=True)
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        """Return one name for each matrix, or one."""
-        assert self.tensor is not None
         return self.tensor.hf_names
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Return each matrix transposed, or the projection with its heads flattened."""
-        assert self.tensor is not None
         if self.tensor.matrices:
             return [matrix.T for matrix in tensor]
         return [tensor.flatten(0, -2) if self.tensor.reads_input else tensor]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Return one block with the shape of the Megatron parameter."""
-        assert self.tensor is not None
         if self.tensor.matrices:
             return [torch.stack([part.T for part in parts])]
         return [parts[0].view(self.tensor.shape) if self.tensor.reads_input else parts[0]]
@@ -141,19 +126,18 @@ class HeadRow(Row):
 
 @cache
 def head_row(tensor: HeadTensor) -> HeadRow:
-    """Return the row of a head mechanism's parameter."""
     return HeadRow("", (tensor.key,), lambda m: tensor.shape, tensor=tensor)
 
 
 class TensorSlot(NamedTuple):
-    """A row in one layer and expert: the unit of a conversion."""
+    """Row of one layer and expert. Slots are converted independently of each other."""
 
     row: Row
     layer: int | None = None
     expert: int | None = None
 
     def hf_names(self, model: Architecture) -> list[str]:
-        """Return the full names of the slot's Hugging Face tensors."""
+        """Return the full names of the Hugging Face tensors."""
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."
         if self.expert is not None:
             prefix += f"mlp.experts.{self.expert}."
@@ -162,25 +146,25 @@ class TensorSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class FileFormat:
-    """How the files of an architecture differ from the Hugging Face tensors in ``table``."""
+    """Differences between an architecture's safetensors files and the rows in ``table``."""
 
     renamed: tuple[str, str] | None = None
-    """Part of our tensor names, and its replacement."""
+    """Substring of tensor names to replace, and its replacement."""
     gate_in_query: Literal["head", "group"] | None = None
-    """Whether ``q_proj`` also has the rows of the output gate: after each query head, or after each
-    group of query heads."""
+    """Whether ``q_proj`` contains the output gate after each query head, or after each group of
+    query heads."""
     norms_minus_one: bool = False
-    """Whether norm weights are stored minus one, which rounds 16-bit weights below 1/2."""
+    """Whether norm weights are stored as ``w - 1``, which rounds 16-bit weights below 1/2."""
 
     def names(self, slot: TensorSlot, model: Architecture) -> list[str]:
-        """Return the full names of a slot's tensors in the files."""
+        """Return the tensor names of a slot in the files."""
         names = slot.hf_names(model)
         if self.gate_in_query:
             names = [name for name in names if _GATE not in name]
         return [name.replace(*self.renamed) for name in names] if self.renamed else names
 
     def write(self, slot: TensorSlot, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of :meth:`names` from those of ``slot.hf_names``."""
+        """Convert the tensors of a slot to those stored in the files."""
         names, parts = slot.hf_names(model), list(parts)
         gate = self._gate(names)
         if gate is not None:
@@ -190,7 +174,7 @@ class FileFormat:
         return [part - 1 for part in parts] if self._is_norm(names) else parts
 
     def read(self, slot: TensorSlot, model: Architecture, held: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of ``slot.hf_names`` from those of :meth:`names`."""
+        """Convert tensors stored in the files to those of a slot."""
         names, parts = slot.hf_names(model), list(held)
         gate = self._gate(names)
         if gate is not None:
@@ -202,7 +186,6 @@ class FileFormat:
         return [part + 1 for part in parts] if self._is_norm(names) else parts
 
     def _gate(self, names: Sequence[str]) -> int | None:
-        """Return the index of the gate that ``q_proj``, the first tensor, also holds."""
         return next(
             (n for n, name in enumerate(names) if self.gate_in_query and _GATE in name), None
         )

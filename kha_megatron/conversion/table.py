@@ -1,6 +1,6 @@
-"""Map Megatron tensors to Hugging Face tensors.
+"""Table of Megatron tensors and the corresponding Hugging Face tensors.
 
-To support a new kind of attention or MLP, add rows.
+To support a new type of attention or MLP, add rows to this table.
 """
 
 import re
@@ -25,7 +25,7 @@ _IN_ATTENTION = ("self_attention.", "input_layernorm.")
 
 
 def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
-    """Yield all slots of a model in the order of its layers."""
+    """Iterate over all slots of a model, layer by layer."""
     first, *last = (TensorSlot(row) for row in MODEL if row.when(model, 0))
     yield first
     rows = (*_BEFORE_HEADS, *map(head_row, model.head_tensors), *_AFTER_HEADS)
@@ -41,7 +41,7 @@ def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
 
 
 def _norm(name: str) -> tuple[str, ...]:
-    """Return all names of a norm, which Transformer Engine may fuse into the next linear layer."""
+    """Return all names of a norm that Transformer Engine may fuse into the next linear layer."""
     return (name, *other_names(name))
 
 
@@ -56,10 +56,6 @@ def _compressed_queries(model: Architecture, layer: int) -> bool:
 def _fused_norm(model: Architecture, layer: int) -> bool:
     """Whether Transformer Engine fuses the input norm into ``linear_qkv``."""
     return not model.multi_latent_attention and not model.qkv.tied
-
-
-def _sparse(model: Architecture, layer: int) -> bool:
-    return model.is_moe(layer)
 
 
 def _dense(model: Architecture, layer: int) -> bool:
@@ -114,8 +110,8 @@ _BEFORE_HEADS: tuple[Row, ...] = (
         lambda model, layer: model.qkv.tied,
     ),
 )
-"""The input norm, and the projections of MHA, MQA, GQA and GTA. In GTA, the rotary half of a head
-comes first in both formats."""
+"""Input norm and projections of MHA, MQA, GQA and GTA. For GTA, the rotary half of each head comes
+first in both formats."""
 
 _LATENT: tuple[Row, ...] = (
     Row(
@@ -166,8 +162,8 @@ _LATENT: tuple[Row, ...] = (
         _latent,
     ),
 )
-"""MLA and GLA. In both formats, a head has the part without position first, then the rotary part or
-the value, and RoPE rotates adjacent features."""
+"""Projections of MLA and GLA. In both formats, each head starts with the no-position features,
+which are followed by the rotary or value features. RoPE rotates adjacent features."""
 
 ATTENTION_OUTPUT = Row(
     "self_attn.o_proj.weight",
@@ -182,11 +178,11 @@ EXPERT_BIAS = Row(
     lambda model, layer: model.is_moe(layer) and model.moe_router_enable_expert_bias,
     trained=False,
 )
-"""Always float32. Updated from the load of experts instead of gradients."""
+"""Always in float32. Megatron updates this bias from the expert load instead of gradients."""
 
 
 def _mlp(hf: str, megatron: str, width: str, when: When, *, per_expert: bool = False) -> list[Row]:
-    """Return the rows of a SwiGLU MLP with ``width`` features inside."""
+    """Build the rows of a SwiGLU MLP whose FFN hidden size is the field ``width``."""
     return [
         Row(
             hf + "{}_proj.weight",
@@ -243,7 +239,7 @@ _AFTER_HEADS: tuple[Row, ...] = (
         "post_attention_layernorm.weight",
         _norm("pre_mlp_layernorm.weight"),
         _hidden,
-        lambda model, layer: _sparse(model, layer) or model.multi_latent_attention,
+        lambda model, layer: model.is_moe(layer) or model.multi_latent_attention,
         both=True,
     ),
     *_mlp("mlp.", "mlp.", "ffn_hidden_size", _dense),
@@ -251,10 +247,10 @@ _AFTER_HEADS: tuple[Row, ...] = (
         "mlp.gate.weight",
         ("mlp.router.weight",),
         lambda m: (m.num_experts, m.hidden_size),
-        _sparse,
+        Architecture.is_moe,
     ),
     EXPERT_BIAS,
-    *_mlp("", "mlp.experts.experts.", "moe_ffn_hidden_size", _sparse, per_expert=True),
+    *_mlp("", "mlp.experts.experts.", "moe_ffn_hidden_size", Architecture.is_moe, per_expert=True),
     *SHARED_EXPERT,
 )
 
@@ -275,27 +271,23 @@ MODEL: tuple[Row, ...] = (
     ),
     OUTPUT_LAYER,
 )
-"""Rows outside the layers."""
+"""Rows of the tensors that do not belong to a layer."""
 
 
-Stored = tuple[str, tuple[int, ...]]
-"""A key of a Megatron checkpoint, and an index into its first dimensions."""
+Location = tuple[str, tuple[int, ...]]
+"""Key of a Megatron checkpoint and an index into the leading dimensions of its tensor."""
 
 
-def locate(
+def locate_tensors(
     infos: Mapping[str, StoredTensor], model: Architecture
-) -> tuple[dict[TensorSlot, Stored], list[str], list[str]]:
-    """Find the tensor of each slot in a Megatron checkpoint.
-
-    Args:
-        infos: The tensors. Layers of the same shapes may be stacked.
-        model: The architecture that the checkpoint's arguments describe.
+) -> tuple[dict[TensorSlot, Location], list[str], list[str]]:
+    """Find the tensor of each slot in a Megatron checkpoint, where layers may be stacked.
 
     Returns:
-        The tensor of each slot; names of tensors without a slot; names of missing tensors.
+        The location of each slot, the names of unexpected tensors and the names of missing tensors.
     """
     step = 2 if _HYBRID_NORM in infos else 1  # a HybridModel numbers attention and MLP separately
-    stored: dict[tuple[int | None, str], Stored] = {}
+    stored: dict[tuple[int | None, str], Location] = {}
     for key, info in infos.items():
         if match := _SINGLE.fullmatch(key):
             stored[int(match[1]), match[2]] = key, ()
@@ -304,7 +296,7 @@ def locate(
             stored |= {(layer, name): (key, (layer,)) for layer in range(info.shape[0])}
         else:
             stored[None, key] = key, ()
-    found, used, lost = dict[TensorSlot, Stored](), set(), list[tuple[int | None, str]]()
+    found, used, lost = dict[TensorSlot, Location](), set(), list[tuple[int | None, str]]()
     for slot in tensor_slots(model):
         at: list[tuple[int | None, str]] = []
         for name in slot.row.names:

@@ -1,4 +1,4 @@
-"""Write a source as a Hugging Face directory, tensor by tensor."""
+"""Export of checkpoints to the Hugging Face format."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,24 +36,22 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class HFPlan(Plan):
-    """A model in a Hugging Face architecture."""
+    """Conversion to a Hugging Face model directory."""
 
     config: PreTrainedConfig
     max_shard_bytes: int
     folded: KHAConfig | None = None
-    """Mechanisms that were folded into projections."""
+    """Head mechanisms of the source if they are folded into the projections."""
 
     marker = MANIFEST
     patterns = (MANIFEST, CONFIG, INDEX, CARD, *FILES, "model*.safetensors", "*_kha.py")
 
     @property
     def files(self) -> FileFormat:
-        """Format of the architecture's files."""
         return FAMILIES[self.config.model_type].files
 
     @property
     def entries(self) -> list[TensorEntry]:
-        """See ``Plan``."""
         found, model = [], self.source.model
         for slot, _ in self.source.entries():
             parts = self.files.write(slot, model, self.source.read(slot, meta=True))
@@ -64,7 +62,6 @@ class HFPlan(Plan):
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
-        """Write shards, configurations, tokenizer, manifest and model card; see ``Plan``."""
         source, config, entries = self.source, self.config, self.entries
         files, model = self.files, self.source.model
         with staged_folder(target) as folder:
@@ -75,13 +72,13 @@ class HFPlan(Plan):
                 for name, part in zip(files.names(slot, model), held, strict=True):
                     writer.write(name, part)
 
-            wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
+            not_finite = transfer(source, put, workers=workers, on_bytes=on_bytes)
             origin = source.checkpoint.identity()
             shards = writer.close(origin)
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
             source.tokenizer.write(folder)
-            written = self.summarize(target, config.model_type, shards, wrong)
+            written = self.summarize(target, config.model_type, shards, not_finite)
             card = model_card(written, model, config, origin=origin, folded=self.folded)
             (folder / CARD).write_text(card, encoding="utf-8")
         return written
@@ -98,23 +95,23 @@ def plan_export(
     upcycle: KHAConfig | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> HFPlan:
-    """Open a checkpoint and decide what the Hugging Face directory will hold.
+    """Open a checkpoint and prepare its conversion to a Hugging Face model.
 
     Args:
-        path: A checkpoint of either side.
-        architecture: A ``model_type``, or ``auto`` for the stock architecture that fits and
-            ``kha`` if none does. Default: ``kha``; with ``fold``: ``auto``.
-        dtype: A key of ``sources.FLOAT_DTYPES``; None keeps the dtypes.
-        allow_overflow: Convert numbers beyond the range of ``dtype`` to infinity.
-        tokenizer: A tokenizer directory that replaces the model's own.
-        fold: Fold linear knocks and collaborative heads into the projections.
-        upcycle: Head mechanisms to add without changing an output.
-        max_shard_bytes: As in ``save_pretrained``.
+        path: Megatron checkpoint or Hugging Face model.
+        architecture: Target ``model_type``. ``auto`` selects a matching stock architecture, or
+            ``kha`` if there is none. Defaults to ``auto`` if ``fold`` is True, otherwise ``kha``.
+        dtype: ``float32``, ``bfloat16`` or ``float16``. By default, dtypes are unchanged.
+        allow_overflow: Whether values beyond the range of ``dtype`` may become infinite.
+        tokenizer: Tokenizer directory that overrides the model's tokenizer.
+        fold: Whether to fold linear KHA and collaborative heads into the projections.
+        upcycle: Head mechanisms to add without changing the outputs.
+        max_shard_bytes: Maximum size of each safetensors file.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or the model does not fit the architecture.
-        ConfigError: The dtype is unknown, the tokenizer cannot be loaded, or the mechanisms cannot
-            be added.
+        CheckpointError: If the checkpoint is corrupted or the architecture does not support it.
+        ConfigError: If the dtype is unknown, the tokenizer cannot be loaded, or the head mechanisms
+            cannot be added.
     """
     new_dtype = parse_dtype(dtype)
     source = open_source(path, tokenizer=tokenizer)

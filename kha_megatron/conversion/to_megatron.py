@@ -1,6 +1,6 @@
-"""Write a source as a ``torch_dist`` checkpoint that Megatron loads under any layout of ranks.
+"""Import of checkpoints into Megatron's ``torch_dist`` format, for any parallel layout.
 
-The checkpoint is a *release*: Megatron starts at iteration 0 and does not load optimizer and RNG
+The result is a release checkpoint, i.e. training starts at iteration 0 without optimizer and RNG
 state, both with ``--load`` and with ``--pretrained-checkpoint``.
 """
 
@@ -31,35 +31,36 @@ from kha_megatron.model.model_config import ModelConfig
 
 _CORE_ATTENTION = "self_attention.core_attention"
 _TOKENIZER = "tokenizer"
-"""Tokenizer directory next to the release."""
+"""Name of the tokenizer directory."""
 
 
 @dataclass(frozen=True)
 class MegatronPlan(Plan):
-    """A model and the arguments that Megatron would have saved."""
+    """Conversion to a Megatron checkpoint."""
 
     args: dict[str, Any]
+    """Training arguments to store in the checkpoint."""
 
     marker = TRACKER
     patterns = TRACKER, RELEASE, _TOKENIZER
 
     def check_target(self, target: Path, *, overwrite: bool) -> None:
-        """Check the target as ``Plan`` does. Never replace checkpoints of a training run."""
         super().check_target(target, overwrite=overwrite)
         if (last := newest(target)) and last.name != RELEASE:
             raise OutputError(
-                f"{target} holds {last.name} of a training run. Choose another directory."
+                f"{target} contains checkpoints of a training run ({last.name}), which are never "
+                "overwritten. Please choose another directory."
             )
 
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
-        """Write ``release/``, the tracker file and ``tokenizer/``; see ``Plan``."""
         source, args = self.source, dict(self.args)
         if (factor := args.get("rope_scaling_factor", STOCK_FACTOR)) != STOCK_FACTOR:
             announce(
-                "Train this model with python -m kha_megatron.training. Megatron's own scripts "
-                f"ignore --rope-scaling-factor {factor:g} and use {STOCK_FACTOR:g}."
+                "Please train this model with `python -m kha_megatron.training`, because "
+                f"Megatron's own scripts use a RoPE scaling factor of {STOCK_FACTOR:g} instead of "
+                f"{factor:g}."
             )
         with staged_folder(target) as folder:
             check_room(folder, self.size)
@@ -76,18 +77,21 @@ class MegatronPlan(Plan):
                     for part in parts:
                         if dtypes.setdefault(key, part.dtype) != part.dtype:
                             raise CheckpointError(
-                                f"{slot.hf_names(source.model)[0]} is {part.dtype}, but other "
-                                f"parts of its Megatron tensor are {dtypes[key]}. Pass --dtype."
+                                f"{slot.hf_names(source.model)[0]} has dtype {part.dtype}, but it "
+                                f"must be stored together with {dtypes[key]} tensors in Megatron. "
+                                "Use --dtype to convert all tensors to the same dtype."
                             )
                     _write_slot(writer, source.model, slot, parts)
 
-                wrong = transfer(source, put, workers=workers, on_bytes=on_bytes)
+                not_finite = transfer(source, put, workers=workers, on_bytes=on_bytes)
                 _write_extra_states(writer, source.model)
                 common = {"args": Namespace(**args), "iteration": 0, "checkpoint_version": 3.0}
                 writer.close(common, source.checkpoint.identity())
             (folder / TRACKER).write_text(RELEASE)
             shards = len(list(release.glob("*.distcp")))
-        return self.summarize(target, "megatron", shards, wrong, *command_line(args, str(target)))
+        return self.summarize(
+            target, "megatron", shards, not_finite, *command_line(args, str(target))
+        )
 
 
 def plan_import(
@@ -100,22 +104,11 @@ def plan_import(
     divisible_by: int = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: int = 1,
 ) -> MegatronPlan:
-    """Open a checkpoint and decide what the Megatron checkpoint will hold.
+    """Open a checkpoint and prepare its conversion to a Megatron checkpoint.
 
-    Args:
-        path: A Megatron or Hugging Face checkpoint. The padding of a Megatron vocabulary is kept.
-        dtype: A key of ``sources.FLOAT_DTYPES``; None keeps the dtypes.
-        allow_overflow: Convert numbers beyond the range of ``dtype`` to infinity.
-        tokenizer: A tokenizer directory that replaces the model's own.
-        upcycle: Head mechanisms to add without changing an output.
-        divisible_by: ``--make-vocab-size-divisible-by`` of the training run.
-        tensor_parallel: TP size of the training run. The vocabulary is padded to a multiple of
-            both. Megatron loads it with any other TP size as well.
-
-    Raises:
-        CheckpointError: The checkpoint is damaged, or Megatron cannot compute the model.
-        ConfigError: The dtype is unknown, the tokenizer cannot be loaded, or the mechanisms cannot
-            be added.
+    The vocabulary is padded to a multiple of ``divisible_by * tensor_parallel``, but Megatron can
+    load the result with any TP size. If the source is a Megatron checkpoint, its padding is kept.
+    See ``to_hf.plan_export`` for the other arguments and the errors.
     """
     new_dtype = parse_dtype(dtype)
     source = open_source(path, tokenizer=tokenizer, padded=True)
@@ -146,7 +139,7 @@ def plan_import(
 def _write_slot(
     writer: TorchDistWriter, model: Architecture, slot: TensorSlot, parts: list[Tensor]
 ) -> None:
-    """Write the tensors of a slot as chunks of Megatron's tensor."""
+    """Write the tensors of a slot as chunks of the global Megatron tensor."""
     row = slot.row
     prefix, grid, position = _stack(model, slot)
     whole = (*grid, *row.shape(model))
@@ -160,7 +153,7 @@ def _write_slot(
 
 
 def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
-    """Write the extra states of linear layers and norms, which Megatron requires. All are None."""
+    """Write empty extra states for linear layers and norms, because Megatron requires them."""
     written = set()
     for slot in tensor_slots(model):
         prefix, grid, position = _stack(model, slot)
@@ -177,7 +170,7 @@ def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
 
 
 def _stack(model: Architecture, slot: TensorSlot) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return a slot's key prefix, the stacked dimensions of its key, and its index in them."""
+    """Return the key prefix of a slot, the stacked dimensions and the slot's index in them."""
     prefix, grid, position = "", tuple[int, ...](), tuple[int, ...]()
     if slot.layer is not None:
         uniform = model.is_uniform

@@ -1,4 +1,4 @@
-"""Copy the tokenizer and the generation settings that lie next to a model's weights."""
+"""Tokenizer and generation config of a converted model."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of which every tokenizer has one."""
+"""Vocabulary files. Every tokenizer has at least one of them."""
 _TOKENIZER = (
     *VOCABULARIES,
     "tokenizer_config.json",
@@ -29,35 +29,31 @@ _TOKENIZER = (
 )
 _TEMPLATES = "additional_chat_templates"
 FILES = (*_TOKENIZER, _TEMPLATES, _GENERATION, "vocab.*", "*.model")
-"""Patterns of the files that :meth:`TokenizerFiles.write` writes."""
+"""Glob patterns of the files that :meth:`TokenizerFiles.write` creates."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The tokenizer of a model and its generation settings."""
+    """A model's tokenizer and generation config."""
 
     token_ids: Mapping[str, Any]
-    """Ids of the special tokens, for ``config.json``."""
+    """Special token IDs to store in ``config.json``."""
     origin: str | None = None
-    """The directory that the tokenizer comes from; None without a Hugging Face tokenizer."""
+    """Tokenizer directory, or None if there is no Hugging Face tokenizer."""
     loaded: PreTrainedTokenizerBase | None = None
-    """The tokenizer, unless its files are copied from a Hugging Face directory."""
+    """Tokenizer to save, or None if the tokenizer files are copied unchanged."""
     folder: Path = Path()
     files: tuple[str, ...] = ()
-    """Files that are copied from ``folder``: the tokenizer's and ``generation_config.json``."""
+    """Files to copy from ``folder``."""
 
     @classmethod
     def open(
         cls, checkpoint: HFCheckpoint | MegatronCheckpoint, override: Path | None
     ) -> "TokenizerFiles":
-        """Find the tokenizer of a checkpoint. Empty if a Megatron run used another kind.
+        """Find the tokenizer of a checkpoint, or use the tokenizer in the directory ``override``.
 
-        ``override`` is a tokenizer directory that replaces the checkpoint's own. It then also
-        gives the token ids.
-
-        Raises:
-            ConfigError: The directory does not exist or holds no tokenizer.
-            CheckpointError: A file is a link out of the directory or not a regular file.
+        If a Megatron checkpoint uses a tokenizer type other than ``HuggingFaceTokenizer``, the
+        result has no tokenizer.
         """
         if isinstance(checkpoint, MegatronCheckpoint):
             args = checkpoint.args
@@ -71,45 +67,41 @@ class TokenizerFiles:
             files = _files(path)
             origin = str(path) if set(files) & set(VOCABULARIES) else None
             ids = {name: config.get(name) for name in _TOKEN_IDS}
-            # some old configurations have -1 instead of null
+            # some old configurations use -1 instead of null
             ids = {name: None if token == -1 else token for name, token in ids.items()}
             return cls(ids, origin, folder=path, files=files)
         if not folder.name or not folder.is_dir():
-            raise ConfigError(f"No tokenizer directory {folder}. Pass one with --tokenizer.")
-        _files(folder)  # raises for links out of the directory
+            raise ConfigError(f"Tokenizer directory {folder} not found. Pass one with --tokenizer.")
+        _files(folder)  # rejects links to paths outside of the directory
         loaded = load_hf_tokenizer(folder)
         files = (_GENERATION,) if has_file(settings, _GENERATION) else ()
         return cls(_ids_of(loaded), str(folder), loaded, settings, files)
 
     def tokenize(self, text: str, rows: int, length: int, *, entries: int) -> Tensor:
-        """Return the first tokens of a text, ``[B, S]`` with ``B <= rows`` and ``S <= length``.
+        """Tokenize the beginning of a text to a batch of at most ``[rows, length]`` token IDs.
 
-        Raises:
-            ConfigError: There is no tokenizer, it cannot be loaded, or the text is too short.
-            CheckpointError: A token is outside the vocabulary of ``entries`` entries.
+        Token IDs must be less than ``entries``, the model's vocabulary size.
         """
         if self.origin is None:
-            raise ConfigError("The model has no tokenizer. Pass one with --tokenizer.")
+            raise ConfigError("The model has no tokenizer. Please pass one with --tokenizer.")
         tokenizer = self.loaded or load_hf_tokenizer(Path(self.origin))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) < 2:
-            raise ConfigError(f"Expected a text of at least 2 tokens, got {len(ids)}.")
+            raise ConfigError(f"The text must have at least 2 tokens, got {len(ids)}.")
         if (largest := max(ids)) >= entries:
             raise CheckpointError(
-                f"The tokenizer {self.origin} gives token {largest}, but the model has {entries} "
-                "entries. Pass the tokenizer of this model with --tokenizer."
+                f"Token ID {largest} from the tokenizer {self.origin} is out of range for the "
+                f"vocabulary size {entries}. Please pass the model's tokenizer with --tokenizer."
             )
         length = min(length, len(ids))
         rows = min(rows, len(ids) // length)
         return torch.tensor(ids[: rows * length]).view(rows, length)
 
     def write_tokenizer(self, target: Path) -> bool:
-        """Write the tokenizer and the generation settings. Return False without a tokenizer.
+        """Write the tokenizer and generation config, and return whether there is a tokenizer.
 
-        Generation settings from another directory get the tokenizer's ids.
-
-        Raises:
-            CheckpointError: ``generation_config.json`` is not a JSON object.
+        If the generation config comes from another directory, its special token IDs are replaced by
+        those of the tokenizer.
         """
         if self.origin is None:
             return False
@@ -130,13 +122,11 @@ class TokenizerFiles:
         return True
 
     def write(self, target: Path) -> None:
-        """Write tokenizer and generation settings into a Hugging Face directory.
+        """Write the tokenizer and generation config of a Hugging Face model.
 
-        A tokenizer without a padding token gets its end-of-text token. ``config.json`` then has no
-        padding token, because the embedding of that token would get no gradient.
-
-        Raises:
-            CheckpointError: See :meth:`write_tokenizer`.
+        If the tokenizer has no padding token, the end-of-text token is used. In this case,
+        ``config.json`` gets no ``pad_token_id``, because transformers would otherwise not train the
+        embedding of the end-of-text token.
         """
         ids = self.token_ids
         if self.loaded is not None and self.loaded.pad_token is None:
@@ -154,21 +144,16 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> tuple[str, ...]:
-    """Return the names of a directory's tokenizer files and generation settings."""
     templates = (f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*"))
     return tuple(n for n in (*_TOKENIZER, *templates, _GENERATION) if has_file(folder, n))
 
 
 def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer directory without running code from it.
-
-    Raises:
-        ConfigError: The tokenizer cannot be loaded.
-    """
+    """Load a tokenizer from a local directory without running remote code."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # damaged files raise many exception types
+    except Exception as error:  # corrupted files raise many kinds of exceptions
         raise ConfigError(
-            f"The tokenizer {folder} cannot be loaded ({type(error).__name__}: "
-            f"{in_one_line(error)}). Pass another with --tokenizer."
+            f"Could not load the tokenizer {folder} ({type(error).__name__}: "
+            f"{in_one_line(error)}). Please pass a valid tokenizer with --tokenizer."
         ) from error

@@ -1,6 +1,6 @@
-"""Transform a source lazily: cast, fold, upcycle, add tensors of zeros.
+"""Lazy transformations of a model source, e.g. dtype casts, folding and upcycling.
 
-Each function returns a source whose ``read`` wraps that of its argument.
+Each function returns a new source that transforms tensors when they are read.
 """
 
 import math
@@ -29,15 +29,15 @@ _KNOCKED = {
     "v_proj": "value",
     "kv_proj": "value",
 }
-"""Projection that each Hugging Face module computes."""
+"""Projection computed by each Hugging Face module."""
 _DOUBLED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
-"""Projections that ``Mechanism.projections_to_double`` may return, by Hugging Face module."""
+"""Hugging Face modules of the projections in ``Mechanism.projections_to_double``."""
 
 
 def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = False) -> ModelSource:
-    """Round all tensors except the router's correction biases to ``dtype``.
+    """Cast all tensors to ``dtype``, except for the correction biases of routers.
 
-    ``read`` raises CheckpointError if a finite number becomes infinite, unless ``allow_overflow``.
+    Unless ``allow_overflow`` is True, reading raises CheckpointError if a finite value overflows.
     """
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
@@ -49,9 +49,9 @@ def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = Fals
             count = 0 if allow_overflow else count_not_finite(short) - count_not_finite(part)
             if count:
                 raise CheckpointError(
-                    f"{count:,} of {part.numel():,} numbers in {name} exceed the largest number "
-                    f"of {str(dtype).removeprefix('torch.')}, {torch.finfo(dtype).max:g}. "
-                    "Choose bfloat16 or float32, or pass --allow-overflow."
+                    f"{count:,} of {part.numel():,} values in {name} overflow {dtype} (maximum "
+                    f"{torch.finfo(dtype).max:g}). Please use bfloat16 or float32, or pass "
+                    "--allow-overflow to convert these values to infinity."
                 )
         return rounded
 
@@ -59,14 +59,10 @@ def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = Fals
 
 
 def fold_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
-    """Fold the linear knocks and collaborative heads of ``kha`` into the projections.
-
-    Raises:
-        CheckpointError: There are none, or a mechanism cannot be folded with these settings.
-    """
+    """Fold the linear matrices and collaborative heads of ``kha`` into the projections."""
     if not kha.variants and kha.collaborative is None:
         raise CheckpointError(
-            f"{source.path} has neither knocking heads nor collaborative heads to fold."
+            f"Nothing to fold: the model in {source.path} uses neither KHA nor collaborative heads."
         )
     if kha.variants:
         source = _fold_knock(source)
@@ -74,20 +70,16 @@ def fold_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
 
 
 def _fold_knock(source: ModelSource) -> ModelSource:
-    """Fold linear knocks: ``W' = W T`` in the projections before them, biases too (eq. 8).
+    """Fold linear matrices into the weights and biases of the preceding projections (eq. 8).
 
-    Computed in float64 and rounded once to the stored dtype. QK-norm and RoPE come after the knock,
-    so queries and keys fold as well as values.
-
-    Raises:
-        CheckpointError: A knock is not linear.
+    Note that queries and keys can also be folded, because QK-norm and RoPE are applied after KHA.
     """
     model = source.model
     knock = model.kha.knock
     if not knock.is_foldable:
         raise CheckpointError(
-            f"{source.path} has {knock}, but only linear knocking heads can be folded. Export the "
-            "model as kha."
+            f"Only linear KHA can be folded, but the model in {source.path} uses {knock}. Please "
+            "export the model with --architecture kha."
         )
     matrices = {tensor.heads: head_row(tensor) for tensor in knock.tensors(model.head_sizes)}
 
@@ -110,7 +102,7 @@ def _fold_knock(source: ModelSource) -> ModelSource:
 
 
 def _knocked_rows(name: str, model: Architecture) -> list[tuple[str, int, int]]:
-    """Return each knocked part of a tensor: projection, rows per head, and first row in a head."""
+    """Return the projections in a tensor, with the rows per head and the first row in a head."""
     module = name.split(".")[1]
     if module == "kv_b_proj":
         rows = model.qk_head_dim + model.v_head_dim
@@ -121,15 +113,11 @@ def _knocked_rows(name: str, model: Architecture) -> list[tuple[str, int, int]]:
 
 
 def _fold_collaborative(source: ModelSource) -> ModelSource:
-    """Fold collaborative heads: query head ``i`` is ``W_Q diag(m_i)``, and all keys are the same.
+    """Fold collaborative heads into ordinary heads with ``W_Q diag(m_i)`` as query head ``i``.
 
-    The new head dim is the larger one of keys and values. Smaller heads are padded with zeros. RoPE
-    rotates the same features as before. If keys were smaller, queries are multiplied by the change
-    of the softmax scale.
-
-    Raises:
-        CheckpointError: QK-norm would count the zeros, a router would see the scale, or parameters
-            of other mechanisms depend on the width of values.
+    All key heads become identical. The new head dim is the maximum of the key and value head dims,
+    and smaller heads are zero-padded. RoPE still rotates the same features. Since the head dim
+    determines the softmax scale, queries are multiplied by the change of this scale.
     """
     model, shared = source.model, source.model.kha.collaborative
     assert shared is not None
@@ -137,21 +125,22 @@ def _fold_collaborative(source: ModelSource) -> ModelSource:
     width = max(keys, values)
     rotated = int(values * model.rotary_percent)
     share = rotated / width
-    if int(width * share) != rotated:  # all libraries truncate
+    if int(width * share) != rotated:  # libraries truncate the product
         share = math.nextafter(share, 1.0)
     kha = model.kha.without(shared.name)
     folded = replace(model, kha=kha, kv_channels=width, rotary_percent=share)
     moh, why = kha.moh, None
     by_norms = moh is not None and moh.router == "query_norm" and not moh.quantized
     if model.qk_layernorm and keys < values:
-        why = f"QK-norm over {keys} features would count the zeros up to {values}"
+        why = f"QK-norm over {keys} features would include the zero padding up to {values}"
     elif moh is not None and by_norms and moh.scale == "paper" and keys < values:
-        why = f"{moh} weighs heads by the norms of their queries, which folding scales"
+        why = f"{moh} depends on query norms, which change when the heads are folded"
     elif set(folded.head_tensors) - set(model.head_tensors):
-        why = f"{kha} has parameters for heads of {values} features, and folded heads have {width}"
+        why = f"the parameters of {kha} have head dim {values}, but folded heads have {width}"
     if why:
         raise CheckpointError(
-            f"{source.path}: collaborative.dim={keys} cannot be folded: {why}. Export it as kha."
+            f"collaborative.dim={keys} in {source.path} cannot be folded: {why}. Please export the "
+            "model with --architecture kha."
         )
     rows = {tensor.name: head_row(tensor) for tensor in shared.tensors(model.head_sizes)}
 
@@ -177,7 +166,7 @@ def _fold_collaborative(source: ModelSource) -> ModelSource:
 
 
 def _pad_heads(part: Tensor, heads: int, features: int, dim: int = 0) -> Tensor:
-    """Pad each head along ``dim`` with zeros to ``features``."""
+    """Zero-pad each of the ``heads`` along ``dim`` to ``features``."""
     split = part.unflatten(dim, (heads, -1))
     zeros = features - split.shape[dim + 1]
     if not zeros:
@@ -186,36 +175,31 @@ def _pad_heads(part: Tensor, heads: int, features: int, dim: int = 0) -> Tensor:
 
 
 def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
-    """Add head mechanisms without changing any bit of the model's output.
+    """Add head mechanisms such that the model's outputs are bit-exact.
 
-    Matrices start at the identity, projections of the input at zero. If a mechanism then halves its
-    input, the projection before it is doubled (``Mechanism.projections_to_double``).
-
-    Raises:
-        ConfigError: There are no mechanisms, one of them has no such start, or the model's
-            attention does not support it.
-        CheckpointError: The model already has one of the mechanisms.
+    Matrices are initialized to the identity and input projections to zero. If a gate then halves
+    its input, the preceding projection is doubled (see ``Mechanism.projections_to_double``).
     """
     before, added = source.model.kha, [mechanism.name for mechanism in kha.mechanisms]
     if not added:
         raise ConfigError(
-            "Expected head mechanisms to add. Pass --kha-preset, --kha-query, --kha-key, "
+            "No head mechanism to add. Please pass --kha-preset, --kha-query, --kha-key, "
             "--kha-value, --gate or --heads."
         )
     doubled: Counter[str] = Counter(
         name for mechanism in kha.mechanisms for name in mechanism.projections_to_double()
     )
     if twice := [m for m in before.mechanisms if m.name in added]:
-        raise CheckpointError(f"{source.path} already has {twice[0]}. Train it further instead.")
+        raise CheckpointError(f"The model in {source.path} already uses {twice[0]}.")
     if kha.attention not in (None, before.attention):
         raise ConfigError(
-            f"Upcycling cannot change the attention to {kha.attention}. Leave attention out."
+            f"Upcycling to attention={kha.attention} is not supported. Please remove this setting."
         )
     for name, variant in before.variants.items():
         if variant != "linear" and name in doubled:
             raise ConfigError(
-                f"{kha} needs a doubled {name} projection, but the trained {name}={variant} after "
-                f"it is not linear. Leave gate.{name} out, or train it from scratch."
+                f"gate.{name} cannot be added without changing the outputs, because the trained "
+                f"{name}={variant} is not linear. Please remove it or train from scratch."
             )
     old, model = source.model, replace(source.model, kha=before.merge(kha))
     new = {head_row(t): t for t in model.head_tensors if t not in old.head_tensors}
@@ -231,7 +215,7 @@ def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
         held = source.read(slot, meta=meta)
         parts = dict(zip(slot.row.hf_names(old), held, strict=True))
         names = slot.row.hf_names(model)
-        if len(names) > len(parts):  # rows next to queries, keys and values
+        if len(names) > len(parts):  # new rows in linear_qkv
             whole = torch.empty(slot.row.shape(model), dtype=held[0].dtype, device="meta")
             for name, part in zip(names, slot.row.split(whole, model), strict=True):
                 parts.setdefault(name, torch.zeros_like(part, device=device))
@@ -245,7 +229,7 @@ def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
 
 
 def add_zero_tensors(source: ModelSource, model: Architecture) -> ModelSource:
-    """Add zeros for the expert biases and shared experts of ``model``."""
+    """Add the expert biases and shared experts that only ``model`` has, initialized to zero."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         row, layer = slot.row, slot.layer
@@ -260,12 +244,11 @@ def add_zero_tensors(source: ModelSource, model: Architecture) -> ModelSource:
 
 
 def _weights_dtype(source: ModelSource, slot: TensorSlot) -> torch.dtype:
-    """Return the dtype of the layer's other weights."""
     return source.read(TensorSlot(ATTENTION_OUTPUT, slot.layer), meta=True)[0].dtype
 
 
 def round_as_stored(source: ModelSource, files: FileFormat) -> ModelSource:
-    """Round tensors as the files of an architecture do: norm weights are stored minus one."""
+    """Round norm weights as in an architecture whose files store them minus one."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         parts = source.read(slot, meta=meta)
@@ -275,12 +258,11 @@ def round_as_stored(source: ModelSource, files: FileFormat) -> ModelSource:
 
 
 def pad_vocabulary(source: ModelSource, rows: int) -> ModelSource:
-    """Pad the vocabulary to ``rows`` entries."""
     return replace(source, model=replace(source.model, padded_vocab_size=rows))
 
 
 def count_not_finite(tensor: Tensor) -> int:
-    """Return the number of NaN and infinite elements; 0 for a meta tensor."""
+    """Count NaN and infinite elements. The result is 0 for meta tensors."""
     # aminmax propagates NaN and takes a tenth of the time of isfinite
     if tensor.is_meta or not tensor.numel() or all(map(torch.isfinite, tensor.aminmax())):
         return 0

@@ -1,7 +1,7 @@
-"""Compare two checkpoints: tensors, settings, and logits for the same tokens.
+"""Comparison of two checkpoints by tensors, settings and logits.
 
-Tensors are compared under their Hugging Face names. For the logits, Megatron loads a Megatron
-checkpoint and transformers a Hugging Face one, independently of the conversion code.
+Logits are computed independently of the conversion code, i.e. Megatron checkpoints are loaded with
+Megatron and Hugging Face models with transformers.
 """
 
 import math
@@ -35,7 +35,7 @@ from kha_megatron.errors import CheckpointError, in_one_line
 
 BATCH, LENGTH = 2, 64
 LOGIT_TOLERANCE = 1e-4
-"""Largest difference of float32 logits due to rounding."""
+"""Maximum difference of float32 logits that is attributed to rounding errors."""
 _MAY_DIFFER = (
     "max_position_embeddings",
     "ffn_hidden_size",
@@ -43,95 +43,95 @@ _MAY_DIFFER = (
     "init_method_std",
     "attention_dropout",
 )
-"""Settings that only affect training, or that shapes of tensors determine."""
+"""Settings that only affect training or are determined by tensor shapes."""
 
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """Names of tensors that differ between two checkpoints."""
+    """Result of :func:`compare_tensors`."""
 
     tensors: int
-    """Number of tensors that both have."""
+    """Number of tensors in both checkpoints."""
     parameters: tuple[int, int]
     missing: list[str] = field(default_factory=list)
-    """Tensors of the first checkpoint only."""
+    """Names of tensors that only the first checkpoint has."""
     unexpected: list[str] = field(default_factory=list)
-    """Tensors of the second checkpoint only."""
+    """Names of tensors that only the second checkpoint has."""
     mismatched: list[str] = field(default_factory=list)
-    """Tensors of different shapes."""
+    """Names of tensors with different shapes."""
     different: list[str] = field(default_factory=list)
-    """Tensors that differ after rounding to the smaller dtype, or are finite in only one."""
+    """Names of tensors whose values differ after rounding to the smaller dtype."""
     not_finite: dict[str, int] = field(default_factory=dict)
-    """Number of NaN and infinite elements in both checkpoints together."""
+    """Total number of NaN and infinite elements in both checkpoints, by tensor name."""
     remark: str = "as they are"
-    """Transformation of one checkpoint before the comparison."""
+    """Transformation that was applied to one of the checkpoints before the comparison."""
 
     @property
     def agrees(self) -> bool:
-        """Whether nothing differs."""
         return not (self.missing or self.unexpected or self.mismatched or self.different)
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Difference of the float32 logits of two models over all positions of a batch."""
+    """Difference between the float32 logits of two models on the same batch."""
 
     max_difference: float
     mean_difference: float
     kl: float
-    """Mean Kullback-Leibler divergence of the second model from the first, in nats."""
+    """Mean KL divergence in nats between the token distributions of the first and second model."""
     argmax: float
-    """Fraction of positions with the same most likely token."""
+    """Fraction of positions at which both models predict the same token."""
     tokens: int
     first_layer: int | None = None
-    """First layer, from 0, whose output differs by more than ``LOGIT_TOLERANCE``."""
+    """First layer (starting at 0) whose outputs differ by more than ``LOGIT_TOLERANCE``."""
     limit: float | None = LOGIT_TOLERANCE
-    """Upper bound of ``max_difference``. None if weights were rounded for the comparison, or if
-    only one model drops heads."""
+    """Maximum accepted difference. There is no limit if weights were rounded for the comparison or
+    only one of the models drops heads."""
 
     @property
     def agrees(self) -> bool:
-        """Whether rounding explains the difference."""
         return self.limit is None or self.max_difference < self.limit
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of a comparison."""
+    """Result of :meth:`Pair.verify`."""
 
     tensors: TensorComparison
     logits: Agreement | None = None
-    """None if the models were not run."""
+    """None if logits were not compared."""
     settings: list[str] = field(default_factory=list)
-    """Settings that differ, such as ``rotary_base 500.0 against 10000.0``."""
+    """Descriptions of different settings, e.g. ``rotary_base 500.0 against 10000.0``."""
 
     @property
     def agrees(self) -> bool:
-        """Whether the two models are the same."""
         same = self.tensors.agrees and not self.settings
         return same and (self.logits is None or self.logits.agrees)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two open checkpoints with the same mechanisms, vocabulary and optional tensors."""
+    """Two open checkpoints to compare.
+
+    To make the tensors comparable, :meth:`open` may fold or upcycle one of the models, truncate the
+    vocabulary and add optional tensors that are zero.
+    """
 
     one: ModelSource
     other: ModelSource
     remark: str
     exact: bool
-    """Whether the logits must agree: no 16-bit weights were rounded for the comparison, and both or
-    neither of the models drop heads."""
+    """Whether logits must agree up to rounding errors, see ``Agreement.limit``."""
 
     @classmethod
     def open(cls, one: Path, other: Path) -> "Pair":
         """Open two checkpoints.
 
         Raises:
-            CheckpointError: One is damaged, or its configuration and its tensors disagree.
+            CheckpointError: If a checkpoint is corrupted or does not match its configuration.
         """
         pair = [open_source(path, comparing=True) for path in (one, other)]
-        # Megatron's vocabulary includes padding
+        # Megatron checkpoints include the vocabulary padding
         size = min(source.model.vocab_size for source in pair)
         pair = [s if is_hf_folder(s.path) else truncate_vocabulary(s, size) for s in pair]
         drops = [any(m.is_sparse for m in source.model.kha.mechanisms) for source in pair]
@@ -154,20 +154,15 @@ class Pair:
 
     @property
     def needed_bytes(self) -> int:
-        """Memory for both models in float32 and their work space."""
+        """Estimated memory to run both models in float32."""
         parameters = sum(math.prod(entry.shape) for _, held in self.one.entries() for entry in held)
         return int(parameters * 4 * 2.5)
 
-    @property
-    def fits_in_memory(self) -> bool:
-        """Whether :func:`compare_logits` can run on this machine now."""
-        return self.needed_bytes < psutil.virtual_memory().available
-
     def verify(self, *, logits: bool = True, workers: int | None = None) -> Verification:
-        """Compare tensors, settings and, if both models fit into memory, logits.
+        """Compare tensors and settings, and also logits if both models fit in memory.
 
         Raises:
-            CheckpointError: A tensor is damaged, or a library cannot load its model.
+            CheckpointError: If a tensor is corrupted or a model cannot be loaded.
         """
         tensors = compare_tensors(self, workers=workers)
         differing = self.one.model.differences(self.other.model, _MAY_DIFFER)
@@ -178,11 +173,11 @@ class Pair:
         for checkpoint in (self.one.checkpoint, self.other.checkpoint):
             if isinstance(checkpoint, HFCheckpoint) and not family_of(checkpoint.config).causal_lm:
                 path = checkpoint.path
-                announce(f"Logits are not compared: transformers has no class for {path}.")
+                announce(f"Skipping the logit comparison: transformers does not support {path}.")
                 return compared
-        if not self.fits_in_memory:
-            needed = self.needed_bytes / 10**9
-            announce(f"Logits are not compared: both models need {needed:.1f} GB of free memory.")
+        if self.needed_bytes >= psutil.virtual_memory().available:
+            needed = f"{self.needed_bytes / 10**9:.1f} GB"
+            announce(f"Skipping the logit comparison, which needs {needed} of free memory.")
             return compared
         return replace(compared, logits=compare_logits(self))
 
@@ -192,7 +187,7 @@ def _dtype(source: ModelSource) -> torch.dtype:
 
 
 def _same_heads(pair: list[ModelSource]) -> tuple[list[ModelSource], str]:
-    """Fold the model with more head mechanisms, or upcycle the other one."""
+    """Fold the model with more head mechanisms or, if this is not possible, upcycle the other."""
     has = [{m.name for m in source.model.kha.mechanisms} for source in pair]
     more = int(has[0] < has[1])
     less, order = 1 - more, ("first", "second")
@@ -207,7 +202,7 @@ def _same_heads(pair: list[ModelSource]) -> tuple[list[ModelSource], str]:
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
-    """Compare all tensors with several threads."""
+    """Compare all tensors by their Hugging Face names, using several threads."""
     ours, theirs = (
         {e.name: (slot, n, e.shape) for slot, held in source.entries() for n, e in enumerate(held)}
         for source in (pair.one, pair.other)
@@ -247,8 +242,8 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal after rounding to the smaller dtype. NaN equals NaN."""
-    if count_not_finite(one) != count_not_finite(other):  # rounding may create infinities
+    """Check whether two tensors are equal after rounding to the smaller dtype, as are two NaNs."""
+    if count_not_finite(one) != count_not_finite(other):  # rounding may cause overflow
         return False
     if one.dtype != other.dtype:
         smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype
@@ -259,7 +254,7 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 
 def compare_logits(pair: Pair) -> Agreement:
-    """Run both models, each with its own library, on the same random tokens."""
+    """Run both models on the same random tokens and compare their logits."""
     models, paths = (pair.one.model, pair.other.model), (pair.one.path, pair.other.path)
     tokens = torch.randint(
         0,
@@ -273,7 +268,7 @@ def compare_logits(pair: Pair) -> Agreement:
 
 
 def loss_of(path: Path, tokens: Tensor) -> float:
-    """Return the mean next-token cross-entropy of ``tokens``, ``[B, S]``, in nats."""
+    """Compute the mean next-token cross-entropy on ``tokens`` ``[B, S]`` in nats."""
     logits = run_model(open_source(path, comparing=True).path, tokens, torch.float32).logits[:, :-1]
     return torch.nn.functional.cross_entropy(
         logits.double().flatten(0, 1), tokens[:, 1:].flatten()
@@ -281,16 +276,7 @@ def loss_of(path: Path, tokens: Tensor) -> float:
 
 
 def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
-    """Return the float32 logits and layer outputs of a checkpoint.
-
-    Args:
-        path: A Megatron or Hugging Face checkpoint.
-        tokens: ``[B, S]`` token ids.
-        rounded_to: Dtype to round the weights to first.
-
-    Raises:
-        CheckpointError: transformers does not load its model completely.
-    """
+    """Run a Megatron or Hugging Face checkpoint in float32; see :func:`run_megatron`."""
     if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
     disable_progress_bar()
@@ -298,19 +284,20 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
-            # torch's grouped GEMM needs rows that are a multiple of 16 bytes
+            # torch's grouped GEMM requires rows with a multiple of 16 bytes
             experts_implementation="eager",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are in the report
+            ignore_mismatched_sizes=True,  # mismatches are in the report
             local_files_only=True,
             trust_remote_code=False,
         )
-    except Exception as error:  # transformers raises many exception types
+    except Exception as error:  # transformers raises many kinds of exceptions
         raise CheckpointError(
-            f"transformers cannot load {path} ({type(error).__name__}): {in_one_line(error)}"
+            f"Could not load {path} with transformers ({type(error).__name__}: "
+            f"{in_one_line(error)})."
         ) from error
-    if wrong := {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}:
-        raise CheckpointError(f"transformers does not load {path} completely: {wrong}")
+    if problems := {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}:
+        raise CheckpointError(f"Some weights of {path} were not loaded by transformers: {problems}")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(rounded_to))
@@ -319,7 +306,7 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
 
 
 def compare_outputs(one: Outputs, other: Outputs) -> Agreement:
-    """Compare two runs on the common part of the vocabulary."""
+    """Compare two outputs over the vocabulary that both models have."""
     entries = min(one.logits.shape[-1], other.logits.shape[-1])
     ours, theirs = one.logits[..., :entries], other.logits[..., :entries]
     difference = (ours - theirs).abs()

@@ -72,7 +72,7 @@ def test_rope_scaling_factor_is_that_of_the_training_script(args, capsys, kha, s
     saved = rest | scaled | kha | given
     config = hf_config(saved, KHAConfig.from_entries(saved) or KHAConfig(), 51)
     assert config.rope_parameters["factor"] == factor
-    notice = "Reading --rope-scaling-factor 4 as 8"
+    notice = "Using a RoPE scaling factor of 8"
     assert (notice in capsys.readouterr().err) == (factor == 8.0)
 
 

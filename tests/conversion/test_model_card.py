@@ -27,10 +27,11 @@ def test_the_card_of_a_fold(knocked, tmp_path):
     card = (tmp_path / "my model" / "README.md").read_text()
     assert "\n# license:" in card  # left to the user
     assert "\nlicense:" not in card
-    assert "from `base`, a Hugging Face model" in card
+    assert "\n# my model\n" in card
+    assert "converted from the Hugging Face model `base` with" in card
     assert str(tmp_path) not in card  # nobody else's business
-    assert "trained with value=linear" in card
-    assert f"- parameters: {written.parameters:,}" in card
+    assert "after folding `value=linear` into the projections, see [Knocking-Heads" in card
+    assert f"- **Parameters:** {written.parameters:,}\n" in card
     assert "import kha_megatron" not in card
     assert "vllm serve ." in card
 
@@ -38,17 +39,17 @@ def test_the_card_of_a_fold(knocked, tmp_path):
 def test_the_card_of_a_kha_model(knocked, tmp_path):
     to_hf.plan_export(knocked).write(tmp_path / "again")
     card = (tmp_path / "again" / "README.md").read_text()
-    assert "Its heads have value=linear" in card
-    assert "- of these in knock: 128" in card  # one 8x8 matrix in each of two layers
+    assert "- **Attention heads:** `value=linear`, see [Knocking-Heads" in card
+    assert ", including 128 in `knock`\n" in card  # one 8x8 matrix in each of two layers
     assert "import kha_megatron.hf" in card
-    assert "kha-megatron[vllm]" in card.split("\nvLLM")[1].split("vllm serve .")[0]
+    assert "vLLM, install `kha-megatron[vllm]` and run:\n\n```bash\nvllm serve ." in card
 
 
 def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
     make(KHAModelConfig(**SIZES, kha_value="linear", kha_talking={})).save_pretrained(knocked)
     to_hf.plan_export(knocked).write(tmp_path / "talking")
     card = (tmp_path / "talking" / "README.md").read_text()
-    assert "talking" in card.split("vLLM does not serve this model.")[1]
+    assert "\n\ntalking is not supported in vLLM. Please serve the model with transformers." in card
     assert "vllm serve" not in card
 
 

@@ -14,7 +14,7 @@ from tests.conversion.models import CONFIGS, make
 
 UP = "model.layers.1.mlp.up_proj.weight"  # 44 x 36
 KEY = "model.layers.0.self_attn.k_proj.weight"  # 12 x 36, in one tensor with q and v in Megatron
-SIDES = {"hf": to_hf, "megatron": to_megatron}
+SIDES = {"hf": to_hf.plan_export, "megatron": to_megatron.plan_import}
 LARGEST = 65504.0  # of float16; from 65520 on numbers are rounded to infinity
 
 
@@ -35,17 +35,17 @@ def large(tmp_path):
 
 @pytest.mark.parametrize("side", SIDES)
 def test_an_overflow_is_counted_and_refused(large, side):
-    plan = SIDES[side].plan(large, dtype="float16")
+    plan = SIDES[side](large, dtype="float16")
     with pytest.raises(CheckpointError) as caught:
         plan.write(large.parent / "out")
     message = str(caught.value)
-    counts = (f"2 of 1,584 numbers in {UP}", f"1 of 432 numbers in {KEY}")
+    counts = (f"2 of 1,584 values in {UP}", f"1 of 432 values in {KEY}")
     assert message.startswith(counts)
     assert "65504" in message
     assert "--allow-overflow" in message
     assert "\n" not in message
     assert [path.name for path in large.parent.iterdir()] == ["large"]
-    SIDES[side].plan(large, dtype="bfloat16").write(large.parent / "out")  # holds them
+    SIDES[side](large, dtype="bfloat16").write(large.parent / "out")  # holds them
 
 
 def test_verify_compares_infinities_before_rounding(large):
@@ -59,7 +59,7 @@ def test_verify_compares_infinities_before_rounding(large):
 @pytest.mark.parametrize("side", SIDES)
 def test_every_conversion_reports_nan_and_infinities(tmp_path, side):
     source = _make(tmp_path / "nan", **{UP: [math.nan, math.inf, -math.inf], KEY: [math.nan]})
-    written = SIDES[side].plan(source, dtype="bfloat16").write(tmp_path / "out")
+    written = SIDES[side](source, dtype="bfloat16").write(tmp_path / "out")
     assert written.not_finite == {UP: 3, KEY: 1}
     tensors = Pair.open(source, tmp_path / "out").verify(logits=False).tensors
     assert tensors.agrees  # the same numbers are wrong in both

@@ -119,7 +119,7 @@ def test_a_notice_about_rope_scaling(tmp_path, capsys):
     make(CONFIGS["llama, llama3 rope"]).save_pretrained(tmp_path / "hf")
     to_megatron.plan_import(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     told = capsys.readouterr().err
-    assert "Train this model with python -m kha_megatron.training" in told
+    assert "train this model with `python -m kha_megatron.training`" in told
     found = Pair.open(tmp_path / "save", tmp_path / "hf").verify(logits=False)
     assert found.agrees
-    assert "Reading --rope-scaling-factor" not in capsys.readouterr().err
+    assert "RoPE scaling factor" not in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_links_out_of_the_directory_are_refused(model, sparse, tmp_path, name, f
     file.symlink_to(tmp_path / "secret")
     given = partial(to_hf.plan_export, sparse[0], tokenizer=model)
     for plan in (partial(to_hf.plan_export, model), partial(to_megatron.plan_import, model), given):
-        with pytest.raises(CheckpointError, match=rf"{name} is a link to .*secret"):
+        with pytest.raises(CheckpointError, match=rf"{name} is a symbolic link to .*secret"):
             plan()
     faults_table("Hostile inputs", f"`{name}`, a link out", "its target is published", "refused")
 
@@ -105,7 +105,7 @@ def test_a_tokenizer_with_too_many_entries_is_refused_except_by_verify(model, tm
     shutil.rmtree(tmp_path / "save" / "tokenizer")
     write_tokenizer(tmp_path / "save" / "tokenizer", 60)  # of another model
     fitting = write_tokenizer(tmp_path / "fitting", 51)
-    message = r"has 60 entries, but the embedding has 56 rows.*with --tokenizer"
+    message = r"vocabulary size of 60, but .* only 56 rows.*with --tokenizer"
     with pytest.raises(CheckpointError, match=message):
         to_hf.plan_export(tmp_path / "save")
     to_hf.plan_export(tmp_path / "save", tokenizer=fitting).write(tmp_path / "hf")
