@@ -7,7 +7,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.transformer import transformer_block
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -32,12 +31,6 @@ class TorchNorm(torch.nn.Module):
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
-
-
-def accept_sequence_parallelism() -> None:
-    """Use :class:`TorchNorm` as the default final norm of transformer blocks."""
-    if transformer_block.LayerNormImpl is WrappedTorchNorm:
-        transformer_block.LayerNormImpl = TorchNorm
 
 
 class GatheredDotProductAttention(DotProductAttention):

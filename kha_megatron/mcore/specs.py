@@ -15,6 +15,7 @@ from kha_megatron.mcore.compat import megatron_imports
 with megatron_imports():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer import transformer_block
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.multi_latent_attention import (
@@ -39,11 +40,7 @@ with megatron_imports():
         KHAMLASelfAttention,
         use_grouped_latents,
     )
-    from kha_megatron.mcore.local_modules import (
-        GatheredDotProductAttention,
-        TorchNorm,
-        accept_sequence_parallelism,
-    )
+    from kha_megatron.mcore.local_modules import GatheredDotProductAttention, TorchNorm
     from kha_megatron.mcore.settings import FROM_ENVIRONMENT, named_config, publish
     from kha_megatron.mcore.talking import TalkingAttention
 
@@ -203,8 +200,9 @@ def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
     return ModuleSpec(module=stack, params={"kha": kha})
 
 
-accept_sequence_parallelism()
-
+# this default final norm of transformer blocks does not support sequence parallelism
+if transformer_block.LayerNormImpl is WrappedTorchNorm:
+    transformer_block.LayerNormImpl = TorchNorm
 
 # --spec MODULE NAME looks up attributes of the module
 for _name in (FROM_ENVIRONMENT, *PRESETS):
