@@ -1,4 +1,4 @@
-"""``kha-megatron compare``: train variants of a recipe on the same data and report differences."""
+"""``kha-megatron compare``: train variants of a recipe and report the differences."""
 
 import json
 import os
@@ -31,15 +31,14 @@ from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.errors import ConfigError, KHAError
 
 REPORT, NUMBERS = "report.html", "report.json"
-_POLL_SECONDS = 1.0
-"""Only the main thread handles signals, and a signal to another thread does not wake it."""
+_POLL_SECONDS = 1.0  # wait with a timeout, so that the main thread can handle signals
 
 
 Variants = Annotated[
     str,
     typer.Option(
-        help="Comma-separated presets (join with +), random-init or NAME=--kha-key linear ... "
-        "The first is the reference.",
+        help="Comma-separated list of variants, where the first one is the reference. A variant is "
+        "a preset, several presets joined with +, random-init, or NAME=ARGUMENTS.",
         autocompletion=preset_names,
     ),
 ]
@@ -48,32 +47,38 @@ Variants = Annotated[
 def compare(
     megatron: MegatronArguments = None,
     recipe: Annotated[
-        str, typer.Option(help="Recipe.", autocompletion=recipe_names)
+        str, typer.Option(help="Name of the recipe to train.", autocompletion=recipe_names)
     ] = "quickstart",
     variants: Variants = "baseline,kha_mlp",
-    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Runs per variant.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, max=1000, help="Number of runs per variant.")] = 3,
     null: Annotated[
-        bool, typer.Option("--null", help="Measure how far rounding alone moves the loss.")
+        bool, typer.Option("--null", help="Also measure the effect of rounding errors.")
     ] = False,
     held_out: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Validation sequences to evaluate at the end.")
+        int, typer.Option(min=0, metavar="N", help="Number of validation sequences to evaluate.")
     ] = 0,
     data: DataFolder = None,
-    output: Annotated[Path | None, typer.Option(help="Directory. Default: compare/RECIPE.")] = None,
-    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks per run.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Path to the output directory (default: compare/RECIPE).")
+    ] = None,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Number of ranks per run (default: set by recipe).")
+    ] = None,
     device: TrainingDevice = None,
-    jobs: Annotated[int | None, typer.Option(min=1, max=1000, help="Parallel runs.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, max=1000, help="Number of runs to train in parallel.")
+    ] = None,
     as_json: AsJSON = False,
 ) -> None:
     """Train variants of a recipe on the same data and write a report.
 
-    Updates report.html and report.json after each run. To continue after an interruption, run the
-    same command again: unfinished runs resume from their last checkpoint. Seeds, variants and null
-    runs can be added later.
+    The files report.html and report.json are updated after each run. If the command is interrupted,
+    run it again to resume unfinished runs from their last checkpoints. You can also add seeds and
+    variants later.
 
-    --null trains the reference once more per seed from weights that differ by rounding alone.
-    --jobs defaults to one run per CPU core and rank, and to 1 on GPUs. Exits with code 1 if a run
-    failed.
+    With --null, the reference is trained once more for each seed with initial weights that are
+    perturbed within rounding errors. By default, --jobs is the number of CPU cores divided by the
+    number of ranks, or 1 on GPUs. The exit code is 1 if a run fails.
 
     Examples:
       kha-megatron data prepare --vocab-size 512 --out data/python
@@ -86,7 +91,7 @@ def compare(
     """
     require_matplotlib()
     chosen = recipes.get_recipe(recipe)
-    planned = comparing.plan(
+    planned = comparing.plan_comparison(
         chosen,
         comparing.parse_variants(variants),
         seeds,
@@ -101,8 +106,8 @@ def compare(
     on_gpus = planned.runs[0].config.training.device != "cpu"
     if on_gpus and jobs not in (None, 1):
         raise ConfigError(
-            f"Expected --jobs 1 on GPUs, got {jobs}, because every run uses the first GPUs of this "
-            "machine. Remove --jobs or add --device cpu."
+            f"--jobs {jobs} is not supported on GPUs, because parallel runs would share the same "
+            "GPUs. Please remove --jobs or add --device cpu."
         )
     cores = len(os.sched_getaffinity(0))
     parallel = jobs or (1 if on_gpus else max(1, cores // (nproc or chosen.ranks)))
@@ -127,9 +132,9 @@ def compare(
 
 
 def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
-    """Train the unfinished runs, rewrite the report after each, and return failures by run name.
+    """Train all unfinished runs, update the report after each and return errors by run name.
 
-    Starts no further run after a failure while no run has finished.
+    If a run fails before any other run has finished, no further runs are started.
     """
     failures: dict[str, str] = {}
     _write(planned, failures)
@@ -149,15 +154,15 @@ def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
                     if not _write(planned, failures):
                         waiting.clear()
         except BaseException:
-            stop.set()  # each thread stops its ranks, and the pool waits for its threads
+            stop.set()  # terminate all ranks before the pool waits for its threads
             raise
     return failures
 
 
 def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
-    """Train one run. Return the reason if it fails."""
-    job, start = runs.begin(run)
-    state = f"resumes from iteration {start}" if start else "starting"
+    """Train a run and return the error message if it fails."""
+    job, start = runs.start_run(run)
+    state = f"resuming from iteration {start}" if start else "starting"
     console.log.print(f"{run.name}: {state}", markup=False)
     printed = time.monotonic()
 
@@ -173,7 +178,7 @@ def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
         print_result(result)
         return f"{result.status}: {result.failure}"
     try:
-        runs.finish(run)
+        runs.finish_run(run)
     except KHAError as error:
         console.error(str(error))
         return str(error)
@@ -181,11 +186,11 @@ def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
 
 
 def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
-    """Write the report. Return False if no run has finished yet."""
+    """Write the report and return True, unless no run has finished yet."""
     finished = [(run, result) for run in planned.runs if (result := run.result) is not None]
     if not finished:
         return False
-    numbers = comparing.summarise(
+    numbers = comparing.build_report(
         planned,
         {(run.variant.name, run.seed): result for run, result in finished},
         failures=failures,

@@ -1,4 +1,4 @@
-"""``kha-megatron spikes``: find the loss spikes of a run."""
+"""``kha-megatron spikes``: find loss spikes in a training run."""
 
 import math
 from dataclasses import asdict
@@ -10,7 +10,7 @@ import typer
 
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON
-from kha_megatron.compare.spikes import Definition, find_spikes
+from kha_megatron.compare.spikes import SpikeDefinition, find_spikes
 from kha_megatron.errors import DataError
 from kha_megatron.recipes.log_lines import LOSS, read_history, read_log
 
@@ -18,39 +18,49 @@ from kha_megatron.recipes.log_lines import LOSS, read_history, read_log
 def spikes(
     run: Annotated[
         Path,
-        typer.Argument(metavar="LOG_OR_TENSORBOARD", help="Log file or --tensorboard-dir."),
+        typer.Argument(
+            metavar="LOG_OR_TENSORBOARD", help="Path to a Megatron log or TensorBoard directory."
+        ),
     ],
-    name: Annotated[str, typer.Option(help="Scalar to examine.")] = LOSS,
-    window: Annotated[int, typer.Option(max=10**6, help="Logged values.")] = Definition.window,
-    deviations: Annotated[float, typer.Option(help="Threshold / noise.")] = Definition.deviations,
-    margin: Annotated[float, typer.Option(help="Minimum threshold (nats).")] = Definition.margin,
+    name: Annotated[str, typer.Option(help="Name of the metric.")] = LOSS,
+    window: Annotated[
+        int, typer.Option(max=10**6, help="Number of values in the moving window.")
+    ] = SpikeDefinition.window,
+    deviations: Annotated[
+        float, typer.Option(help="Minimum height of a spike in standard deviations.")
+    ] = SpikeDefinition.deviations,
+    margin: Annotated[
+        float, typer.Option(help="Minimum height of a spike in nats.")
+    ] = SpikeDefinition.margin,
     as_json: AsJSON = False,
 ) -> None:
-    """Find the loss spikes of a Megatron run with their height and recovery time.
+    """Find loss spikes in a Megatron run and print their height and recovery time.
 
-    The level is the median of the last --window values outside of spikes, and the noise is 1.4826
-    times their median absolute deviation. A spike starts at a value that is not finite, or that
-    exceeds the level by more than --deviations times the noise and more than --margin. It ends at
-    the first value less than half of that threshold above the level. Its height is its highest
-    value minus the level, its recovery the number of iterations from start to end. The first
-    quarter of --window values cannot start a spike.
+    A spike starts when the loss is not finite or exceeds the moving median of the last --window
+    values by more than --margin and --deviations standard deviations, which are estimated as 1.4826
+    times the median absolute deviation. It ends when the loss has dropped below half of this
+    threshold. Values within spikes are excluded from the window, and no spike is reported until a
+    quarter of the window is filled.
 
-    Prefer the TensorBoard directory: a log holds means over --log-interval iterations, which hide
-    short spikes.
+    The height is the difference between the highest loss of a spike and the median, and the
+    recovery time is the duration of the spike in iterations. TensorBoard directories are more
+    accurate than logs, because logged losses are averages over --log-interval iterations.
 
     Examples:
       kha-megatron spikes quickstart/run/tensorboard
       kha-megatron spikes slurm-1234.out --json | jq '.count'
     """
-    definition = Definition(window=window, deviations=deviations, margin=margin)
+    definition = SpikeDefinition(window=window, deviations=deviations, margin=margin)
     history = read_history(run) if run.is_dir() else read_log(run)
     if name not in history:
-        raise DataError(f"{run} has no {name!r}. Choose from {', '.join(sorted(history))}.")
-    values = history[name]
-    if len(values) <= definition.first_judged:
         raise DataError(
-            f"Expected more than {definition.first_judged} values of {name!r} in {run}, got "
-            f"{len(values)}. Choose a smaller --window."
+            f"Metric {name!r} not found in {run}. Available: {', '.join(sorted(history))}."
+        )
+    values = history[name]
+    if len(values) <= definition.warmup:
+        raise DataError(
+            f"{run} has only {len(values)} values of {name!r}, but at least "
+            f"{definition.warmup + 1} are required. Choose a smaller --window."
         )
     found = find_spikes(values, definition)
     first, last = values[0][0], values[-1][0]
@@ -80,7 +90,8 @@ def spikes(
         recovery = "not recovered" if spike.recovery is None else str(spike.recovery)
         table.add_row(str(spike.start), str(spike.peak), f"{spike.level:.3f}", height, recovery)
     console.out.print(
-        f"{len(found)} spikes in {len(values)} values of {name!r}, iterations {first} to {last}"
+        f"Found {len(found)} spikes in {len(values)} values of {name!r} (iterations {first} to "
+        f"{last})."
     )
     if found:
         console.out.print(table)

@@ -1,8 +1,15 @@
-"""Train variants of a recipe side by side and report their differences."""
+"""Train several variants of a recipe and compare their losses."""
 
 from kha_megatron.compare.page import render_page
-from kha_megatron.compare.report import summarise
-from kha_megatron.compare.runs import Comparison, Trial, plan
+from kha_megatron.compare.report import build_report
+from kha_megatron.compare.runs import Comparison, Trial, plan_comparison
 from kha_megatron.compare.variants import parse_variants
 
-__all__ = ["Comparison", "Trial", "parse_variants", "plan", "render_page", "summarise"]
+__all__ = [
+    "Comparison",
+    "Trial",
+    "build_report",
+    "parse_variants",
+    "plan_comparison",
+    "render_page",
+]

@@ -1,4 +1,4 @@
-"""Draw line charts as inline SVG and learnt matrices as PNG."""
+"""Draw loss curves as inline SVG and KHA matrices as PNG."""
 
 import io
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib() -> Any:
-    """Return matplotlib's ``Figure`` class. Raise MissingDependencyError without matplotlib."""
+    """Import matplotlib's ``Figure`` class, or raise MissingDependencyError."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -28,26 +28,19 @@ def require_matplotlib() -> Any:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve with an optional confidence band."""
+    """One curve in a line chart."""
 
     name: str
-    colour: str
-    """A matplotlib colour such as ``C0``."""
-    points: Sequence[tuple[float, float, float | None]]
-    """x, y and half of the band's height; None without a band."""
+    colour: str  # matplotlib color, e.g. C0
+    points: Sequence[tuple[float, float, float | None]]  # x, y and half width of the error band
 
 
-def line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = False) -> str:
-    """Return an ``<svg>`` element with one curve per line.
-
-    The y range covers the curves after the first tenth of the iterations, because the loss starts
-    very high. Bands widen the range by at most its own height on each side.
+def draw_line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = False) -> str:
+    """Draw a line chart as an ``<svg>`` element.
 
     Args:
-        lines: at least one.
-        title: label for screen readers; unique in a page.
-        y_label: label of the y axis.
-        zero: also draw a line at y = 0.
+        title: Label for screen readers, which must be unique within a page.
+        zero: Whether to also draw a line at y = 0.
     """
     figure = require_matplotlib()(figsize=(6, 4), layout="constrained")
     from matplotlib import rc_context
@@ -76,6 +69,8 @@ def line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = 
 def _y_range(
     points: Sequence[tuple[float, float, float | None]], zero: bool
 ) -> tuple[float, float]:
+    # Ignore the first tenth of the iterations, where the loss is very high, and let error bands at
+    # most triple the range.
     start = max(x for x, _, _ in points) / 10
     shown = [(y, half or 0.0) for x, y, half in points if x >= start]
     means = [y for y, _ in shown] + [0.0] * zero
@@ -89,16 +84,15 @@ def _y_range(
 def draw_matrices(
     weights: "Mapping[tuple[int, Projection], Tensor]", kha: KHAConfig, folder: Path
 ) -> None:
-    """Write one PNG per projection and matrix into ``folder``, such as ``value_up.png``.
+    """Draw one PNG per projection and matrix, e.g. ``value_up.png``.
 
     Args:
-        weights: ``[matrices, D, D]`` by layer and projection.
-        kha: the variant of each projection.
-        folder: an existing directory.
+        weights: Stacked matrices ``[n, D, D]`` by layer and projection.
+        folder: Existing output directory.
     """
     for projection, variant in kha.variants.items():
         for i, matrix in enumerate(MATRICES[variant]):
-            matrix_grid(
+            draw_matrix_grid(
                 {layer: w[i] for (layer, name), w in weights.items() if name == projection},
                 folder / f"{projection}_{matrix}.png",
                 title=f"{matrix} matrix on {projection} heads ({variant})",
@@ -106,17 +100,15 @@ def draw_matrices(
             )
 
 
-def matrix_grid(
+def draw_matrix_grid(
     matrices: "Mapping[int, Tensor]", out_png: Path, *, title: str, diverging: bool = False
 ) -> None:
-    """Draw one ``[D, D]`` matrix per layer in a grid with one colour bar (the paper's Fig. 3).
+    """Draw a grid with one matrix per layer, as in Figure 3 of the paper.
 
     Args:
-        matrices: by layer, for ``x @ M``: rows are input features.
-        out_png: file to write.
-        title: above the grid.
-        diverging: show all values with colours that diverge from 0 (gates) instead of clipping to
-            0..1. NaN and infinity are magenta.
+        matrices: ``[D, D]`` matrices by layer, whose rows are input features.
+        diverging: Whether to use a diverging color map that includes all values, which is suitable
+            for gates. Otherwise values are clipped to [0, 1]. Non-finite values are magenta.
     """
     columns = min(len(matrices), 6)
     rows = math.ceil(len(matrices) / columns)

@@ -1,4 +1,4 @@
-"""Measure a finished run: closed-form counts and learnt matrices."""
+"""Compute the cost of a variant and diagnostics of its trained matrices."""
 
 import os
 from dataclasses import asdict, replace
@@ -17,18 +17,14 @@ from kha_megatron.model.run import Run
 from kha_megatron.plan.counts import compute_flops, count_model, get_countable_model
 
 
-def cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
-    """Return parameters and training FLOPs (forward and backward) per token in closed form.
-
-    Args:
-        run: with the variant's KHA settings.
-        vocab_size: rows of the embedding.
+def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
+    """Compute the number of parameters and the training FLOPs per token.
 
     Returns:
-        ``total``, ``active`` and ``kha`` parameters; ``flops`` and ``kha_flops`` of one token; and
-        ``spared_flops``, which kernels that skip unselected heads would save. Otherwise
-        ``uncounted`` with the reason. ``unfused`` is the reason why fused attention kernels cannot
-        compute the variant, or None.
+        Parameters (``total``, ``active``, ``kha``) and FLOPs (``flops``, ``kha_flops``), where
+        ``spared_flops`` could be saved by skipping inactive heads. If the model is not supported,
+        ``uncounted`` is the reason. ``unfused`` is the reason why fused attention kernels do not
+        support the variant, or None.
     """
     model = replace(run, vocab_size=vocab_size).model
     kernels = {"unfused": model and run.kha.unfused_reason(model.head_sizes)}
@@ -48,19 +44,19 @@ def cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
     }
 
 
-def device(run: Run) -> str:
-    """Return the name of the hardware of a run."""
+def describe_device(run: Run) -> str:
+    """Return the number and type of devices that were used for a run."""
     if run.training.device == "cpu" or not torch.cuda.is_available():
         return f"CPU, {os.cpu_count()} cores"
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 
-def matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict[str, Any]]:
-    """Diagnose every learnt matrix and write one PNG per projection and matrix into ``folder``.
+def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict[str, Any]]:
+    """Compute diagnostics of all KHA matrices and draw one PNG per projection and matrix.
 
     Returns:
-        One entry per projection and matrix with ``projection``, ``variant``, ``matrix``,
-        ``picture`` (file name) and ``layers`` (the diagnostics of each layer).
+        One entry per projection and matrix, with the PNG's file name in ``picture`` and the
+        diagnostics of each layer in ``layers``.
     """
     kha = read_kha_config(checkpoint)
     if kha is None or not kha.variants:

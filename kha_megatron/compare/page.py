@@ -1,4 +1,4 @@
-"""Render the report as one HTML file without scripts and without external resources."""
+"""Render the report as a self-contained HTML page without scripts."""
 
 import base64
 import shlex
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from kha_megatron.compare.charts import Line, line_chart
+from kha_megatron.compare.charts import Line, draw_line_chart
 from kha_megatron.compare.statistics import LAST_SHARE
 
 
 def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """Return the HTML document with every string of the report escaped.
+    """Render a report as HTML. All strings of the report are escaped.
 
     Args:
-        report: result of :func:`kha_megatron.compare.report.summarise`.
+        report: Result of :func:`kha_megatron.compare.report.build_report`.
         pictures: PNG files of the matrices by ``RUN/FILE``.
     """
     from jinja2 import Environment
@@ -32,7 +32,9 @@ def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str
             for v in trained
             if v.get(key)
         ]
-        return Markup(line_chart(lines, title=title, y_label=y_label, zero=zero) if lines else "")
+        return Markup(
+            draw_line_chart(lines, title=title, y_label=y_label, zero=zero) if lines else ""
+        )
 
     matrices = [
         entry | {"name": variant["name"], "png": base64.b64encode(picture or b"").decode()}
@@ -53,7 +55,6 @@ def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str
 
 
 def _estimate(found: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
-    """Format a mean and its half width, or a dash for None."""
     if found is None:
         return "–"
     half = found["half_width"]

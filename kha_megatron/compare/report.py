@@ -1,4 +1,4 @@
-"""Summarise the finished runs as plain data, which ``report.json`` holds."""
+"""Build the content of ``report.json`` from the results of finished runs."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -9,22 +9,29 @@ from typing import Any
 
 from kha_megatron.compare.runs import Comparison
 from kha_megatron.compare.spikes import Spike, find_spikes
-from kha_megatron.compare.statistics import Estimate, Floor, Losses, binned, estimate, final_loss
+from kha_megatron.compare.statistics import (
+    Estimate,
+    Losses,
+    NoiseFloor,
+    average_bins,
+    compute_final_loss,
+    estimate,
+)
 from kha_megatron.compare.variants import NULL
 from kha_megatron.mcore.compat import version_of
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")
 
 _METRICS = {
-    "loss": ("delta", lambda result: final_loss(result["losses"])),
+    "loss": ("delta", lambda result: compute_final_loss(result["losses"])),
     "held_out": ("held_out_delta", lambda result: result.get("held_out")),
 }
-"""By report key: the key of the difference, and how to read the value from a result."""
+"""Metrics by report key, with the key of the difference and a function that reads the value."""
 
 
 @dataclass(frozen=True)
 class _Results:
-    """Content of ``result.json`` of the finished runs by variant and seed."""
+    """Results of the finished runs by variant and seed."""
 
     by_run: Mapping[tuple[str, int], dict[str, Any]]
     reference: str
@@ -33,10 +40,8 @@ class _Results:
     def pairs(
         self, name: str, seeds: Sequence[int] | None = None
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Return the results of a variant and of the reference, by seeds that both have.
-
-        Empty for the reference itself.
-        """
+        """Pair the results of a variant and the reference for all seeds that both have finished.
+        The reference itself has no pairs."""
         found = [
             (self.by_run.get((name, s)), self.by_run.get((self.reference, s)))
             for s in seeds or self.seeds
@@ -44,30 +49,30 @@ class _Results:
         return [(own, base) for own, base in found if name != self.reference and own and base]
 
     def differences(self, key: str, name: str, seeds: Sequence[int] | None = None) -> list[float]:
-        """Return variant minus reference for each seed for which both values are known."""
+        """Compute the difference from the reference for each seed."""
         read = _METRICS[key][1]
         values = [(read(own), read(base)) for own, base in self.pairs(name, seeds)]
         return [own - base for own, base in values if own is not None and base is not None]
 
 
-def summarise(
+def build_report(
     comparison: Comparison,
     results: Mapping[tuple[str, int], dict[str, Any]],
     *,
     failures: Mapping[str, str] | None = None,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return the report, in which each variant is paired with the reference by seed.
+    """Build a JSON-serializable report, in which variants are compared with the reference by seed.
 
     Args:
-        comparison: the planned runs.
-        results: ``result.json`` of at least one finished run, by variant and seed.
-        failures: why runs failed, by run name.
-        command: command line that repeats the comparison.
+        comparison: The planned comparison.
+        results: Content of ``result.json`` by variant and seed, for at least one finished run.
+        failures: Error messages of failed runs by run name.
+        command: Command line that reproduces the comparison.
     """
     found = _Results(results, comparison.variants[0].name, comparison.seeds)
     null = {key: found.differences(key, NULL) for key in _METRICS}
-    floors = {key: Floor.of(moved) for key, moved in null.items() if moved}
+    floors = {key: NoiseFloor.estimate(values) for key, values in null.items() if values}
     runs = []
     for run in comparison.runs:
         entry = {"variant": run.variant.name, "seed": run.seed}
@@ -107,15 +112,15 @@ def _finished_run(name: str, result: dict[str, Any], found: _Results) -> dict[st
         numbers |= {key: read(result), difference: own[0] if own else None}
     lost = result["losses"].count(None)
     return numbers | {
-        "state": f"finished; {lost} losses were lost" if lost else "finished",
+        "state": f"finished, {lost} losses missing" if lost else "finished",
         "spikes": [asdict(spike) for spike in _spikes(result["losses"])],
         "seconds_per_step": result["seconds_per_step"],
         "starts": result["starts"],
     }
 
 
-def _variant(name: str, found: _Results, floors: Mapping[str, Floor]) -> dict[str, Any]:
-    """Return a variant's table entries and curves; only ``seeds`` if no run has finished."""
+def _variant(name: str, found: _Results, floors: Mapping[str, NoiseFloor]) -> dict[str, Any]:
+    """Build the table entries and curves of a variant."""
     own = [found.by_run[name, seed] for seed in found.seeds if (name, seed) in found.by_run]
     entry: dict[str, Any] = {"seeds": len(own)}
     if not own:
@@ -123,7 +128,7 @@ def _variant(name: str, found: _Results, floors: Mapping[str, Floor]) -> dict[st
     times = [result["seconds_per_step"] for result in own if result["seconds_per_step"]]
     spikes = [_spikes(result["losses"]) for result in own]
     entry |= {
-        "curve": _curve([binned(result["losses"]) for result in own]),
+        "curve": _curve([average_bins(result["losses"]) for result in own]),
         "spikes_per_run": fmean(map(len, spikes)),
         "highest_spike": max((s.height for run in spikes for s in run), default=None),
         "seconds_per_step": median(times) if times else None,
@@ -145,7 +150,7 @@ def _variant(name: str, found: _Results, floors: Mapping[str, Floor]) -> dict[st
             ]
             for mine, base in pairs
         ]
-        entry["delta_curve"] = _curve([binned(history) for history in histories])
+        entry["delta_curve"] = _curve([average_bins(history) for history in histories])
     return entry
 
 
@@ -153,18 +158,18 @@ def _spikes(losses: Losses) -> list[Spike]:
     return find_spikes((i, loss) for i, loss in enumerate(losses, 1) if loss is not None)
 
 
-def _verdict(name: str, delta: Estimate, floor: Floor | None) -> str:
+def _verdict(name: str, delta: Estimate, floor: NoiseFloor | None) -> str:
     if name == NULL:
         return "the floor"
     if delta.half_width is None:
         return "one seed: no interval"
-    if delta.side and floor and abs(delta.mean) <= floor.rms:
+    if delta.sign and floor and abs(delta.mean) <= floor.rms:
         return "below the floor"
-    return {-1: "lower", 0: "no difference shown", 1: "higher"}[delta.side]
+    return {-1: "lower", 0: "no difference shown", 1: "higher"}[delta.sign]
 
 
 def _curve(histories: Sequence[Sequence[tuple[float, float | None]]]) -> list[list[float | None]]:
-    """Return iteration, mean over seeds and half width of each bin that has a loss."""
+    """Return the iteration, mean over seeds and half width of each non-empty bin."""
     curve: list[list[float | None]] = []
     for points in zip(*histories, strict=True):
         if known := [y for _, y in points if y is not None]:

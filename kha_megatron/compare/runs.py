@@ -1,10 +1,10 @@
 """Plan, start and finish the runs of a comparison.
 
-``OUT/runs/VARIANT-seedN/`` holds ``run.json`` (the requested arguments), checkpoints, TensorBoard
-files and, once the run has finished, ``result.json``.
+Each run has a directory ``OUT/runs/VARIANT-seedN/`` with its arguments (``run.json``), checkpoints
+and TensorBoard files. ``result.json`` is written when the run has finished.
 
-All variants of a seed see the same data in the same order and start from the same weights, because
-Megatron's ``--seed`` decides both and matrices at the identity draw no random numbers.
+For a given seed, all variants are trained on the same batches and from the same initial weights,
+because both depend on Megatron's ``--seed`` and identity initialization uses no random numbers.
 """
 
 import json
@@ -20,8 +20,8 @@ from typing import Any
 from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
-from kha_megatron.compare.statistics import last_share
-from kha_megatron.compare.variants import SETTINGS, ModelVariant, with_null
+from kha_megatron.compare.statistics import select_last
+from kha_megatron.compare.variants import SETTINGS, ModelVariant, add_null_variant
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.run import Run, parse
 from kha_megatron.recipes import Job, Recipe, prepare_job
@@ -31,7 +31,7 @@ from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 RUNS = "runs"
 RUN, RESULT = "run.json", "result.json"
 _INDEX = "index"
-"""Directory of Megatron's sample index. Parallel runs would otherwise write it beside the data."""
+"""Directory for Megatron's dataset index, so that parallel runs do not write to the same files."""
 _MIN_CHECKPOINTS = 4
 _SET_BY = dict.fromkeys(SETTINGS, "--variants") | dict.fromkeys(
     (
@@ -40,60 +40,57 @@ _SET_BY = dict.fromkeys(SETTINGS, "--variants") | dict.fromkeys(
     ),
     "--output and --seeds",
 )
-"""Options of ``compare`` that set a Megatron argument, which must not be given as well."""
+"""Megatron arguments that are set by an option of ``compare``."""
 _EVALUATION = ("--eval-iters", "--eval-interval", "--full-validation")
 _ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
-"""Relative perturbation of a null run by dtype; 1e-6 in float32."""
+"""Relative perturbation in null runs by dtype. The default is 1e-6."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """One variant trained with one seed."""
+    """Training run of one variant and seed."""
 
     variant: ModelVariant
     seed: int
-    recipe: Recipe
-    """With the variant's KHA settings."""
+    recipe: Recipe  # including the KHA configuration of the variant
     overrides: tuple[str, ...]
     data: Path | None
     ranks: int | None
     device: str | None
     folder: Path
     iterations: int
-    held_out: bool
-    """Whether the run is also evaluated on the validation split."""
+    held_out: bool  # whether to compute the validation loss
 
     @property
     def name(self) -> str:
-        """Name of the run and of its directory, such as ``kha_mlp-seed1``."""
+        """Name of the run and its directory, e.g. ``kha_mlp-seed1``."""
         return self.folder.name
 
     @cached_property
     def config(self) -> Run:
-        """Settings of the run without output directories."""
+        """Megatron arguments, except for output directories."""
         placed: dict[str, Any] = {"device": self.device} if self.device else {}
         return self.recipe.run_for(self.overrides, data=self.data, **placed)
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """Content of ``result.json``; None if the run has not finished."""
+        """Content of ``result.json``, or None if the run has not finished."""
         file = self.folder / RESULT
         return json.loads(file.read_bytes()) if file.exists() else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Every variant with every seed; the first variant is the reference."""
+    """Planned runs of all variants and seeds. The first variant is the reference."""
 
     recipe: Recipe
     variants: tuple[ModelVariant, ...]
     seeds: tuple[int, ...]
     folder: Path
-    runs: tuple[Trial, ...]
-    """In training order: all variants of a seed, then the next seed."""
+    runs: tuple[Trial, ...]  # in training order, with all variants of the first seed first
 
 
-def plan(
+def plan_comparison(
     recipe: Recipe,
     variants: Sequence[ModelVariant],
     seeds: int,
@@ -106,28 +103,34 @@ def plan(
     null: bool = False,
     held_out: int = 0,
 ) -> Comparison:
-    """Plan a comparison and check every run without writing anything.
+    """Plan a comparison and check the arguments of all runs, without writing any files.
+
+    See :func:`kha_megatron.recipes.prepare_job` for the arguments that are not listed here.
 
     Args:
-        recipe: what to train.
-        variants: the reference first.
-        seeds: number of seeds, which are 1, 2, ...
-        output: directory of the comparison.
-        data, overrides, ranks, device: as in :func:`kha_megatron.recipes.prepare_job`.
-        null: also train the reference from weights that differ by rounding alone.
-        held_out: validation sequences to evaluate at the end, rounded up to whole batches.
+        variants: Variants to train. The first one is the reference.
+        seeds: Number of seeds, starting at 1.
+        output: Output directory of the comparison.
+        null: Whether to also train the reference from perturbed weights, to estimate the noise
+            floor.
+        held_out: Number of validation sequences to evaluate at the end of training, rounded up to
+            whole batches.
 
     Raises:
-        ConfigError, DataError, OutputError: a run cannot be prepared, or ``output`` is in use.
+        OutputError: If ``output`` contains other files, or runs with different arguments.
     """
     set_by = _SET_BY | dict.fromkeys(_EVALUATION if held_out else (), "--held-out")
     if taken := [flag for flag in parse(overrides) if flag in set_by]:
-        raise ConfigError(f"{taken[0]} is set by {set_by[taken[0]]}. Remove {taken[0]}.")
+        raise ConfigError(
+            f"{taken[0]} is set by {set_by[taken[0]]} and cannot be overridden. Please remove it."
+        )
     base = recipe.run_for(overrides)
     iterations = base.training.train_iters
     if iterations is None:
-        raise ConfigError(f"Recipe {recipe.name} has no --train-iters. Add `-- --train-iters N`.")
-    variants = with_null(tuple(variants)) if null else tuple(variants)
+        raise ConfigError(
+            f"--train-iters is not set in recipe {recipe.name}. Please add `-- --train-iters N`."
+        )
+    variants = add_null_variant(tuple(variants)) if null else tuple(variants)
     interval = base.training.save_interval or iterations
     interval = min(interval, math.ceil(iterations / _MIN_CHECKPOINTS))
     words = [*overrides, "--save-interval", str(interval), "--tensorboard-log-interval", "1"]
@@ -135,9 +138,11 @@ def plan(
     if held_out:
         batch = base.batch and base.batch.global_batch_size
         if not batch:
-            raise ConfigError("--held-out needs a fixed batch. Add `-- --global-batch-size N`.")
+            raise ConfigError(
+                "--held-out requires a constant batch size. Please add `-- --global-batch-size N`."
+            )
         words += ["--eval-iters", str(math.ceil(held_out / batch))]
-        words += ["--eval-interval", str(iterations + 1)]  # only at the end of training
+        words += ["--eval-interval", str(iterations + 1)]  # evaluate only at the end of training
     rounding = next((x for name, x in _ROUNDING.items() if getattr(base.training, name)), 1e-6)
     runs = tuple(
         Trial(
@@ -160,8 +165,8 @@ def plan(
     )
     if has_files(output) and not (output / RUNS).is_dir():
         raise OutputError(
-            f"{output} is not empty and was not written by `kha-megatron compare`. Choose another "
-            "--output."
+            f"{output} is not empty and was not written by `kha-megatron compare`. Please choose "
+            "another --output."
         )
     for run in runs:
         if run.seed == 1:
@@ -177,7 +182,7 @@ def plan(
 
 
 def _check_arguments(run: Trial) -> None:
-    """Raise OutputError if the run was started with other arguments."""
+    """Check that the run was not started with different arguments before."""
     if not (run.folder / RUN).exists():
         return
     old = json.loads((run.folder / RUN).read_bytes())["arguments"]
@@ -185,22 +190,22 @@ def _check_arguments(run: Trial) -> None:
     if other := sorted(f for f in old.keys() | new.keys() if old.get(f) != new.get(f)):
         was, now = (" ".join(x.get(other[0], ["absent"])) or "set" for x in (old, new))
         raise OutputError(
-            f"{run.folder} was started with other arguments ({other[0]}: {was}, now {now}). Choose "
-            f"another --output or remove {run.folder}."
+            f"{run.folder} was started with other arguments ({other[0]}: {was}, now {now}). Please "
+            "choose another --output or delete this directory."
         )
 
 
-def begin(run: Trial) -> tuple[Job, int]:
-    """Prepare a run to start or to resume, and return its job and the iteration it starts from.
+def start_run(run: Trial) -> tuple[Job, int]:
+    """Prepare the directory of a new or interrupted run. Returns the job and its first iteration.
 
     Raises:
-        OutputError: If ranks of an earlier command still train in the directory.
+        OutputError: If ranks of a previous command are still running.
     """
     with owned(run.folder / CHECKPOINTS):
         last = newest(run.folder / CHECKPOINTS)
         earlier = run.folder / RUN
         starts = json.loads(earlier.read_bytes())["starts"] if last and earlier.exists() else 0
-        # remove incomplete checkpoints, and an index that may be incomplete
+        # the directory may contain incomplete checkpoints or an incomplete index
         shutil.rmtree(run.folder if last is None else run.folder / _INDEX, ignore_errors=True)
     index = str((run.folder / _INDEX).absolute())
     job = prepare_job(
@@ -217,10 +222,10 @@ def begin(run: Trial) -> tuple[Job, int]:
     return job, (iteration_of(last) or 0) if last else 0
 
 
-def finish(run: Trial) -> None:
-    """Measure a run that succeeded and write its ``result.json``.
+def finish_run(run: Trial) -> None:
+    """Write ``result.json`` after a successful run.
 
-    Removes the index and all checkpoints but the last, because several runs fill a disk.
+    To save disk space, this also deletes the dataset index and all but the last checkpoint.
     """
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
     from kha_megatron.compare import measure
@@ -237,10 +242,10 @@ def finish(run: Trial) -> None:
         "losses": losses,
         "held_out": _held_out(run, history),
         "seconds_per_step": median(seconds) if seconds else None,
-        "cost": measure.cost(run.config, vocab_size),
-        "device": measure.device(run.config),
+        "cost": measure.compute_cost(run.config, vocab_size),
+        "device": measure.describe_device(run.config),
         "starts": json.loads((run.folder / RUN).read_bytes())["starts"],
-        "matrices": measure.matrices(checkpoint, run.folder),
+        "matrices": measure.diagnose_matrices(checkpoint, run.folder),
     }
     for folder in checkpoint.path.parent.iterdir():
         if iteration_of(folder) is not None and folder != checkpoint.path:
@@ -250,21 +255,25 @@ def finish(run: Trial) -> None:
 
 
 def _losses(history: History, run: Trial) -> list[float | None]:
-    """Return the loss of each iteration from 1 on; None where TensorBoard holds none."""
     found = dict(history.get(LOSS, ()))
     losses = [found.get(i) for i in range(1, run.iterations + 1)]
     if bad := [i for i, x in enumerate(losses, 1) if x is not None and not math.isfinite(x)]:
-        raise DataError(f"The loss of {run.name} is not finite from iteration {bad[0]} on.")
-    if all(loss is None for loss in last_share(losses)):
-        raise DataError(f"TensorBoard lacks the last losses. Remove {run.folder}.")
+        raise DataError(f"The loss of {run.name} is not finite at iteration {bad[0]}.")
+    if all(loss is None for loss in select_last(losses)):
+        raise DataError(
+            f"The final losses are missing in the TensorBoard files of {run.folder}. Please delete "
+            "this directory to repeat the run."
+        )
     return losses
 
 
 def _held_out(run: Trial, history: History) -> float | None:
-    """Return the validation loss at the end; None if it was not requested."""
     if not run.held_out:
         return None
     loss = dict(history.get(VALIDATION_LOSS, ())).get(run.iterations)
     if loss is None or not math.isfinite(loss):
-        raise DataError(f"Expected a finite held-out loss in {run.folder}, got {loss}. Remove it.")
+        raise DataError(
+            f"The held-out loss of {run.folder} is {loss}. Please delete this directory to repeat "
+            "the run."
+        )
     return loss

@@ -1,6 +1,5 @@
-"""Find loss spikes. ``kha-megatron spikes --help`` defines a spike, its height and its recovery.
-
-The paper shows spikes (Figures 1 and 2) but does not define them.
+"""Detect loss spikes. See ``kha-megatron spikes --help`` for the definition of a spike, because the
+paper only shows examples (Figures 1 and 2).
 """
 
 import math
@@ -13,65 +12,69 @@ from kha_megatron.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Definition:
-    """Parameters of a spike. Raises ConfigError if a value is out of range."""
+class SpikeDefinition:
+    """Parameters of spike detection.
+
+    Attributes:
+        window: Number of previous values outside of spikes from which level and noise are computed.
+        deviations: Threshold above the level, as a multiple of the noise.
+        margin: Minimum threshold in nats per token.
+    """
 
     window: int = 64
-    """Number of logged values outside of spikes whose median is the level; at least 4."""
     deviations: float = 6.0
-    """Threshold above the level in units of the noise."""
     margin: float = 0.1
-    """Least threshold in nats per token."""
 
     def __post_init__(self) -> None:
         finite = all(0 <= x < math.inf for x in (self.deviations, self.margin))
         if self.window < 4 or not finite:
-            raise ConfigError(f"Expected window >= 4, deviations >= 0 and margin >= 0, got {self}.")
+            raise ConfigError(
+                f"window must be at least 4, and deviations and margin non-negative, got {self}."
+            )
 
     @property
-    def first_judged(self) -> int:
-        """Index of the first value that can be a spike."""
+    def warmup(self) -> int:
+        """Number of initial values that cannot start a spike."""
         return self.window // 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """One spike of a loss. ``start``, ``peak`` and ``end`` are iterations."""
+    """A loss spike.
+
+    Attributes:
+        start: First iteration of the spike.
+        peak: Iteration with the highest loss, where non-finite values are considered the highest.
+        end: First iteration at which the loss has recovered, or None if it has not recovered.
+        level: Loss before the spike.
+        height: Difference between peak and level. Infinite for non-finite losses.
+    """
 
     start: int
     peak: int
-    """Iteration of the highest value; a value that is not finite is higher than all others."""
     end: int | None
-    """First iteration back at the level; None if the history ends before."""
     level: float
-    """Loss before the spike."""
     height: float
-    """Peak minus level; infinite if a loss was not finite."""
 
     @property
     def recovery(self) -> int | None:
-        """Iterations from ``start`` to ``end``."""
+        """Number of iterations until the loss has recovered."""
         return None if self.end is None else self.end - self.start
 
 
 def find_spikes(
-    history: Iterable[tuple[int, float]], definition: Definition | None = None
+    history: Iterable[tuple[int, float]], definition: SpikeDefinition | None = None
 ) -> list[Spike]:
-    """Return the spikes of a loss in order.
-
-    Args:
-        history: iteration and loss, by increasing iteration. NaN and infinity are allowed.
-        definition: defaults to ``Definition()``.
-    """
-    definition = definition or Definition()
+    """Find all spikes in ``history``, which contains pairs of iteration and loss."""
+    definition = definition or SpikeDefinition()
     recent: deque[float] = deque(maxlen=definition.window)
     values, found = iter(history), []
     for iteration, loss in values:
-        level = median(recent) if len(recent) >= definition.first_judged else math.inf
+        level = median(recent) if len(recent) >= definition.warmup else math.inf
         height = loss - level if math.isfinite(loss) else math.inf
         threshold = definition.margin
-        if height > threshold and level < math.inf:  # the noise is slow to compute
-            # 1.4826 times the median absolute deviation is the standard deviation of normal noise
+        if height > threshold and level < math.inf:  # avoid computing the noise for each value
+            # for normal noise, 1.4826 times the median absolute deviation is the standard deviation
             noise = 1.4826 * median(abs(value - level) for value in recent)
             threshold = max(threshold, definition.deviations * noise)
         if height <= threshold or level == math.inf:

@@ -1,4 +1,4 @@
-"""Means over seeds with confidence intervals, and differences between paired seeds."""
+"""Statistics over seeds: means, confidence intervals and noise floor."""
 
 import math
 from collections.abc import Sequence
@@ -7,31 +7,30 @@ from statistics import fmean, stdev
 
 CONFIDENCE = 0.95
 LAST_SHARE = 0.05
-"""Share of the iterations whose mean loss is the final loss."""
+"""Fraction of the iterations over which the final loss is averaged."""
 
 Losses = Sequence[float | None]
-"""Losses of iterations 1, 2, ...; None where the record was lost."""
+"""Loss of each iteration, starting at 1. None if the loss was not recorded."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds."""
+    """Mean over seeds and half width of its 95 % confidence interval, which requires two seeds."""
 
     mean: float
     half_width: float | None
-    """Half of the 95 % confidence interval; None with one seed."""
     seeds: int
 
     @property
-    def side(self) -> int:
-        """-1 or 1 if the whole interval is below or above 0, else 0."""
+    def sign(self) -> int:
+        """Sign of the mean if the confidence interval excludes 0, otherwise 0."""
         if self.half_width is None or abs(self.mean) <= self.half_width:
             return 0
         return 1 if self.mean > 0 else -1
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the mean of one value per seed with Student's t interval."""
+    """Estimate a mean and its confidence interval (Student's t) from one value per seed."""
     n = len(values)
     if n < 2:
         return Estimate(fmean(values), None, n)
@@ -39,31 +38,31 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 
 @dataclass(frozen=True)
-class Floor:
-    """How far the loss moves between runs that differ by rounding alone."""
+class NoiseFloor:
+    """Size of loss differences that are caused by rounding alone."""
 
     rms: float
     largest: float
     seeds: int
 
     @classmethod
-    def of(cls, differences: Sequence[float]) -> "Floor":
-        """Summarise the differences between null runs and the reference, one per seed."""
+    def estimate(cls, differences: Sequence[float]) -> "NoiseFloor":
+        """Estimate the noise floor from the difference between null run and reference per seed."""
         rms = math.sqrt(fmean(d * d for d in differences))
         return cls(rms, max(map(abs, differences)), len(differences))
 
 
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Return t with P(|T| < t) = ``confidence`` for Student's T with ``freedom`` >= 1 degrees."""
+    """Compute the two-sided quantile of Student's t distribution."""
     low, high = 0.0, math.pi / 2
-    for _ in range(60):  # bisection to the precision of a double
+    for _ in range(60):  # bisection to float64 precision
         middle = (low + high) / 2
         low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
     return math.sqrt(freedom) * math.tan(low)
 
 
 def _within(angle: float, freedom: int) -> float:
-    """Return P(|T| < sqrt(freedom) tan(angle)) (Abramowitz and Stegun 26.7.3, 26.7.4)."""
+    """Compute P(|T| < sqrt(freedom) tan(angle)) (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
     odd = freedom % 2
     term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)
     for k in range(1 + odd, freedom, 2):
@@ -73,18 +72,18 @@ def _within(angle: float, freedom: int) -> float:
     return 2 / math.pi * (angle + total) if odd else total
 
 
-def last_share(losses: Losses) -> Losses:
-    """Return the last 5 % of the iterations, at least one."""
+def select_last(losses: Losses) -> Losses:
+    """Return the losses of the last 5 % of the iterations."""
     return losses[-max(1, math.ceil(len(losses) * LAST_SHARE)) :]
 
 
-def final_loss(losses: Losses) -> float:
-    """Return the mean of the known losses of the last 5 % of the iterations."""
-    return fmean(loss for loss in last_share(losses) if loss is not None)
+def compute_final_loss(losses: Losses) -> float:
+    """Average the recorded losses of the last 5 % of the iterations."""
+    return fmean(loss for loss in select_last(losses) if loss is not None)
 
 
-def binned(losses: Losses, points: int = 150) -> list[tuple[float, float | None]]:
-    """Average neighbouring iterations into at most ``points`` bins of (middle, mean)."""
+def average_bins(losses: Losses, points: int = 150) -> list[tuple[float, float | None]]:
+    """Average losses over at most ``points`` bins, and return the middle and mean of each bin."""
     size = math.ceil(len(losses) / points)
     bins = []
     for start in range(0, len(losses), size):

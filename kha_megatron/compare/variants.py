@@ -1,4 +1,4 @@
-"""Parse the variants of a comparison."""
+"""Parse the ``--variants`` argument of ``kha-megatron compare``."""
 
 import re
 import shlex
@@ -13,37 +13,35 @@ RANDOM_INIT = "random-init"
 NULL = "null"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 SETTINGS = tuple(row.flag for row in HEAD_FIELDS if row.argument in HEAD_ARGUMENTS)
-"""Flags that a variant may set. The kind of attention is the recipe's."""
+"""Flags that a variant can set. Note that ``--kha-attention`` is part of the recipe."""
 
 
 @dataclass(frozen=True)
 class ModelVariant:
-    """KHA settings and a name that is also a directory name."""
+    """Named KHA configuration."""
 
-    name: str
+    name: str  # also used as directory name
     kha: KHAConfig
-    perturbs: bool = False
-    """Whether this is the reference with weights that differ by rounding alone."""
+    perturbs: bool = False  # whether to perturb the initial weights, for null runs
 
 
-def with_null(variants: tuple[ModelVariant, ...]) -> tuple[ModelVariant, ...]:
-    """Insert the null run of the first variant, which shows how far rounding moves its loss."""
+def add_null_variant(variants: tuple[ModelVariant, ...]) -> tuple[ModelVariant, ...]:
+    """Insert a null run of the reference, which is used to estimate the noise floor."""
     reference, *others = variants
     return reference, ModelVariant(NULL, reference.kha, perturbs=True), *others
 
 
 def parse_variants(text: str) -> tuple[ModelVariant, ...]:
-    """Parse ``baseline,kha_mlp+gate_output,random-init,mine=--kha-key linear --kha-value mlp``.
+    """Parse variants, e.g. ``baseline,kha_mlp+gate_output,mine=--kha-key linear --kha-value mlp``.
 
-    A plus joins presets. ``random-init`` is ``kha_mlp`` with ``--kha-init random``, the paper's
-    ablation.
+    ``random-init`` is ``kha_mlp`` with ``--kha-init random``, an ablation from the paper.
 
     Raises:
-        ConfigError: an unknown or repeated name, or fewer than two variants.
+        ConfigError: If a variant is unknown, or there are fewer than two different variants.
     """
     variants = tuple(_parse_variant(word.strip()) for word in text.split(",") if word.strip())
     if len({variant.name for variant in variants}) < max(2, len(variants)):
-        raise ConfigError(f"Expected two or more different --variants, got {text!r}.")
+        raise ConfigError(f"--variants must contain two or more different variants, got {text!r}.")
     return variants
 
 
@@ -53,8 +51,8 @@ def _parse_variant(word: str) -> ModelVariant:
     if equals:
         if not _NAME.fullmatch(name) or name in (*PRESETS, RANDOM_INIT, NULL):
             raise ConfigError(
-                "Expected a variant name of up to 40 letters, digits, dots, dashes and "
-                f"underscores that is not the name of a preset, got {name!r}."
+                f"Invalid variant name {name!r}. Use up to 40 letters, digits, dots, dashes and "
+                "underscores, and choose a name that is not a preset."
             )
         return ModelVariant(name, _parse_flags(name, flags))
     if name == RANDOM_INIT:
@@ -62,8 +60,9 @@ def _parse_variant(word: str) -> ModelVariant:
     presets = name.split("+")
     if unknown := [preset for preset in presets if preset not in PRESETS]:
         raise ConfigError(
-            f"Unknown variant {unknown[0]!r}. Choose from {', '.join(PRESETS)}, {RANDOM_INIT}, "
-            "join presets with +, or define one with NAME=--kha-key linear --kha-value mlp."
+            f"Unknown variant {unknown[0]!r}. Available variants: {', '.join(PRESETS)}, "
+            f"{RANDOM_INIT}. You can also combine presets with +, or define a variant with flags, "
+            "e.g. NAME=--kha-key linear --kha-value mlp."
         )
     return ModelVariant(name, KHAConfig.from_presets(presets))
 
@@ -72,7 +71,7 @@ def _parse_flags(name: str, flags: str) -> KHAConfig:
     try:
         given = Run.from_values().updated(shlex.split(flags))
         if not given.flags or set(given.flags) - set(SETTINGS):
-            raise ConfigError(f"Expected flags among {', '.join(SETTINGS)}, got {flags!r}.")
+            raise ConfigError(f"Invalid flags {flags!r}. Available flags: {', '.join(SETTINGS)}.")
         return given.kha
-    except ValueError as error:  # ConfigError, or an open quotation from shlex
+    except ValueError as error:  # ConfigError, or ValueError from shlex
         raise ConfigError(f"Variant {name}: {error}") from error

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from kha_megatron import recipes
 from kha_megatron.cli import app
-from kha_megatron.compare import parse_variants, plan
-from kha_megatron.compare.statistics import final_loss
+from kha_megatron.compare import parse_variants, plan_comparison
+from kha_megatron.compare.statistics import compute_final_loss
 from kha_megatron.errors import OutputError
 from kha_megatron.recipes import Failure, LaunchResult, get_recipe
 from kha_megatron.recipes.log_lines import VALIDATION_LOSS, read_history
@@ -42,7 +42,7 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     """Kill the command after a checkpoint of the third of four runs."""
     data = Path(corpus[corpus.index("--data-path") + 1]).parent
     output = tmp_path / "a comparison"
-    planned = plan(
+    planned = plan_comparison(
         get_recipe("quickstart"),
         parse_variants(VARIANTS),
         2,
@@ -79,7 +79,7 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
 
     second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
     assert second.returncode == 0, second.stderr[-4000:]
-    assert f"{killed.name}: resumes from iteration {saved}\n" in second.stderr
+    assert f"{killed.name}: resuming from iteration {saved}\n" in second.stderr
     assert "baseline-seed1" not in second.stderr
     assert second.stdout == f"{output / 'report.html'}\n"
     assert [(run.folder / "result.json").read_bytes() for run in planned.runs[:2]] == before
@@ -93,13 +93,13 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     assert results[2]["losses"] == [expected[i] for i in range(1, ITERATIONS + 1)]
     ((_, held_out),) = read_history(tmp_path / "alone")[VALIDATION_LOSS]
     assert results[2]["held_out"] == held_out
-    assert abs(held_out - final_loss(results[2]["losses"])) < 0.5
+    assert abs(held_out - compute_final_loss(results[2]["losses"])) < 0.5
 
     # runs of one seed start from the same weights and the same first batch
     firsts = [result["losses"][0] for result in results]
     assert firsts[0] == firsts[1] != firsts[2] == firsts[3]
     assert results[0]["losses"][-1] != results[1]["losses"][-1]
-    assert final_loss(results[0]["losses"]) < firsts[0] - 0.3
+    assert compute_final_loss(results[0]["losses"]) < firsts[0] - 0.3
     _check_report(output, results)
 
     report = json.loads(CliRunner().invoke(app, ["compare", "--json", *words[1:]]).stdout)
@@ -115,7 +115,7 @@ def _check_report(output: Path, results: list[dict]) -> None:
     report = json.loads((output / "report.json").read_text())
     assert report["finished"] == report["planned"] == 4
     base, kv = report["variants"]
-    ends = [final_loss(result["losses"]) for result in results]
+    ends = [compute_final_loss(result["losses"]) for result in results]
     mean = sum(ends[1::2]) / 2 - sum(ends[::2]) / 2
     assert kv["delta"]["mean"] == pytest.approx(mean, abs=1e-12)
     assert kv["delta"]["half_width"] > 0

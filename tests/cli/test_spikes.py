@@ -47,10 +47,12 @@ def test_tensorboard_files_as_a_table(run, tmp_path):
             writer.add_scalar("lm loss", loss, iteration)
             writer.add_scalar("grad-norm", float("nan") if iteration == 302 else 1, iteration)
     out = run(tmp_path)[1]
-    assert "2 spikes in 400 values of 'lm loss', iterations 2 to 800" in out
+    assert "2 spikes in 400 values of 'lm loss' (iterations 2 to 800)" in out
     assert "not recovered" in out
     assert ["602", "604"] in [line.split()[:2] for line in out.splitlines()]
-    assert run(tmp_path, "--margin", "3", "--window", "16")[1].startswith("0 spikes in 400 values")
+    assert run(tmp_path, "--margin", "3", "--window", "16")[1].startswith(
+        "Found 0 spikes in 400 values"
+    )
     (spike,) = json.loads(run(tmp_path, "--name", "grad-norm", "--json")[1])["spikes"]
     assert (spike["start"], spike["height"], spike["finite"]) == (302, None, False)
 
@@ -59,7 +61,7 @@ def test_tensorboard_files_as_a_table(run, tmp_path):
     ("words", "message"),
     [
         (["--name", "mtp loss"], "has no 'mtp loss'. Choose from"),
-        (["--window", "2"], "Expected window >= 4"),
+        (["--window", "2"], "window must be at least 4"),
         (["--window", "2000"], "got 400. Choose a smaller --window"),
     ],
 )

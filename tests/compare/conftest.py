@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kha_megatron.compare import parse_variants, plan
+from kha_megatron.compare import parse_variants, plan_comparison
 from kha_megatron.recipes import get_recipe
 
 ITERATIONS = 200
@@ -39,7 +39,7 @@ def make_result(variant, seed: int, *, gain: float = 0.0) -> dict:
 @pytest.fixture
 def finished(tmp_path):
     """Three seeds of kha_mlp, which gains 0.051, 0.052 and 0.053, kha_linear and the baseline."""
-    comparison = plan(
+    comparison = plan_comparison(
         get_recipe("quickstart"),
         parse_variants("baseline,kha_mlp,kha_linear"),
         3,

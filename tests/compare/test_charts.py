@@ -7,7 +7,7 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-from kha_megatron.compare.charts import Line, line_chart, matrix_grid
+from kha_megatron.compare.charts import Line, draw_line_chart, draw_matrix_grid
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -25,7 +25,7 @@ def test_a_curve_and_its_band_are_drawn_to_scale():
         Line("a <b> & c", "C0", [(1, 3.0, 0.5), (2, 2.0, 0.5), (3, 1.0, 0.5)]),
         Line("one seed", "C1", [(1, 1.0, None), (3, 3.0, None)]),
     ]
-    svg = line_chart(lines, title="<x>", y_label="loss")
+    svg = draw_line_chart(lines, title="<x>", y_label="loss")
     falling, rising = curve(svg, "C0"), curve(svg, "C1")
     assert falling[0][1] == rising[1][1]  # both 3.0
     assert falling[0][1] < falling[1][1] < falling[2][1]
@@ -36,7 +36,7 @@ def test_a_curve_and_its_band_are_drawn_to_scale():
 
 
 def pixels(tmp_path, matrices, **options):
-    matrix_grid(matrices, tmp_path / "grid.png", title="title", **options)
+    draw_matrix_grid(matrices, tmp_path / "grid.png", title="title", **options)
     return imread(tmp_path / "grid.png")
 
 

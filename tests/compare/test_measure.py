@@ -1,7 +1,7 @@
 """Costs of a variant against hand-computed values."""
 
 from kha_megatron.compare import parse_variants
-from kha_megatron.compare.measure import cost
+from kha_megatron.compare.measure import compute_cost
 from kha_megatron.config import PRESETS
 from kha_megatron.recipes import get_recipe
 
@@ -10,7 +10,7 @@ def test_costs_differ_by_the_matrices_and_follow_the_overrides():
     """4 layers of D = 32 with 4 query and 2 key/value heads."""
     recipe = get_recipe("quickstart")
     variants = {v.name: v for v in parse_variants(",".join(PRESETS))}
-    found = {name: cost(recipe.with_heads(v.kha).run, 512) for name, v in variants.items()}
+    found = {name: compute_cost(recipe.with_heads(v.kha).run, 512) for name, v in variants.items()}
     base = found["baseline"]
     assert (base["kha"], base["kha_flops"]) == (0, 0)
     for name, matrices, heads in (
@@ -26,13 +26,13 @@ def test_costs_differ_by_the_matrices_and_follow_the_overrides():
         assert own["kha_flops"] == 3 * 4 * matrices * heads * 2 * 32**2, name
         assert own["flops"] - base["flops"] == own["kha_flops"]
     run = recipe.with_heads(variants["kha_mlp"].kha).run_for(["--num-layers", "2"])
-    assert cost(run, 512)["kha"] == 2 * 3 * 32**2
+    assert compute_cost(run, 512)["kha"] == 2 * 3 * 32**2
 
 
 def test_costs_list_unfused_variants_and_the_savings_of_skipped_heads():
     recipe = get_recipe("quickstart")
     text = "baseline,gate_output,moh_75,talking,collaborative,kha_mlp+talking"
-    found = {v.name: cost(recipe.with_heads(v.kha).run, 512) for v in parse_variants(text)}
+    found = {v.name: compute_cost(recipe.with_heads(v.kha).run, 512) for v in parse_variants(text)}
     assert [name for name, own in found.items() if own["unfused"]] == ["talking", "kha_mlp+talking"]
     assert [name for name, own in found.items() if own["spared_flops"]] == ["moh_75"]
     # by hand: 1 of 4 heads of 32 is off in 4 layers; 256 tokens, hidden 128
@@ -44,4 +44,4 @@ def test_costs_list_unfused_variants_and_the_savings_of_skipped_heads():
 def test_a_model_that_cannot_be_counted_has_a_reason():
     recipe = get_recipe("quickstart")
     biased = recipe.run.updated(add_bias_linear=True)
-    assert "linear layers with biases" in cost(biased, 512)["uncounted"]
+    assert "linear layers with biases" in compute_cost(biased, 512)["uncounted"]

@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kha_megatron.compare import parse_variants, plan, render_page, summarise
-from kha_megatron.compare.statistics import final_loss
+from kha_megatron.compare import build_report, parse_variants, plan_comparison, render_page
+from kha_megatron.compare.statistics import compute_final_loss
 from kha_megatron.recipes import get_recipe
 from tests.compare.conftest import make_result
 
@@ -44,7 +44,7 @@ class Parsed(HTMLParser):
 def test_the_tables_hold_the_numbers(finished):
     comparison, results = finished
     results["kha_mlp", 2]["losses"][100:103] = [9.0, 12.0, 8.0]
-    report = summarise(comparison, results, command=["kha-megatron", "compare"])
+    report = build_report(comparison, results, command=["kha-megatron", "compare"])
     parsed = Parsed(render_page(report, {"kha_mlp-seed1/x.png": b"png"}))
     baseline, mlp, linear = parsed.tables["Final loss"][1:]
     # gains 0.051, 0.052, 0.053: t(2) * 0.001 / sqrt(3) = 0.0025
@@ -53,14 +53,14 @@ def test_the_tables_hold_the_numbers(finished):
     ]
     assert linear[2:4] == ["+0.0000 ± 0.0000", "no difference shown"]
     assert baseline[2:4] == ["–", "reference"]
-    finals = [final_loss(results["baseline", seed]["losses"]) for seed in (1, 2, 3)]
+    finals = [compute_final_loss(results["baseline", seed]["losses"]) for seed in (1, 2, 3)]
     assert baseline[1].startswith(f"{sum(finals) / 3:.3f} ± ")
     cost = ("1,800,000", "900,000", "12,288", "6.5e+06", "6.5e+04", "0.5", "yes")
     assert parsed.tables["Cost"][1][1:] == list(cost)
     spikes = parsed.tables["Loss spikes"]
     assert [row[1] for row in spikes[1:]] == ["0", "0.333", "0"]
     assert float(spikes[2][2]) == pytest.approx(12 - 2.9, abs=0.3)
-    matrices = parsed.tables["Learnt matrices"]
+    matrices = parsed.tables["Trained matrices"]
     assert matrices[1] == ["kha_mlp", "value proj", "0.900", "0.100", "2.718"]
     assert len(matrices) == 1 + 1 + 3
     runs = parsed.tables["Runs"]
@@ -74,7 +74,7 @@ def test_the_tables_hold_the_numbers(finished):
 def test_null_runs_are_the_floor_of_both_losses(tmp_path):
     """Held out, kha_mlp gains 0.003 ± 0.0005 where null runs are 0.004 from the baseline."""
     variants = parse_variants("baseline,kha_mlp")
-    planned = plan(
+    planned = plan_comparison(
         get_recipe("quickstart"), variants, 3, output=tmp_path, overrides=["--mock-data"], null=True
     )
     moved = {"baseline": (0, 0, 0), "null": (4, -4, 4), "kha_mlp": (-3, -3.2, -2.8)}
@@ -84,7 +84,7 @@ def test_null_runs_are_the_floor_of_both_losses(tmp_path):
         for run in planned.runs
         for name, seed in [(run.variant.name, run.seed)]
     }
-    report = summarise(planned, results)
+    report = build_report(planned, results)
     assert report["floor"]["held_out"] == pytest.approx(
         {"rms": 0.004, "largest": 0.004, "seeds": 3}
     )
@@ -100,7 +100,7 @@ def test_an_unfinished_comparison_reports_the_state_of_each_run(finished):
     some = {key: value for key, value in results.items() if key[1] == 1}
     del some["kha_linear", 1]
     failures = {"kha_linear-seed1": "failed: rank 0 was killed by SIGKILL (out of memory?)"}
-    report = summarise(comparison, some, failures=failures)
+    report = build_report(comparison, some, failures=failures)
     parsed = Parsed(render_page(report, {}))
     assert "2 of 9 runs have finished" in parsed.text
     assert [row[0] for row in parsed.tables["Final loss"][1:]] == ["baseline", "kha_mlp"]
@@ -109,12 +109,12 @@ def test_an_unfinished_comparison_reports_the_state_of_each_run(finished):
     assert states == [failures["kha_linear-seed1"], "not trained yet"]
     json.dumps(report, allow_nan=False)
     del some["baseline", 1]
-    without_reference = Parsed(render_page(summarise(comparison, some), {}))
+    without_reference = Parsed(render_page(build_report(comparison, some), {}))
     assert without_reference.tables["Final loss"][1][2:4] == ["–", "not paired yet"]
 
 
 def test_every_string_is_escaped_and_no_resource_is_loaded(finished):
-    report = summarise(*finished)
+    report = build_report(*finished)
     report |= {"recipe": EVIL, "description": EVIL, "reference": EVIL, "note": EVIL}
     report["variants"][0]["name"] = EVIL
     report["variants"][1] |= {"knocks": EVIL, "cost": {"uncounted": EVIL, "unfused": EVIL}}

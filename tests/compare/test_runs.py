@@ -6,9 +6,9 @@ import pytest
 
 from kha_megatron.checkpoint.ownership import owned
 from kha_megatron.checkpoint.staging import write_json
-from kha_megatron.compare import parse_variants, plan, runs
-from kha_megatron.compare.runs import RUN, begin
-from kha_megatron.compare.statistics import binned, final_loss
+from kha_megatron.compare import parse_variants, plan_comparison, runs
+from kha_megatron.compare.runs import RUN, start_run
+from kha_megatron.compare.statistics import average_bins, compute_final_loss
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.run import parse
 from kha_megatron.recipes import get_recipe
@@ -19,7 +19,7 @@ MOCK = ["--mock-data", "--train-iters", "40"]
 
 def planned(output, overrides=MOCK, variants="baseline,random-init", seeds=2, **settings):
     settings |= {"output": output, "overrides": overrides}
-    return plan(get_recipe("quickstart"), parse_variants(variants), seeds, **settings)
+    return plan_comparison(get_recipe("quickstart"), parse_variants(variants), seeds, **settings)
 
 
 def arguments(job):
@@ -59,7 +59,7 @@ def test_held_out_evaluates_whole_batches_once(tmp_path):
         ("--save=x", {}, "--save is set by --output and --seeds"),
         ("--kha-init random", {}, "--kha-init is set by --variants"),
         ("--eval-iters 3", {"held_out": 1}, "--eval-iters is set by --held-out"),
-        ("--decrease-batch-size-if-needed", {"held_out": 1}, "Add `-- --global-batch-size N`"),
+        ("--decrease-batch-size-if-needed", {"held_out": 1}, "add `-- --global-batch-size N`"),
     ],
 )
 def test_bad_input_is_refused(words, settings, match, tmp_path):
@@ -83,12 +83,12 @@ def test_a_foreign_directory_is_refused(tmp_path):
 
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
     (run, *_) = planned(tmp_path / "out").runs
-    job, start = begin(run)
+    job, start = start_run(run)
     assert start == 0
     assert "--load" not in arguments(job)
     assert json.loads((run.folder / RUN).read_text())["starts"] == 1
     (run.folder / "half-written").write_text("")
-    _, start = begin(run)
+    _, start = start_run(run)
     assert start == 0
     assert [file.name for file in run.folder.iterdir()] == [RUN]
 
@@ -98,7 +98,7 @@ def test_parallel_runs_have_their_own_sample_index(tmp_path):
     save(runs[0].folder / "checkpoints", 20, {}, kha_value=None)
     (runs[0].folder / "index").mkdir()
     (runs[0].folder / "index" / "half-written").touch()
-    found = [arguments(begin(run)[0])["--data-cache-path"] for run in runs]
+    found = [arguments(start_run(run)[0])["--data-cache-path"] for run in runs]
     assert found == [(str(run.folder / "index"),) for run in runs]
     assert not (runs[0].folder / "index").exists()
 
@@ -113,7 +113,7 @@ def interrupted(tmp_path):
 
 
 def test_an_interrupted_run_resumes(interrupted):
-    job, start = begin(interrupted)
+    job, start = start_run(interrupted)
     assert start == 20
     assert arguments(job)["--load"] == arguments(job)["--save"]
     assert json.loads((interrupted.folder / RUN).read_text())["starts"] == 2
@@ -123,20 +123,20 @@ def test_lost_losses_stay_missing(tmp_path):
     (run, *_) = planned(tmp_path).runs
     losses = runs._losses({"lm loss": [(i, float(i)) for i in (2, 3, 39)]}, run)
     assert losses == [None, 2.0, 3.0, *[None] * 35, 39.0, None]
-    assert final_loss(losses) == 39.0
-    assert binned(losses, 20)[:3] == [(1.5, 2.0), (3.5, 3.0), (5.5, None)]
-    with pytest.raises(DataError, match="lacks the last losses"):
+    assert compute_final_loss(losses) == 39.0
+    assert average_bins(losses, 20)[:3] == [(1.5, 2.0), (3.5, 3.0), (5.5, None)]
+    with pytest.raises(DataError, match="final losses are missing"):
         runs._losses({"lm loss": [(i, 2.0) for i in range(1, 39)]}, run)
-    with pytest.raises(DataError, match="not finite from iteration 40 on"):
+    with pytest.raises(DataError, match="not finite at iteration 40"):
         runs._losses({"lm loss": [(39, 2.0), (40, float("nan"))]}, run)
 
 
 def test_a_missing_held_out_loss_is_an_error(tmp_path):
     run = planned(tmp_path, held_out=16).runs[0]
     assert runs._held_out(run, {"lm loss validation": [(40, 2.5)]}) == 2.5
-    with pytest.raises(DataError, match=r"held-out loss in .*baseline-seed1, got None"):
+    with pytest.raises(DataError, match=r"held-out loss of .*baseline-seed1 is None"):
         runs._held_out(run, {"lm loss validation": [(39, 2.5)]})
-    with pytest.raises(DataError, match="got nan"):
+    with pytest.raises(DataError, match="is nan"):
         runs._held_out(run, {"lm loss validation": [(40, float("nan"))]})
     assert runs._held_out(planned(tmp_path).runs[0], {}) is None
 
@@ -151,4 +151,4 @@ def test_changed_arguments_of_a_started_run_are_refused(interrupted):
 
 def test_a_run_that_still_trains_is_not_started_again(interrupted):
     with owned(interrupted.folder / "checkpoints"), pytest.raises(OutputError, match="is in use"):
-        begin(interrupted)
+        start_run(interrupted)

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kha_megatron.compare.spikes import Definition, Spike, find_spikes
+from kha_megatron.compare.spikes import Spike, SpikeDefinition, find_spikes
 from kha_megatron.errors import ConfigError
 
 
@@ -43,12 +43,12 @@ def test_height_peak_and_recovery(every):
 def test_exact_numbers_of_a_flat_loss():
     last = [(17, 2.125), (18, 2.25), (19, 2.0625), (20, 2.03125)]
     values = [(i, 2.0) for i in range(1, 17)] + last
-    definition = Definition(margin=0.125)
+    definition = SpikeDefinition(margin=0.125)
     # 2.125 is not more than the margin, and 2.0625 not less than half of it
     expected = Spike(start=18, peak=18, end=20, level=2.0, height=0.25)
     assert find_spikes(values, definition) == [expected]
-    assert find_spikes(values, Definition(margin=0.25)) == []
-    assert find_spikes(values, Definition(margin=0.0))[0].start == 17
+    assert find_spikes(values, SpikeDefinition(margin=0.25)) == []
+    assert find_spikes(values, SpikeDefinition(margin=0.0))[0].start == 17
     values[16] = (17, 2.1250001)
     assert find_spikes(values, definition)[0].start == 17
 
@@ -90,4 +90,4 @@ def test_a_value_that_is_not_finite_is_a_spike_of_infinite_height(bad):
 )
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match=str(next(iter(wrong.values())))):
-        Definition(**wrong)
+        SpikeDefinition(**wrong)

@@ -4,7 +4,13 @@ import math
 
 import pytest
 
-from kha_megatron.compare.statistics import Floor, binned, estimate, final_loss, t_quantile
+from kha_megatron.compare.statistics import (
+    NoiseFloor,
+    average_bins,
+    compute_final_loss,
+    estimate,
+    t_quantile,
+)
 
 
 @pytest.mark.parametrize(
@@ -24,24 +30,24 @@ def test_mean_and_interval_by_hand():
     assert estimate([1.0, 1.0]).half_width == 0.0
 
 
-def test_an_interval_that_excludes_0_has_a_side():
+def test_an_interval_that_excludes_0_has_a_sign():
     samples = [-0.021, -0.02, -0.019], [0.021, 0.02, 0.019], [-0.1, 0.1], [-8.0]
-    assert [estimate(values).side for values in samples] == [-1, 1, 0, 0]
+    assert [estimate(values).sign for values in samples] == [-1, 1, 0, 0]
 
 
 def test_the_floor_is_the_rms_of_the_null_differences():
-    found = Floor.of([0.003, 0.0, -0.004])
+    found = NoiseFloor.estimate([0.003, 0.0, -0.004])
     assert found.rms == pytest.approx(0.005 / math.sqrt(3))
     assert (found.largest, found.seeds) == (0.004, 3)
 
 
 def test_final_loss_is_the_mean_of_the_last_twentieth():
-    assert final_loss([9.0] * 95 + [1.0, 2.0, 3.0, 4.0, 5.0]) == 3.0
-    assert final_loss([9.0, 1.0]) == 1.0
-    assert final_loss([9.0] * 20 + [1.0]) == 5.0  # 1.05 iterations are two
+    assert compute_final_loss([9.0] * 95 + [1.0, 2.0, 3.0, 4.0, 5.0]) == 3.0
+    assert compute_final_loss([9.0, 1.0]) == 1.0
+    assert compute_final_loss([9.0] * 20 + [1.0]) == 5.0  # 1.05 iterations are two
 
 
 def test_bins_average_neighbouring_losses():
-    assert binned([1.0, 2.0, 3.0], 10) == [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]
-    assert binned([1.0, 3.0, 5.0, 7.0, 9.0], 3) == [(1.5, 2.0), (3.5, 6.0), (5.0, 9.0)]
-    assert len(binned([0.0] * 1001, 150)) <= 150
+    assert average_bins([1.0, 2.0, 3.0], 10) == [(1.0, 1.0), (2.0, 2.0), (3.0, 3.0)]
+    assert average_bins([1.0, 3.0, 5.0, 7.0, 9.0], 3) == [(1.5, 2.0), (3.5, 6.0), (5.0, 9.0)]
+    assert len(average_bins([0.0] * 1001, 150)) <= 150

@@ -10,8 +10,8 @@ import pytest
 from kha_megatron import cli
 from kha_megatron.checkpoint.ownership import OWNER
 from kha_megatron.checkpoint.tracker import TRACKER
-from kha_megatron.compare import parse_variants, plan
-from kha_megatron.compare.runs import begin
+from kha_megatron.compare import parse_variants, plan_comparison
+from kha_megatron.compare.runs import start_run
 from kha_megatron.recipes import get_recipe
 from tests.recipes.conftest import nemorun_home  # noqa: F401
 
@@ -44,7 +44,7 @@ def state(folder):
 @pytest.mark.usefixtures("nemorun_home")
 @pytest.mark.parametrize("word", ["", pytest.param("1", marks=pytest.mark.whole)])
 def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, word):
-    (run, *_) = plan(
+    (run, *_) = plan_comparison(
         get_recipe("quickstart"),
         parse_variants("kha_mlp,baseline"),
         1,
@@ -65,7 +65,7 @@ def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, w
     assert manifest["source"]["iteration"] == 2
     words = command(*LAUNCH, "--output", run.folder, "--", "--mock-data", *HEADS)[0]["words"]
     assert words[words.index("--load") + 1] == words[words.index("--save") + 1] == str(folder)
-    assert begin(run)[1] == 2
+    assert start_run(run)[1] == 2
     assert state(folder) == before
 
 
