@@ -1,7 +1,7 @@
 """Entry point: ``torchrun --nproc-per-node 8 -m kha_megatron.training --kha-preset kha_mlp ...``.
 
-Exit code 2 and one line on stderr for input that cannot be honoured; 17, as in Megatron, when NaN
-or infinity stopped the training.
+The exit code is 2 for invalid input, which is reported in one line on stderr, and 17 (as in
+Megatron) if training was stopped because of NaN or infinity.
 """
 
 import os
@@ -17,7 +17,7 @@ PROGRAM_START = time.time()
 
 @record
 def main() -> None:
-    """Choose the device, which must happen before Megatron is imported, and train."""
+    """Select the device, which has to happen before Megatron is imported, and train."""
     from kha_megatron.training.arguments import choose_device
 
     try:
@@ -29,7 +29,7 @@ def main() -> None:
 
         run(PROGRAM_START)
     except KHAError as error:
-        # one rank of each machine: a file may be missing on one machine only
+        # print once per machine, because a file may be missing on one of them only
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""Arguments that ``kha_megatron.training`` adds to Megatron's parser, and their checks."""
+"""Command-line arguments that ``kha_megatron.training`` adds to Megatron's parser."""
 
 import argparse
 import os
@@ -32,78 +32,81 @@ _UNSUPPORTED = (
     "rampup_batch_size",
     "yaml_cfg",
 )
-"""Arguments that this entry point or Megatron would ignore."""
+"""Arguments that would be ignored by this entry point or by Megatron."""
 
 _UNFUSED = "--no-gradient-accumulation-fusion"
 _CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS, "kha_fold": FOLDS}
 _HELP = {
-    "kha_preset": f"One of {', '.join(PRESETS)}.",
+    "kha_preset": f"Named KHA configuration. Available presets: {', '.join(PRESETS)}.",
     **{
-        f"kha_{p}": f"Variant on {p} heads: {', '.join(MATRICES)} or none. Overrides the preset."
+        f"kha_{p}": f"KHA variant to apply to {p} heads: {', '.join(MATRICES)}, or none to disable "
+        "it. Overrides the preset."
         for p in PROJECTIONS
     },
-    "kha_heads": "Settings of head mechanisms as NAME.FIELD=VALUE, such as knock.value=mlp. NAME "
-    "alone selects the mechanism with its defaults, and NAME=none removes it. Mechanisms: "
-    f"{', '.join((Knock.name, *mechanism_types()))}. Gate positions may be given by their number "
-    f"in the paper: {', '.join(f'{number} is {word}' for number, word in ALIASES.items())}.",
-    "kha_attention": "gta: grouped-tied attention, with --rotary-percent 0.5; --kha-value then "
-    "applies to the tied state. gla: grouped latent attention, with --multi-latent-attention. "
-    "Default: the attention that Megatron's own arguments select.",
-    "kha_latent_heads": "Number of latent heads of gla.",
-    "kha_init": "random is the paper's ablation and trains to a higher loss.",
-    "kha_init_seed": "Seed of --kha-init random.",
-    "kha_fold": "Fold linear matrices into the QKV weight during training instead of applying them "
-    "to queries, keys and values. auto: fold if the microbatch has enough tokens for this to be "
-    "faster. The trained model is the same.",
+    "kha_heads": "Configure other head mechanisms as NAME.FIELD=VALUE, e.g. gate.output=element. "
+    "NAME enables a mechanism with its default settings and NAME=none disables it. Available "
+    f"mechanisms: {', '.join((Knock.name, *mechanism_types()))}. For gates, the position numbers "
+    f"of the paper are accepted too: {', '.join(f'{n} ({word})' for n, word in ALIASES.items())}.",
+    "kha_attention": "Attention type that Megatron does not provide. gta: grouped-tied attention, "
+    "requires --rotary-percent 0.5, and --kha-value applies to the tied state. gla: grouped latent "
+    "attention, requires --multi-latent-attention.",
+    "kha_latent_heads": "Number of latent heads if --kha-attention is gla.",
+    "kha_init": "Initialization of the shared matrices. random is an ablation of the paper, with "
+    "which a model does not start with the outputs of the model without KHA.",
+    "kha_init_seed": "Random seed for --kha-init random.",
+    "kha_fold": "Whether to fold linear matrices into the QKV weight during training instead of "
+    "multiplying queries, keys and values by them. Both compute the same model. With auto, the "
+    "matrices are folded if the microbatch has enough tokens for this to be faster.",
 }
 
 
 def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the arguments of this entry point to Megatron's parser (``extra_args_provider``)."""
+    """Add all arguments of this entry point to Megatron's parser (``extra_args_provider``)."""
     group = parser.add_argument_group("kha training")
     group.add_argument(
         "--device",
         choices=DEVICES,
         default="cuda",
-        help="Device to train on. cpu runs Megatron on the CPU with gloo, which is slow.",
+        help="Device to train on. With cpu, Megatron runs on the CPU with the gloo backend, which "
+        "is meant for testing.",
     )
     group.add_argument(
         "--kha-upcycle",
         action="store_true",
-        help="Start a new run from a checkpoint without KHA in --pretrained-checkpoint. The shared "
-        "matrices start at the identity. If --load holds a checkpoint of the run, resume from it.",
+        help="Initialize the model from --pretrained-checkpoint, which was trained without KHA. "
+        "The shared matrices are initialized to the identity. If --load already contains a "
+        "checkpoint, training resumes from it instead.",
     )
     group.add_argument(
         "--kha-log-interval",
         type=int,
         metavar="N",
-        help="Every N iterations, log for each layer to TensorBoard and W&B (as kha-*) the "
-        "distance of the shared matrices from the identity, their gradient norms, mean gates, the "
-        "mean cosine between heads' values before and after the knock, each head's attention to "
-        "the first token, the largest output of the layer, and the load of heads. Off by default.",
+        help="Number of iterations between logging KHA metrics to TensorBoard and W&B. The metrics "
+        "(kha-*) include the distance of each shared matrix from the identity, its gradient norm, "
+        "mean gate values, attention to the first token and head load. Disabled by default.",
     )
     group.add_argument(
         "--kha-perturb-embedding",
         type=float,
         default=0.0,
         metavar="SIZE",
-        help="Multiply every weight of the token embedding by 1 + SIZE x N(0, 1) at the start, for "
-        "null runs, which show how far rounding alone moves a loss. Use 1e-6 in float32 and 4e-3 "
-        "in bfloat16. A loaded checkpoint is not changed.",
+        help="Multiply each weight of the token embedding by 1 + SIZE * N(0, 1) after "
+        "initialization. Used by null runs, which measure how much the final loss changes because "
+        "of rounding alone. Recommended: 1e-6 for float32 and 4e-3 for bfloat16.",
     )
     parser.set_defaults(verify_integrity=True, eval_interval=1000)  # Megatron divides by its None
     group.add_argument(
         "--no-verify-integrity",
         dest="verify_integrity",
         action="store_false",
-        help="Do not hash torch_dist checkpoints when saving, nor check the hashes when loading.",
+        help="Do not write hashes of torch_dist checkpoints, and do not verify them when loading.",
     )
     if "--moe-router-bias-update-rms" not in parser._option_string_actions:  # a patch brings it too
         group.add_argument(
             "--moe-router-bias-update-rms",
             action="store_true",
-            help="Update expert biases by (mean load - load) / RMS(mean load - load), as the paper "
-            "does, instead of by its sign.",
+            help="Update expert biases by (mean load - load) / RMS(mean load - load) as in the "
+            "paper, instead of by the sign of (mean load - load).",
         )
     if parser.get_default("kha_stock"):  # a patched Megatron has added the group already
         parser.set_defaults(kha_stock=False)
@@ -112,7 +115,7 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``kha`` group with the arguments of the head mechanisms."""
+    """Add the argument group ``kha`` with the settings of the head mechanisms."""
     group = parser.add_argument_group(
         "kha",
         "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
@@ -132,13 +135,13 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 def choose_device(argv: list[str]) -> None:
-    """Apply ``--device``: for ``cpu``, install the CPU runtime and disable what needs CUDA.
+    """Apply ``--device``. Must be called before Megatron is imported.
 
-    Call before importing Megatron. Appends flags that the CPU or a missing apex requires to
-    ``argv`` and logs them on rank 0.
+    For ``cpu``, this installs the CPU runtime. Flags that are required on the CPU, or because apex
+    is not installed, are appended to ``argv`` and logged on rank 0.
 
     Raises:
-        ConfigError: there is no CUDA device, or ``--fp8-format`` would be ignored.
+        ConfigError: If there is no CUDA device, or if ``--fp8-format`` would be ignored.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default="cuda")
@@ -152,24 +155,27 @@ def choose_device(argv: list[str]) -> None:
         return
     for name, variable in cpu.ENVIRONMENT.items():
         os.environ.setdefault(name, variable)
-    if given & {"--use-torch-fsdp2", "--use-megatron-fsdp"}:  # Megatron's check of them refuses 1
+    if given & {"--use-torch-fsdp2", "--use-megatron-fsdp"}:  # Megatron does not allow 1 with FSDP
         del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
     cpu.install(despite_cuda=True, quiet=not trains)
     flags = cpu.MEGATRON_FLAGS
     if "--fp8-format" in given and flags["--transformer-impl"] == "local":
-        raise ConfigError("Megatron's local layers of --device cpu ignore --fp8-format. Remove it.")
+        raise ConfigError(
+            "--fp8-format is not supported with --device cpu, because Megatron's local layers "
+            "ignore it."
+        )
     added = {name: value for name, value in flags.items() if name not in given}
     words = [word for item in added.items() for word in item if word is not None]
     argv += words
     if words and trains:
-        announce(f"--device cpu adds {' '.join(words)}")
+        announce(f"Adding arguments for --device cpu: {' '.join(words)}")
 
 
 def _prepare_for_cuda(argv: list[str], layers: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError("No CUDA device found. Add --device cpu to train on the CPU.")
+        raise ConfigError("No CUDA device found. To train on the CPU, add --device cpu.")
     if layers == "transformer_engine" and lacks_te_extension():
         raise ConfigError(
             "Transformer Engine is installed without its compiled extension. Run `pip install "
@@ -177,50 +183,58 @@ def _prepare_for_cuda(argv: list[str], layers: str) -> None:
         )
     if _UNFUSED not in argv and find_spec("fused_weight_gradient_mlp_cuda") is None:
         argv.append(_UNFUSED)  # Megatron's output layer needs apex for this fusion
-        announce(f"NVIDIA's apex is not installed. Adding {_UNFUSED}.")
+        announce(f"Adding {_UNFUSED}, because NVIDIA's apex is not installed.")
 
 
 def kha_from_args(args: argparse.Namespace) -> KHAConfig:
-    """Return the KHA configuration of the command line.
+    """Build the KHA configuration from parsed command-line arguments.
 
     Raises:
-        ConfigError: there is none, a name is unknown, or ``KHA_CONFIG`` is set.
+        ConfigError: If no KHA argument is given, a name is unknown, or ``KHA_CONFIG`` is set.
     """
     if os.environ.get(CONFIG_VARIABLE):
-        raise ConfigError(f"{CONFIG_VARIABLE} is for --spec. Unset it and use --kha-* arguments.")
+        raise ConfigError(
+            f"{CONFIG_VARIABLE} only applies to layer specs (--spec). Unset it and use --kha-* "
+            "arguments."
+        )
     if (kha := parse_kha_config(vars(args))) is None:
-        raise ConfigError("Expected --kha-preset, --kha-query, --kha-key, --kha-value or --heads.")
+        raise ConfigError(
+            "No head mechanism given. Pass --kha-preset, --kha-query, --kha-key, --kha-value or "
+            "--heads."
+        )
     return kha
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Check the arguments before Megatron starts: layout, data and options without effect.
+    """Check parallel layout, dataset and options before Megatron is initialized.
 
     Raises:
-        ConfigError: the model or the batch cannot be divided as requested, or an option would be
-            ignored or would give wrong numbers.
-        DataError: the dataset is missing or cannot be split.
+        ConfigError: If the model or batch is not divisible by the parallel sizes, or if an option
+            would be ignored or give wrong results.
+        DataError: If the dataset is missing, cannot be split or belongs to another tokenizer.
     """
     for name in _UNSUPPORTED:
         if getattr(args, name):
             flag = name.replace("_", "-")
-            raise ConfigError(f"Remove --{flag}: only pretrain_gpt.py with --spec supports it.")
+            raise ConfigError(
+                f"--{flag} is not supported by this entry point. Use pretrain_gpt.py with --spec."
+            )
     mistakes = {
         f"This job was requeued, and --ckpt-step {args.ckpt_step} would load that iteration again "
         "instead of the last checkpoint. Submit a new job without --ckpt-step.": (
             args.ckpt_step and int(os.environ.get("SLURM_RESTART_COUNT") or 0)
         ),
-        "--ckpt-format torch loads a checkpoint of another KHA configuration without an error. Use "
-        "torch_dist.": args.ckpt_format == "torch",
-        "--moe-router-bias-update-rms needs --moe-router-enable-expert-bias.": (
+        "--ckpt-format torch is not supported, because it loads checkpoints with a different KHA "
+        "configuration without an error. Use torch_dist.": args.ckpt_format == "torch",
+        "--moe-router-bias-update-rms requires --moe-router-enable-expert-bias.": (
             args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias
         ),
-        "--init-model-with-meta-device needs --use-megatron-fsdp.": (
+        "--init-model-with-meta-device requires --use-megatron-fsdp.": (
             args.init_model_with_meta_device and not args.use_megatron_fsdp
         ),
-        "--reset-attention-mask needs --transformer-impl local.": args.reset_attention_mask
+        "--reset-attention-mask requires --transformer-impl local.": args.reset_attention_mask
         and args.transformer_impl == "transformer_engine",
-        "--kha-log-interval needs --tensorboard-dir or --wandb-project.": args.kha_log_interval
+        "--kha-log-interval requires --tensorboard-dir or --wandb-project.": args.kha_log_interval
         and not (args.tensorboard_dir or args.wandb_project),
         "--kha-perturb-embedding has no effect with --pretrained-checkpoint.": (
             args.kha_perturb_embedding and args.pretrained_checkpoint

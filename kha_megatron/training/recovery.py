@@ -1,7 +1,7 @@
-"""Recover from a run that was killed while saving, and explain failures to load or save.
+"""Recover from runs that were killed during a save, and explain failed saves and loads.
 
-With a tracker file without a number Megatron exits with code 0, and without a tracker file it
-starts from scratch. The file is therefore repaired before Megatron reads it.
+Megatron exits with code 0 if the tracker file contains no number, and starts from scratch if there
+is no tracker file. The file is therefore repaired before Megatron reads it.
 """
 
 import ctypes
@@ -36,13 +36,14 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def repair_tracker(args: Namespace) -> None:
-    """Point the tracker file to the last complete checkpoint. Call on every rank at the start.
+    """Make the tracker file name the newest complete checkpoint, if ``--save`` equals ``--load``.
 
-    Applies only if ``--save`` is ``--load``. Rank 0 writes, and the other ranks wait to see it.
+    Every rank must call this function before Megatron is initialized. Rank 0 repairs the file and
+    the other ranks wait until they can see the change.
 
     Raises:
-        CheckpointError: the other ranks do not see what rank 0 wrote.
-        OutputError: the tracker file cannot be written.
+        CheckpointError: If a rank does not see the repaired file within a minute.
+        OutputError: If the tracker file cannot be written.
     """
     if args.ckpt_format != "torch_dist" or not args.load or not args.save:
         return
@@ -60,27 +61,29 @@ def repair_tracker(args: Namespace) -> None:
     deadline = time.monotonic() + _WAIT
     while verdict.problem and verdict.newest:
         if time.monotonic() > deadline:
-            late = f"and rank 0 did not repair it within {_WAIT} s"
-            raise CheckpointError(f"{verdict.folder / TRACKER} {verdict.problem}, {late}.")
+            raise CheckpointError(
+                f"{verdict.folder / TRACKER} {verdict.problem}, and it was not repaired by rank 0 "
+                f"within {_WAIT} s."
+            )
         time.sleep(0.1)
         verdict = select_checkpoint(folder)
 
 
 def warn_of_a_fresh_start(args: Namespace) -> None:
-    """Warn if ``--save`` contains a checkpoint that the run does not load."""
+    """Warn if ``--save`` already contains a checkpoint, but ``--load`` is not set."""
     if args.load or not args.save or "://" in args.save:
         return
     if found := newest(Path(args.save)):
         announce(
-            f"WARNING: {args.save} holds {found.name}, which this run does not load and may "
-            f"overwrite. Add --load {args.save} to resume."
+            f"WARNING: {args.save} contains {found.name}, which this run may overwrite. To resume "
+            f"from it, add --load {args.save}"
         )
 
 
 def end_children_with_the_rank() -> None:
-    """Make the kernel end the forked processes (writers, loaders) of a rank that dies (Linux).
+    """Make the Linux kernel kill the forked children (writers, data loaders) of a rank that dies.
 
-    Otherwise a writer would continue in a directory that the next run writes to.
+    Otherwise a checkpoint writer could continue to write into the directory of the next run.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
@@ -89,11 +92,11 @@ def end_children_with_the_rank() -> None:
 
 @contextmanager
 def explain_failures(args: Namespace) -> Iterator[None]:
-    """Convert failures to read or write a checkpoint to errors of one line.
+    """Convert exceptions of failed saves and loads to errors with a one-line message.
 
     Raises:
-        OutputError: a checkpoint could not be written.
-        CheckpointError: a checkpoint could not be read.
+        OutputError: If a checkpoint could not be written.
+        CheckpointError: If a checkpoint could not be read, or has another learning-rate schedule.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -103,7 +106,8 @@ def explain_failures(args: Namespace) -> Iterator[None]:
         if error.args[0] == "read":
             why = next((reason(e) for e, _ in error.failures.values()), "see the other ranks")
             raise CheckpointError(
-                f"{args.load} cannot be read ({why}). Choose another checkpoint with --ckpt-step."
+                f"Could not read a checkpoint from {args.load}: {why}. Choose another checkpoint "
+                "with --ckpt-step."
             ) from error
         if error.args[0] != "write" or not args.save:
             raise
@@ -128,6 +132,6 @@ def _not_written(save: str, why: str) -> OutputError:
     last = newest(folder)
     free = shutil.disk_usage(folder if folder.is_dir() else folder.parent).free >> 20
     return OutputError(
-        f"Could not write a checkpoint to {save}: {why} ({free} MB free). Free space and run the "
-        f"same command again. It resumes from {last.name if last else 'the start'}."
+        f"Could not write a checkpoint to {save}: {why} ({free} MB free). Free some space and run "
+        f"the same command again to resume from {last.name if last else 'the start'}."
     )

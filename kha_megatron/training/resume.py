@@ -1,4 +1,4 @@
-"""Select the checkpoint that training continues from, and check that it fits the run."""
+"""Find the checkpoint that training resumes from, and check that it matches the run."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from kha_megatron.model.recorded import check_same_heads, read_kha_config
 from kha_megatron.model.run import parse_kha_config
 
 _STATELESS = ("tensorwise", "blockwise", "mxfp8")
-"""FP8 recipes without scales that are carried from step to step."""
+"""FP8 recipes that do not keep scaling factors between steps."""
 
 _BUFFERS = {
     "tensor_model_parallel_size": 1,
@@ -35,22 +35,24 @@ _BUFFERS = {
     "expert_model_parallel_size": 1,
     "transformer_impl": "transformer_engine",
 }
-"""Arguments that decide where a parameter lies in the distributed optimizer's buffers, with
-Megatron's defaults."""
+"""Arguments, with Megatron's defaults, that determine the positions of parameters in the buffers of
+the distributed optimizer."""
 
 
 def checkpoint_to_load(args: Namespace) -> Path | None:
-    """Return the iteration directory that Megatron's ``load_checkpoint`` will choose.
+    """Return the checkpoint that Megatron's ``load_checkpoint`` will load.
 
-    This is ``--load`` if it has a tracker file or ``--ckpt-step`` names an iteration in it, else
-    ``--pretrained-checkpoint``, or the global non-persistent checkpoint if that is as new.
+    Megatron loads from ``--load`` if this directory has a tracker file or ``--ckpt-step`` is given,
+    and from ``--pretrained-checkpoint`` otherwise. A global non-persistent checkpoint has
+    precedence if it is at least as new.
 
     Returns:
-        None if training starts from scratch, or if the directory is in an object store.
+        Directory of the checkpoint. None if training starts from scratch, or if the checkpoint is
+        in an object store.
 
     Raises:
-        CheckpointError: the tracker file is missing, torn, or does not name the newest complete
-            iteration, and is not repaired because this run does not save into the directory.
+        CheckpointError: If the tracker file does not name the newest complete checkpoint and is not
+            repaired, because this run does not save into the same directory.
     """
     directory = _directory_to_load(args)
     if directory is None or _is_remote(directory):
@@ -74,7 +76,7 @@ def checkpoint_to_load(args: Namespace) -> Path | None:
 
 
 def object_store(args: Namespace) -> str | None:
-    """Return the first checkpoint directory that is in an object store, such as ``msc://``."""
+    """Return the first checkpoint directory that is a URL of an object store, e.g. ``msc://``."""
     return next(filter(_is_remote, (args.load, args.save, args.pretrained_checkpoint)), None)
 
 
@@ -87,7 +89,7 @@ def _directory_to_load(args: Namespace) -> str | None:
 
 
 def starts_from_pretrained(args: Namespace) -> bool:
-    """Return True if Megatron ignores ``--load`` because it contains no checkpoint yet."""
+    """Check whether ``--pretrained-checkpoint`` is used because ``--load`` has no checkpoint."""
     return bool(args.pretrained_checkpoint) and not _is_tracked(args.load)
 
 
@@ -96,24 +98,24 @@ def _is_tracked(directory: str | Path | None) -> bool:
 
 
 def _tracked_iteration(directory: Path) -> Path:
-    """Return the iteration that the tracker file names.
+    """Return the checkpoint named by the tracker file.
 
-    With a bad tracker file, Megatron would exit with code 0 or start from scratch.
+    Megatron would exit with code 0, or start from scratch, if the tracker file is not valid.
     """
     verdict = select_checkpoint(directory) if directory.is_dir() else None
     if verdict and verdict.problem and verdict.newest:
         raise CheckpointError(
-            f"{directory / TRACKER} {verdict.problem}, and is only repaired if --save is the same "
-            f"directory. Write {tracker_word(verdict.newest)} into it."
+            f"{directory / TRACKER} {verdict.problem}. It is repaired automatically only if --save "
+            f"is the same directory. Write {tracker_word(verdict.newest)} into this file."
         )
     return resolve(directory)
 
 
 def restored_kha(args: Namespace) -> KHAConfig | None:
-    """Return the KHA configuration of the checkpoint to be loaded, for ``--use-checkpoint-args``.
+    """Return the KHA configuration stored in the checkpoint, for ``--use-checkpoint-args``.
 
     Returns:
-        None if the command line has a configuration, or no checkpoint records one.
+        None if the configuration is given on the command line or not stored in a checkpoint.
     """
     asked = parse_kha_config(vars(args))
     if not args.use_checkpoint_args or asked or not (path := checkpoint_to_load(args)):
@@ -123,10 +125,10 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
 
 
 def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
-    """Check that the checkpoint to be loaded has the heads and the optimizer layout of this run.
+    """Check that the checkpoint has the same KHA configuration and optimizer layout as this run.
 
     Raises:
-        CheckpointError: it has another KHA configuration or optimizer layout, or it is damaged.
+        CheckpointError: If the configuration or layout differs, or the checkpoint is corrupted.
     """
     if (path := checkpoint_to_load(args)) is None:
         return
@@ -145,31 +147,32 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
         name = next(name for name in _BUFFERS if before[name] != here[name])
         flag = f"--{name.replace('_', '-')}"
         raise CheckpointError(
-            f"{path} holds optimizer state for {flag} {before[name]} only, got {flag} "
-            f"{here[name]}. Save once more with {flag} {before[name]} and "
-            "--dist-ckpt-optim-fully-reshardable, or add --no-load-optim."
+            f"The optimizer state in {path} can only be loaded with {flag} {before[name]}, not "
+            f"{here[name]}. Save a checkpoint with {flag} {before[name]} and "
+            "--dist-ckpt-optim-fully-reshardable first, or add --no-load-optim."
         )
 
 
 def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
-    """Return the checkpoint without KHA that a run with ``--kha-upcycle`` starts from.
+    """Return the checkpoint without KHA that a run with ``--kha-upcycle`` is initialized from.
 
-    Its shared matrices start at the identity, so that the first loss is that of the model without
-    KHA. As with ``--finetune``, optimizer, random states, schedule and iteration start anew.
+    The shared matrices are initialized to the identity, so the initial loss equals that of the
+    model without KHA. As with ``--finetune``, optimizer, RNG state, schedule and iteration are
+    reset.
 
     Returns:
-        None without ``--kha-upcycle``, and if the run resumes from its own checkpoint.
+        None if ``--kha-upcycle`` is not set, or if the run resumes from one of its own checkpoints.
 
     Raises:
-        ConfigError: a restart with the same command line would not resume the run.
-        CheckpointError: the checkpoint has KHA already, or is damaged or incomplete.
+        ConfigError: If restarting with the same command line would not resume the run.
+        CheckpointError: If the checkpoint already has KHA, is corrupted or incomplete.
     """
     if not args.kha_upcycle:
         return None
     if args.pretrained_checkpoint is None or (args.save and args.load != args.save):
         raise ConfigError(
-            "Expected --pretrained-checkpoint and the same directory for --load and --save with "
-            f"--kha-upcycle, got {args.pretrained_checkpoint}, {args.load} and {args.save}."
+            "--kha-upcycle requires --pretrained-checkpoint, and the same directory for --load and "
+            f"--save. Got {args.pretrained_checkpoint}, {args.load} and {args.save}."
         )
     if not starts_from_pretrained(args):
         return None
@@ -178,14 +181,14 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     found = _stored(path)[0] or KHAConfig()
     if found.without_output_gate().mechanisms or found.has_output_gate != kha.has_output_gate:
         raise CheckpointError(
-            f"Expected a checkpoint without KHA for --kha-upcycle, got {path} with {found} for a "
-            f"run with {kha}. Remove --kha-upcycle."
+            f"--kha-upcycle requires a checkpoint without KHA, but {path} was trained with "
+            f"{found}. Remove --kha-upcycle to continue with {kha}."
         )
     return path
 
 
 def loads_fp8_scales(args: Namespace) -> bool:
-    """Return True if FP8's scales are loaded from the checkpoint. Only delayed scaling has any."""
+    """Check whether FP8 scaling factors are loaded, which only exist with delayed scaling."""
     wanted = _has_fp8_scales(vars(args))
     if not wanted or _is_remote(_directory_to_load(args)):
         return wanted  # assumed for an object store; loading fails if the checkpoint has none
@@ -193,7 +196,7 @@ def loads_fp8_scales(args: Namespace) -> bool:
         return False
     stored = path.name != RELEASE and _has_fp8_scales(_stored(path)[1])
     if not stored:
-        announce(f"{path} has no FP8 scales of delayed scaling. They start from their defaults.")
+        announce(f"FP8 scaling factors are reset to defaults, because {path} contains none.")
     return stored
 
 
@@ -204,7 +207,7 @@ def _has_fp8_scales(args: Mapping[str, Any]) -> bool:
 
 @cache
 def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, Any]]:
-    """Return the KHA configuration and the arguments of a checkpoint."""
+    """Read the KHA configuration and Megatron's arguments from a checkpoint."""
     if not (path / COMMIT_MARK).is_file() and (path / METADATA).is_file():
         folder = TorchDistFolder(path, FileChecks(path, {}))
         if "args" in folder.objects:  # written by FSDP in PyTorch's own format

@@ -186,7 +186,11 @@ def test_check_output_folder_accepts_new_empty_and_marked_directories(old, tmp_p
     [
         ("model", {"overwrite": False}, r"model is not empty \(2 entries\).*--overwrite"),
         ("model", {"overwrite": True, "mark": "other"}, "contains no other"),
-        ("model", {"overwrite": True, "only": ("*.json",)}, "contains deep, which was not written by"),
+        (
+            "model",
+            {"overwrite": True, "only": ("*.json",)},
+            "contains deep, which was not written by",
+        ),
         ("/proc", {"overwrite": True}, "is a mount point"),
     ],
 )

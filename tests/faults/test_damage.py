@@ -65,7 +65,7 @@ def test_training_refuses_damage_on_every_rank(entry, copy):
 HOSTILE = {
     "index": "corrupted or malicious",
     "common_state": "malicious",
-    "rng_state": "cannot be read",
+    "rng_state": "Could not read",
 }
 
 

@@ -135,8 +135,8 @@ def test_warning_if_a_run_does_not_load_its_own_checkpoints(tmp_path, capsys):
     assert not capsys.readouterr().err
     recovery.warn_of_a_fresh_start(args(tmp_path, load=None))
     (line,) = capsys.readouterr().err.splitlines()
-    assert "holds iter_0000002" in line
-    assert line.endswith(f"Add --load {tmp_path} to resume.")
+    assert "contains iter_0000002" in line
+    assert line.endswith(f"add --load {tmp_path}")
 
 
 def test_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):
@@ -149,7 +149,7 @@ def test_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):
 
     (tmp_path / TRACKER).write_text("")
     monkeypatch.setattr(recovery, "_WAIT", 0.2)
-    with pytest.raises(CheckpointError, match="rank 0 did not repair it"):
+    with pytest.raises(CheckpointError, match="not repaired by rank 0"):
         recovery.repair_tracker(args(tmp_path))
 
 

@@ -13,7 +13,7 @@ def test_optimizer_state_of_another_layout(entry, tmp_path):
     run = entry(arguments(fixed, *until(2), *other), 2)
     assert run.codes == [2, 2], run.output[-3000:]
     (line,) = run.errors
-    assert "holds optimizer state for --tensor-model-parallel-size 1 only, got" in line
+    assert "can only be loaded with --tensor-model-parallel-size 1, not" in line
     remedies = ["--dist-ckpt-optim-fully-reshardable", "--no-load-optim"]
     assert [word in line for word in remedies] == [True, True]
 

@@ -258,7 +258,7 @@ def test_a_misleading_tracker_of_another_directory_is_refused(copy):
     """Megatron would exit with code 0, or start from random weights."""
     for spoil in (lambda: (copy / TRACKER).write_text(""), (copy / TRACKER).unlink):
         spoil()
-        with pytest.raises(CheckpointError, match="Write 7 into it"):
+        with pytest.raises(CheckpointError, match="Write 7 into this"):
             check(copy, KHA)
 
 

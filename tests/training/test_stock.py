@@ -198,7 +198,7 @@ def test_without_arguments_nothing_is_stored():
     assert args.spec is None
     assert KHAConfig.from_entries(vars(args)) is None
     args.spec = stock.SPEC  # as --use-checkpoint-args may set it
-    with pytest.raises(ConfigError, match="Expected --kha-preset"):
+    with pytest.raises(ConfigError, match="Pass --kha-preset"):
         stock.resolved(args)
 
 
@@ -209,7 +209,7 @@ def test_without_arguments_nothing_is_stored():
         (["--kha-value", "mlp"], {"hybrid_layer_pattern": "M*"}, "HybridModel"),
         (["--kha-preset", "kha"], {}, "Unknown KHA preset 'kha'"),
         (["--kha-value", "mpl"], {}, "got 'mpl'"),
-        (["--kha-init", "random"], {}, "Expected --kha-preset"),
+        (["--kha-init", "random"], {}, "Pass --kha-preset"),
     ],
 )
 def test_arguments_that_cannot_be_honoured(words, others, message):
