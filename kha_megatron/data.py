@@ -1,4 +1,4 @@
-"""Convert text files to a tokenizer and Megatron's indexed dataset, and check such datasets.
+"""Prepare a tokenizer and an indexed dataset for Megatron from text, and check such datasets.
 
 A prepared directory contains ``corpus.bin`` and ``corpus.idx`` (Megatron's IndexedDataset),
 ``tokenizer/`` (Hugging Face format) and ``data.json`` (:class:`DataReport`). The result does not
@@ -41,36 +41,35 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 CORPUS, TOKENIZER, REPORT = "corpus", "tokenizer", "data.json"
-FORMAT = 1
-"""Version of ``data.json``."""
+_FORMAT = 1  # version of data.json
 
 BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-"""Megatron's arguments that take dataset prefixes."""
+"""Megatron's arguments whose values are dataset prefixes."""
 
 PARTS = ("training", "validation", "test")
 USUAL = ("969,30,1", "99,1,0")
-"""The default of Megatron's ``--split``, and the value in its examples."""
+"""Megatron's default for ``--split``, and the value used in its examples."""
 
 _HEADER = struct.Struct("<9sQBQ")
-"""Header of an ``.idx`` file: magic, version, dtype, number of sequences."""
+"""Header of an ``.idx`` file: magic number, version, dtype and number of sequences."""
 
 DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_EXCLUDE = ("__pycache__", ".git", ".hg", ".svn", "site-packages", "dist-packages")
 DEFAULT_SAMPLE_BYTES = 64 << 20
-"""Text that a tokenizer is trained on. More text changes few of the merges."""
+"""Size of the text sample to train a tokenizer on. More text hardly changes the merges."""
 DEFAULT_MAX_FILE_BYTES = 1 << 20
-"""Longest document. Tokenizing takes about 150 bytes of memory per byte of text and worker."""
+"""Maximum document size. Tokenizing needs about 150 bytes of memory per byte and worker."""
 END_OF_DOCUMENT = "<|endoftext|>"
-_AGAIN = "Make it with `kha-megatron data prepare`."
+_PREPARE = "Prepare the data with `kha-megatron data prepare`."
 
-_TRAINER_PIECE = 1 << 16  # bytes; the trainer holds 256 pieces in memory
-_LONGEST = 1 << 7  # characters; the trainer would merge pairs of longer words for hours
+_TRAINER_PIECE = 1 << 16  # bytes; the trainer keeps 256 pieces in memory
+_LONGEST = 1 << 7  # characters; training would take hours with much longer words
 _LONG_WORD = re.compile(rf"\S{{{_LONGEST}}}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """Content of ``data.json``: what a prepared directory contains and was made from."""
+    """Content of ``data.json``, which describes a prepared directory and its sources."""
 
     sources: list[str]
     globs: list[str]
@@ -83,21 +82,22 @@ class DataReport:
     split_files: int
     """Files with documents that were split."""
     bytes: int
-    """Bytes of UTF-8 text in the files."""
+    """Size of the text in bytes (UTF-8)."""
     documents: int
     tokens: int
-    """Tokens in the dataset, including one end-of-document token per document."""
+    """Number of tokens, including one end-of-document token per document."""
     altered_documents: int
-    """Documents that the tokenizer does not decode to the original text."""
+    """Number of documents that do not decode to the original text."""
     dtype: str
     """NumPy dtype of the stored tokens: uint16 or int32."""
     file_bytes: dict[str, int]
     file_sha256: dict[str, str]
     tokenizer: str
-    """``"trained"``, or the directory that the tokenizer was taken from."""
+    """``"trained"``, or the directory of the given tokenizer."""
     vocab_size: int
     vocab_size_asked: int | None
-    """Requested size; None for an existing tokenizer. Short text yields fewer tokens."""
+    """Requested vocabulary size, which is not reached if the text is short. None for an existing
+    tokenizer."""
     vocab_sha256: str
     """Result of :func:`vocabulary_hash`, which identifies the tokenizer."""
     eod_token: str
@@ -105,21 +105,21 @@ class DataReport:
     skipped: Skipped
     versions: dict[str, str | None]
     tokenizer_sample_bytes: int | None
-    """Bytes that the tokenizer was trained on; None for an existing tokenizer."""
+    """Size of the text that the tokenizer was trained on, or None for an existing tokenizer."""
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     def read(cls, folder: Path) -> Self:
         """Read the report of a prepared directory. Raise DataError if it cannot be read."""
         try:
             values = json.loads((folder / REPORT).read_bytes())
-            if values.pop("format") != FORMAT:
-                raise ValueError(f"expected format {FORMAT}")
+            if values.pop("format") != _FORMAT:
+                raise ValueError(f"expected format {_FORMAT}")
             return cls(**values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"Cannot read {folder / REPORT} ({error}). {_AGAIN}") from error
+            raise DataError(f"Could not read {folder / REPORT} ({error}). {_PREPARE}") from error
 
 
 def verify(folder: Path, on_progress: "OnProgress | None" = None) -> DataReport:
@@ -150,20 +150,21 @@ def verify(folder: Path, on_progress: "OnProgress | None" = None) -> DataReport:
             found["tokens"] = int(dataset.sequence_lengths.sum(dtype="int64"))
             found["dtype"] = dataset.index.dtype.__name__
     except (OSError, AssertionError, ValueError) as error:
-        raise DataError(f"Cannot open the dataset in {name} ({error}). {_AGAIN}") from error
+        raise DataError(f"Could not open the dataset in {name} ({error}). {_PREPARE}") from error
     for what, value in found.items():
         if value != (asked := getattr(report, what)):
             raise DataError(
-                f"{name}: expected {what} {asked} as in {REPORT}, got {value}. {_AGAIN}"
+                f"{name} does not match its {REPORT}: {what} should be {asked}, but is {value}. "
+                f"{_PREPARE}"
             )
     return report
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
-    """Load the tokenizer of a local Hugging Face directory without running code from it.
+    """Load a fast tokenizer from a local directory without executing code from it.
 
     Raises:
-        DataError: It cannot be loaded, is not fast, or has no end-of-sequence token.
+        DataError: If the tokenizer cannot be loaded, is not fast or has no end-of-sequence token.
     """
     from transformers import AutoTokenizer
 
@@ -177,19 +178,19 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
             raise ValueError("it needs a tokenizer.json, and an eos_token in tokenizer_config.json")
     except Exception as error:  # transformers and tokenizers raise a dozen types
         raise DataError(
-            f"Cannot load a tokenizer from {printable(folder)} ({in_one_line(error)}). Pass a "
+            f"Could not load a tokenizer from {printable(folder)} ({in_one_line(error)}). Pass a "
             "directory written by save_pretrained."
         ) from error
     return tokenizer
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return one more than the largest id, and at least the number of tokens."""
+    """Return the number of ids, including ids without a token below the largest one."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 of a vocabulary, ``{token: id}``. It does not depend on the order."""
+    """Return the SHA-256 of a vocabulary ``{token: id}``, independent of its order."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
@@ -218,7 +219,7 @@ def indexed_dataset_module() -> Any:
 
 
 class Progress(NamedTuple):
-    """Progress of one stage of :func:`prepare`. ``total_bytes`` is 0 if it is unknown."""
+    """Progress of a stage. ``total_bytes`` is 0 if the amount of work is unknown."""
 
     stage: str
     files: int = 0
@@ -244,29 +245,30 @@ def prepare(
     overwrite: bool = False,
     on_progress: OnProgress = lambda step: None,
 ) -> DataReport:
-    """Tokenize text files into a directory that Megatron trains from.
+    """Tokenize text and write a dataset directory for Megatron.
 
-    This imports Megatron. On a machine without a GPU, install the CPU runtime first.
+    This function imports Megatron.
 
     Args:
         sources: Files and directories with text, JSON Lines or Parquet (see
             :mod:`kha_megatron.documents`). None for Python's standard library.
-        out: Output directory. It appears complete or not at all.
-        vocab_size: Size of the byte-level BPE to train. Default: 4096.
-        tokenizer: Hugging Face directory of a tokenizer to use instead of training one.
-        globs: Patterns of file names to take from directories; None for all.
-        exclude: Patterns of files and directories to skip. Default: :data:`DEFAULT_EXCLUDE`.
+        out: Output directory, which is created atomically.
+        vocab_size: Vocabulary size of the byte-level BPE tokenizer to train (default: 4096).
+        tokenizer: Directory of an existing tokenizer, instead of training one.
+        globs: File name patterns to select in directories. By default, all files are selected.
+        exclude: Patterns of files and directories to skip (default: :data:`DEFAULT_EXCLUDE`).
         json_key: Field of JSON Lines, or column of Parquet, that contains the text.
-        workers: Number of threads that tokenize. Default: one per core.
+        workers: Number of tokenizer threads (default: one per core).
         max_file_bytes: Split longer documents at newlines into documents of at most this size.
-        tokenizer_sample: Bytes of text to train the tokenizer on, taken evenly from all files.
-        overwrite: Replace ``out`` if it is a prepared directory.
-        on_progress: Called with the progress of each stage, possibly from another thread.
+        tokenizer_sample: Size in bytes of the text sample, drawn evenly from all sources, that the
+            tokenizer is trained on.
+        overwrite: Whether to replace an earlier dataset in ``out``.
+        on_progress: Callback for progress reports. It may be called from another thread.
 
     Raises:
-        ConfigError: An option is out of range, or two exclude each other.
-        DataError: A source or the tokenizer cannot be used, or there is no text.
-        OutputError: ``out`` is in use or cannot be written.
+        ConfigError: If an option is out of range, or two options exclude each other.
+        DataError: If a source or the tokenizer cannot be read, or the sources contain no text.
+        OutputError: If ``out`` is in use or cannot be written.
     """
     if sources is None:
         sources = [standard_library()]
@@ -276,12 +278,12 @@ def prepare(
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     sources, out = [Path(source).absolute() for source in sources], Path(out).resolve()
     if vocab_size is not None and tokenizer:
-        raise ConfigError(f"Pass either --vocab-size {vocab_size} or --tokenizer, not both.")
+        raise ConfigError("You passed both --vocab-size and --tokenizer; use only one of them.")
     if not 4 <= max_file_bytes <= 1 << 30:  # the longest character; 2**31 tokens overflow
-        raise ConfigError(f"Expected --max-file-bytes from 4 to {1 << 30}, got {max_file_bytes}.")
+        raise ConfigError(f"--max-file-bytes must be from 4 to {1 << 30}, got {max_file_bytes}.")
     for source in sources:
         if not os.path.exists(source):
-            raise DataError(f"--from {printable(source)} does not exist.")
+            raise DataError(f"--from {printable(source)}: no such file or directory.")
         check_format(source)
     held = (f"{CORPUS}.*", TOKENIZER, REPORT)
     check_output_folder(out, overwrite=overwrite, mark=REPORT, only=held)
@@ -295,10 +297,10 @@ def prepare(
     names = [printable(source) for source in sources]
     if not texts:
         counts = ", ".join(f"{s['count']} {reason}" for reason, s in skipped.items() if s["count"])
-        raise DataError(f"Found no UTF-8 text in {', '.join(names)} ({counts or 'no files'}).")
+        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({counts or 'no files'}).")
     size_of_text = sum(file.bytes for file in texts)
     on_progress(Progress("loading Megatron"))
-    indexed_dataset_module()  # a broken installation fails before the long work
+    indexed_dataset_module()  # so that a broken installation fails early
 
     with staged_folder(out) as staged:
         sampled = None
@@ -346,7 +348,7 @@ def standard_library() -> Path:
 
 
 def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
-    """Return a function that adds bytes and files and reports the progress."""
+    """Return a function that advances the progress of a stage by a number of bytes and files."""
     step = Progress(stage, total_bytes=total)
 
     def advance(size: int, files: int = 1) -> None:
@@ -402,7 +404,7 @@ def _train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Ctrl-C reaches only the main thread, and not while it runs the library
+    # run in a thread, because the main thread cannot handle Ctrl-C inside the library
     with ThreadPoolExecutor(1) as pool:
         try:
             pool.submit(tokenizer.train_from_iterator, pieces(), trainer).result()
@@ -478,29 +480,29 @@ def _write_corpus(
 
 
 def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
-    """Raise DataError unless the training data of a command line exists and can be split.
+    """Raise DataError if the training data is missing, cannot be split or has another tokenizer.
 
     Args:
         arguments: Megatron's arguments by name.
-        look: False if the files are on machines that this one cannot see.
+        look: Whether the data files are accessible from this machine.
     """
     if lacks_vocabulary(arguments):
-        raise DataError("--mock-data needs the number of tokens. Add --vocab-size N.")
+        raise DataError("--mock-data requires --vocab-size.")
     if arguments.get("mock_data"):
         return
     blends = {flag: arguments.get(flag[2:].replace("-", "_")) or () for flag in BLENDS}
     listed = arguments.get("data_args_path") or arguments.get("per_split_data_args_path")
     if not any(blends.values()) and not listed:
         raise DataError(
-            "No training data given. Add --data-path PREFIX or --mock-data, or pass --data DIR to "
-            "`kha-megatron launch`. `kha-megatron data prepare` makes both."
+            "No training data given. Pass --data-path PREFIX or --mock-data, or --data DIR to "
+            "`kha-megatron launch`. Prepare the data with `kha-megatron data prepare`."
         )
     for flag, words in blends.items() if look else ():
         for prefix in _prefixes(words):
             if "://" in prefix:  # in an object store
                 continue
             if not Path(f"{prefix}.bin").is_file():
-                raise DataError(f"{flag} {prefix}: {prefix}.bin does not exist. {_AGAIN}")
+                raise DataError(f"{flag} {prefix}: {prefix}.bin not found. {_PREPARE}")
             documents = count_documents(prefix)
             _check_tokenizer(Path(prefix), arguments)
             if flag == "--data-path":
@@ -539,7 +541,7 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
-    """Return whether mock data is used and no argument gives the vocabulary size."""
+    """Check whether mock data is used without a vocabulary size."""
     null = arguments.get("tokenizer_type") in (None, "NullTokenizer")
     known = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")
     return bool(arguments.get("mock_data") and null and not known)
@@ -560,17 +562,19 @@ def count_documents(prefix: str | Path) -> int:
         with open(f"{prefix}.idx", "rb") as stream:
             return _HEADER.unpack(stream.read(_HEADER.size))[3]
     except (OSError, struct.error) as error:
-        raise DataError(f"{prefix}.idx cannot be read as an index ({error}). {_AGAIN}") from error
+        raise DataError(f"Could not read the index {prefix}.idx ({error}). {_PREPARE}") from error
 
 
 def documents_of(split: str, documents: int) -> list[int | None]:
-    """Return how many of ``documents`` each of :data:`PARTS` gets; None for a part of share 0.
+    """Return the number of documents in the training, validation and test sets.
 
-    ``split`` has one to three shares, such as ``969,30,1``.
+    Args:
+        split: One to three weights, e.g. ``969,30,1``. A set with weight 0 is returned as None.
+        documents: Total number of documents.
     """
     shares = [float(share) for share in re.findall(r"\d+\.?\d*|\.\d+", split)]
     if not 0 < len(shares) <= len(PARTS) or not 0 < sum(shares) < math.inf:
-        raise ConfigError(f"Expected --split with one to three shares, got {split!r}.")
+        raise ConfigError(f"--split must consist of one to three weights, got {split!r}.")
     shares += [0.0] * (len(PARTS) - len(shares))
     ends = accumulate((share / sum(shares) for share in shares), initial=0.0)
     return [
@@ -580,7 +584,7 @@ def documents_of(split: str, documents: int) -> list[int | None]:
 
 
 def check_split(split: str, documents: int, name: str) -> None:
-    """Raise DataError if ``split`` leaves a part of the dataset ``name`` without documents."""
+    """Raise DataError if a set with a positive weight in ``split`` would get no document."""
     found = documents_of(split, documents)
     if empty := [part for part, count in zip(PARTS, found, strict=True) if count == 0]:
         # one document for every part that had none, from the largest part
@@ -589,6 +593,6 @@ def check_split(split: str, documents: int, name: str) -> None:
         counts[most] -= sum(counts) - sum(count or 0 for count in found)
         works = ",".join(map(str, counts)) if counts[most] > 0 else "1,0,0"
         raise DataError(
-            f"--split {split} leaves no document for {' and '.join(empty)} of the {documents} in "
-            f"{name}, and Megatron would hang. Use --split {works}."
+            f"--split {split} leaves no document for {' and '.join(empty)} (number of documents in "
+            f"{name}: {documents}), and Megatron would hang. Use --split {works} instead."
         )

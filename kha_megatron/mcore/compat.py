@@ -1,7 +1,7 @@
-"""Version checks, and workarounds for faults and limits of Megatron-Core 0.19.
+"""Version checks, and workarounds for bugs and limitations of Megatron-Core 0.19.
 
-No other module checks a version of Megatron-Core. The package supports :data:`OLDEST` to
-:data:`NEWEST`: the newest release and, once there is a newer one, the release before it.
+This is the only module that depends on the version of Megatron-Core. The versions :data:`OLDEST` to
+:data:`NEWEST` are supported.
 """
 
 import functools
@@ -25,10 +25,10 @@ INSTALL = f"pip install 'megatron-core>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NE
 
 
 def installed_version() -> str:
-    """Return the version that ``import megatron.core`` would get, without importing it.
+    """Return the version of Megatron-Core on ``sys.path`` without importing it.
 
     Raises:
-        VersionError: Megatron-Core is not installed.
+        VersionError: If Megatron-Core is not installed.
     """
     try:
         spec = util.find_spec("megatron.core")
@@ -40,17 +40,17 @@ def installed_version() -> str:
                 return ".".join(numbers)
         return metadata.version("megatron-core")
     except ImportError:
-        raise VersionError(f"megatron-core is not installed: run `{INSTALL}`") from None
+        raise VersionError(f"megatron-core is not installed. Run `{INSTALL}`.") from None
 
 
 @functools.cache
 def check_version() -> str:
-    """Return the installed version of Megatron-Core if it is supported, without importing it.
+    """Check that the installed version of Megatron-Core is supported, and return it.
 
-    Warns on rank 0 about a version newer than :data:`NEWEST`.
+    A version newer than :data:`NEWEST` only causes a warning on rank 0.
 
     Raises:
-        VersionError: Megatron-Core is not installed or older than :data:`OLDEST`.
+        VersionError: If Megatron-Core is not installed, or older than :data:`OLDEST`.
     """
     found = installed_version()
     major, minor, *_ = re.findall(r"\d+", found)
@@ -58,7 +58,7 @@ def check_version() -> str:
     if release < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise VersionError(
-            f"Expected megatron-core {oldest} or newer, got {found}. Run `{INSTALL}`."
+            f"megatron-core>={oldest} is required, but {found} is installed. Run `{INSTALL}`."
         )
     if release > NEWEST and is_first_rank():
         warnings.warn(
@@ -72,16 +72,16 @@ def check_version() -> str:
 
 @contextmanager
 def megatron_imports() -> Iterator[None]:
-    """Check the version, and turn an ImportError in the body into a :class:`VersionError`.
+    """Check Megatron's version, and convert an ImportError in the block to a VersionError.
 
-    Megatron catches an ImportError from the module of a ``--spec`` and trains plain attention.
+    Megatron ignores an ImportError of the module given by ``--spec``, and trains without the spec.
     """
     found = check_version()
     try:
         yield
     except ImportError as error:
         raise VersionError(
-            f"megatron-core {found} lacks a name that kha_megatron needs ({error}): run `{INSTALL}`"
+            f"megatron-core {found} is not compatible with kha_megatron ({error}). Run `{INSTALL}`."
         ) from error
 
 
@@ -94,7 +94,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def lacks_te_extension() -> bool:
-    """Check whether Transformer Engine is installed without its compiled extension for torch."""
+    """Check whether Transformer Engine is installed without its compiled PyTorch extension."""
     modules: dict[str, Any] = sys.modules
     hidden = modules.get("transformer_engine", ...) is None
     if hidden:
@@ -113,10 +113,10 @@ def lacks_te_extension() -> bool:
 
 
 def hide_incomplete_te() -> None:
-    """Hide a Transformer Engine that lacks its extension, unless it was imported already.
+    """Make imports of Transformer Engine fail if its compiled extension is missing.
 
-    Megatron uses its own modules if Transformer Engine raises an ImportError, but an installation
-    without the extension raises FileNotFoundError.
+    Megatron falls back to its own modules after an ImportError, whereas an installation without the
+    extension raises FileNotFoundError.
     """
     modules: dict[str, Any] = sys.modules
     if "transformer_engine" not in modules and lacks_te_extension():
@@ -124,9 +124,9 @@ def hide_incomplete_te() -> None:
 
 
 def use_shipped_dataset_helpers() -> None:
-    """Use the compiled dataset helpers of Megatron's wheel instead of compiling them.
+    """Use the compiled dataset helpers of Megatron's wheel instead of compiling them again.
 
-    The wheel has ``helpers_cpp`` but no Makefile, and Megatron exits if ``make`` fails.
+    The wheel contains ``helpers_cpp`` but not its Makefile, and Megatron exits if ``make`` fails.
     """
     from megatron.core.datasets import utils
 
@@ -138,10 +138,10 @@ def use_shipped_dataset_helpers() -> None:
 
 
 def use_forked_checkpoint_writers() -> None:
-    """Fork the processes that write checkpoint shards instead of spawning them. CPU only.
+    """Fork checkpoint writers instead of spawning them. Only for training on the CPU.
 
-    A spawned writer imports Megatron again (about 4 s per checkpoint), lacks the CPU runtime, and
-    shares CPU tensors, which the next iterations change while it writes.
+    A spawned writer has to import Megatron again (about 4 s), does not have the CPU runtime, and
+    shares the memory of CPU tensors, which the following iterations modify.
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import (
         AsyncCallsQueue,
@@ -180,16 +180,16 @@ class _AtomicTrackerFiles:
 
 @functools.cache  # once per process
 def guard_checkpoints(ownership: Any = None) -> None:
-    """Make saving crash-safe, loading safe, and hashing fast.
+    """Make saving crash-safe, loading secure and hashing fast.
 
-    - Megatron overwrites a complete checkpoint without removing its commit marker first. A killed
-      save would leave a mixture that looks complete, so the marker is removed.
-    - Megatron does not write the tracker file atomically, and records no time of the commit.
+    - When Megatron overwrites a complete checkpoint, the commit marker is removed first, so that a
+      killed save does not leave a mixture of shards that looks complete.
+    - The tracker file is replaced atomically, and the time of the commit is recorded.
     - If another run has taken over the ``--save`` directory, ``ownership.check()`` stops the save
-      before the first shard and before the commit marker.
-    - PyTorch ignores Megatron's list of safe classes when it unpickles non-tensor state.
+      before the first shard and before the commit marker are written.
+    - Non-tensor state is loaded with ``weights_only=True``.
     - TensorBoard is flushed at each save, so that the curves of a resumed run have no gap.
-    - Hashes come from :mod:`kha_megatron.checkpoint.integrity`.
+    - Hashes are computed by :mod:`kha_megatron.checkpoint.integrity`.
     """
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
@@ -235,12 +235,12 @@ def guard_checkpoints(ownership: Any = None) -> None:
 
 @functools.cache  # once per process
 def let_distributed_optimizer_resume() -> None:
-    """Let DistributedOptimizer resume in float32, and with torch's Adam.
+    """Make DistributedOptimizer resume in float32 and with torch's Adam.
 
-    Megatron copies in place into float32 parameters, which autograd refuses. It also expects the
-    state of Transformer Engine's or apex's Adam. Torch's Adam has a ``step`` per parameter, but
-    Megatron needs the state before the first step, gives all parameters the same ``step`` tensor,
-    and looks for ``step`` among tensors that do not contain it.
+    Megatron copies into float32 parameters in place, which autograd does not allow. In addition,
+    Megatron expects the state of Transformer Engine's or apex's Adam: it needs the state before the
+    first step, shares one ``step`` tensor among all parameters, and looks up ``step`` among tensors
+    that do not contain it, whereas torch's Adam has one ``step`` per parameter.
     """
     import torch
     from megatron.core.optimizer import distrib_optimizer
@@ -308,10 +308,10 @@ def save_zeros_as_padding() -> None:
 
 @functools.cache  # once per process
 def let_adams_exchange_states() -> None:
-    """Let torch's Adam load the state of Transformer Engine's and apex's Adam, and the reverse.
+    """Make torch's Adam load the state of Transformer Engine's or apex's Adam, and vice versa.
 
-    Torch stores ``step`` in the state of each parameter, the others in each parameter group. Load
-    also drops settings of a group that the other optimizer does not have.
+    Torch stores ``step`` in the state of each parameter and the others store it in each parameter
+    group. Missing settings of a parameter group are added before loading.
     """
     import torch
     from megatron.core import optimizer
@@ -335,15 +335,15 @@ def let_adams_exchange_states() -> None:
 
 @functools.cache  # once per process
 def let_learning_rate_change(keep: bool) -> None:
-    """Let a run resume with another ``--lr`` or ``--min-lr``.
+    """Make a run resume with a different ``--lr`` or ``--min-lr``.
 
-    Megatron identifies a parameter group of a checkpoint by values that include its learning rates,
-    and finds no group if they have changed. Here, groups with the run's default schedule match if
-    everything else is equal.
+    Megatron looks up parameter groups of a checkpoint by values that include their learning rates,
+    so it finds no group if these have changed. With this patch, groups with the default schedule
+    match if all other values are equal.
 
     Args:
-        keep: Whether these groups keep the learning rates of the checkpoint
-            (``--use-checkpoint-opt-param-scheduler``) instead of taking the new ones.
+        keep: Whether these groups keep the learning rates stored in the checkpoint
+            (``--use-checkpoint-opt-param-scheduler``) instead of using the new ones.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -373,10 +373,10 @@ def let_learning_rate_change(keep: bool) -> None:
 
 
 def skip_fusion_warm_up() -> None:
-    """Skip the warm-up of fused CUDA kernels. CPU only.
+    """Skip the warm-up of fused CUDA kernels. Only for training on the CPU.
 
-    Before the model is initialised, the warm-up draws random numbers, whose count depends on the
-    layout. Without it, a seed gives the same weights under every layout.
+    The warm-up draws random numbers, and how many depends on the parallel layout. Without it, the
+    initial weights only depend on the seed.
     """
     from megatron.training import training
 
@@ -385,9 +385,9 @@ def skip_fusion_warm_up() -> None:
 
 @functools.cache  # once per process
 def let_fsdp2_resume() -> None:
-    """Restore the step count of Adam when FSDP2 resumes from a checkpoint.
+    """Restore Adam's step count when FSDP2 resumes from a checkpoint.
 
-    Megatron loads the tensors of a sharded optimizer in place and drops ``step``.
+    Megatron loads the tensors of a sharded optimizer in place, but drops ``step``.
     """
     from megatron.training import checkpointing, training
 
@@ -420,7 +420,7 @@ def let_fsdp2_resume() -> None:
 
 
 def gpt_config(args: Any, transformer: Any) -> Any:
-    """Call ``gpt_config_from_args``, which ignores ``--rope-scaling-factor`` (it is always 8)."""
+    """Call ``gpt_config_from_args`` and apply ``--rope-scaling-factor``, which it ignores."""
     from megatron.training.argument_utils import gpt_config_from_args
 
     config = gpt_config_from_args(args, config=transformer)

@@ -1,10 +1,10 @@
-"""Stop before the optimizer step if anything is not finite, and report where it started.
+"""Stop training before the optimizer step if a tensor contains NaN or infinity, and locate it.
 
-Megatron's ``--check-for-nan-in-loss-and-grad`` checks the loss and gradient buckets, names no layer
-or tensor, and skips the first iteration of each run. Here each layer records its largest output
-magnitude on the device. Once per step, one number that includes the gradient norm is read, and
-tensors are searched only if it is not finite. If only the norm's squares overflow, training
-continues.
+Megatron's ``--check-for-nan-in-loss-and-grad`` checks the loss and the gradient buckets, but it
+does not name a layer or tensor, and skips the first iteration of each run. Here, each layer records
+its largest output magnitude on the device. Once per step, a single number is read that combines
+these magnitudes and the gradient norm, and only if it is not finite, all tensors are searched.
+Training continues if merely the squares of the norm overflow.
 """
 
 import math
@@ -29,10 +29,9 @@ _PARAMETER, _ACTIVATION, _GRADIENT = range(3)
 
 
 class _Finding(NamedTuple):
-    """A tensor that is not finite. The smallest finding over all ranks is the cause.
+    """A tensor with NaN or infinity. The smallest finding over all ranks is reported as the cause.
 
-    Parameters affect activations (first in forward order), which affect gradients (first in
-    backward order).
+    Parameters are sorted before activations (in forward order) and gradients (in backward order).
     """
 
     kind: int
@@ -46,12 +45,12 @@ class _Site(NamedTuple):
 
 
 def stop_before_non_finite_steps(models: list[_Model]) -> None:
-    """Check every step of these pipeline stages. Call it on every rank, before training.
+    """Check every training step and raise ``NonFiniteError`` on all ranks if a check fails.
 
-    Raises ``NonFiniteError`` on every rank. Costs one pass over the layers' outputs and one over
-    the gradients, one all-reduce, and one device synchronization per step. With
-    ``overlap_grad_reduce`` and FSDP2, gradients are checked after the sum over data-parallel ranks.
-    With CUDA graphs, the layers' outputs are not checked.
+    Every rank must call this function with its pipeline stages before training. The checks read the
+    layer outputs and gradients once per step, and cost one all-reduce and one device
+    synchronization. With ``overlap_grad_reduce`` or FSDP2, gradients are checked after they have
+    been summed over data-parallel ranks. With CUDA graphs, layer outputs are not checked.
     """
     watched = [pair for model in models for pair in _watched_modules(model)]
     sites = [site for site, _ in watched]
@@ -77,7 +76,7 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
 
 
 def _watched_modules(model: _Model) -> list[tuple[_Site, _Model]]:
-    """Return embedding, knocked heads, layers, final norm and the output of one stage."""
+    """Return the modules of a pipeline stage whose outputs are checked."""
     found = [((_FIRST, 0), "embedding", getattr(model, "embedding", None))]
     for layer in model.decoder.layers:
         number, name = layer.layer_number - 1, f"decoder.layers.{layer.layer_number - 1}"
@@ -130,10 +129,13 @@ def _check(
 
 
 def find_non_finite_parameter(models: list[_Model]) -> str | None:
-    """Describe the first parameter with NaN or infinity, e.g. ``NaN in 1 of 9 elements of ...``.
+    """Describe the first parameter that contains NaN or infinity.
 
-    Call it on every rank with its pipeline stages. Every rank returns the same text, or None if all
-    parameters of all ranks are finite.
+    Every rank must call this function with its pipeline stages.
+
+    Returns:
+        The same text on all ranks, e.g. ``NaN in 1 of 9 elements of parameter ... on rank 0``. None
+        if the parameters of all ranks are finite.
     """
     finite = [torch.isfinite(parameter).all() for _, _, parameter, _ in _parameters(models)]
     bad = ~torch.stack(finite).all()
@@ -144,7 +146,7 @@ def find_non_finite_parameter(models: list[_Model]) -> str | None:
 def _first_on_any_rank(
     bad: Tensor, search: Callable[[], _Finding | None]
 ) -> tuple[int, str] | None:
-    """Search on every rank if ``bad`` is true on any, and return kind and place of the cause."""
+    """Run ``search`` if ``bad`` is true on any rank. Returns the kind and location of the cause."""
     flag = bad.int()
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     if not flag.item():
@@ -184,7 +186,7 @@ def _first_finding(
 def _parameters(
     models: Iterable[_Model],
 ) -> Iterator[tuple[tuple[float, int], str, Tensor, Tensor | None]]:
-    """Yield forward order, checkpoint name, and local shards of a parameter and its gradient."""
+    """Yield forward order, name in checkpoints, and local shards of parameters and gradients."""
     for model in models:
         layers = model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
