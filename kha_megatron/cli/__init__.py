@@ -1,8 +1,4 @@
-"""The ``kha-megatron`` command line.
-
-Exit codes: 0 success, 1 failure, 2 bad input (one line on stderr, no partial output), 129, 130 and
-143 for SIGHUP, SIGINT and SIGTERM.
-"""
+"""Command-line interface ``kha-megatron``."""
 
 import sys
 
@@ -56,5 +52,5 @@ app.command()(generate)
 
 
 def main() -> None:
-    """Run the command line and exit."""
+    """Entry point of the ``kha-megatron`` script."""
     sys.exit(run_app(app))

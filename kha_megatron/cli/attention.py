@@ -1,5 +1,5 @@
-"""Attention statistics of ``kha-megatron inspect --text`` (arXiv 2505.06708, section 4; arXiv
-2410.11842, figure 3)."""
+"""Attention statistics for ``kha-megatron inspect --text``, following arXiv 2505.06708 (section 4)
+and arXiv 2410.11842 (figure 3)."""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,20 +16,19 @@ if TYPE_CHECKING:
     from kha_megatron.hf.instruments import LayerStatistics
 
 TOKENS = 512
-"""Tokens measured by default."""
+"""Default number of tokens."""
 
 
 def measure_attention(
     checkpoint: Path, text: str, *, tokens: int | None, tokenizer: Path | None, device: str
 ) -> "tuple[int, list[LayerStatistics]]":
-    """Run a model on the first tokens of a text and return their number and figures per layer.
-
-    Converts a Megatron checkpoint to Hugging Face in a temporary directory first.
+    """Run a model on the beginning of a text and return the number of tokens and the statistics of
+    each layer. Megatron checkpoints are converted to Hugging Face in a temporary directory.
 
     Raises:
-        CheckpointError: the checkpoint cannot be loaded or has no tokenizer.
-        ConfigError: more tokens than the model has positions, or no such device.
-        DataError: fewer than two tokens.
+        CheckpointError: If the checkpoint cannot be loaded or has no tokenizer.
+        ConfigError: If there are too many tokens for the model or the device does not exist.
+        DataError: If the text has fewer than two tokens.
     """
     from kha_megatron.checkpoint.hf_reader import is_hf_folder
     from kha_megatron.conversion import to_hf
@@ -42,7 +41,7 @@ def measure_attention(
             plan = to_hf.plan_export(checkpoint, tokenizer=tokenizer)
             if plan.source.tokenizer.origin is None:
                 raise CheckpointError(
-                    f"{checkpoint} records no Hugging Face tokenizer. Add --tokenizer DIRECTORY."
+                    f"No Hugging Face tokenizer found for {checkpoint}. Pass --tokenizer DIRECTORY."
                 )
             folder = Path(scratch) / "model"
             with console.log.status(f"Converting {checkpoint}"):
@@ -51,31 +50,32 @@ def measure_attention(
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS
     ids = encode(text, return_tensors="pt").input_ids[:, : tokens or min(TOKENS, limit)]
     if ids.shape[1] < 2:
-        raise DataError(f"Expected a text of 2 or more tokens, got {ids.shape[1]}.")
+        raise DataError(f"The text must have at least 2 tokens, got {ids.shape[1]}.")
     check_tokens(ids, model)
     return ids.shape[1], measure_layers(model, ids.to(target))
 
 
 def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterator[Table]:
-    """Yield a table of sinks and peaks, and one of gates and head load if there are any."""
+    """Yield a table of attention sinks and massive activations and, if the model has gates or MoH,
+    a table of their statistics."""
     columns = ("layer", "sink mean", "sink max", "head", "peak", "feature", "token", "median")
-    shown = console.number_table(*columns, title=f"attention over {tokens} tokens", names=0)
+    table = console.number_table(*columns, title=f"attention over {tokens} tokens", names=0)
     for x in layers:
         sinks = ["", "", ""]
         if x.sinks:
             most = max(x.sinks)
             sinks = [f"{sum(x.sinks) / len(x.sinks):.3f}", f"{most:.3f}", str(x.sinks.index(most))]
         peak = [f"{x.peak:.3g}", str(x.peak_feature), str(x.peak_token), f"{x.median:.3g}"]
-        shown.add_row(str(x.layer), *sinks, *peak)
-    yield shown
+        table.add_row(str(x.layer), *sinks, *peak)
+    yield table
     rows = [
         x.gates | ({"least load": min(x.load), "most load": max(x.load)} if x.load else {})
         for x in layers
     ]
     if names := list(dict.fromkeys(name for row in rows for name in row)):
         heads = [name.replace("/", "\n") for name in names]
-        shown = console.number_table("layer", *heads, title="gates and heads", names=0)
+        table = console.number_table("layer", *heads, title="gates and heads", names=0)
         for x, row in zip(layers, rows, strict=True):
             cells = [f"{row[name]:.3f}" if name in row else "" for name in names]
-            shown.add_row(str(x.layer), *cells)
-        yield shown
+            table.add_row(str(x.layer), *cells)
+        yield table

@@ -1,4 +1,4 @@
-"""Print results to stdout, and progress and errors to stderr."""
+"""Consoles for results (stdout) and for progress and error messages (stderr)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,22 +16,22 @@ log = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _CONTROL_CODES = {*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}
 VISIBLE = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
-"""Translation of text that may contain terminal escape sequences."""
+"""Table for ``str.translate`` that replaces control characters such as escape sequences."""
 
 
 def error(message: str) -> None:
-    """Print an error message as one line on stderr."""
+    """Print an error message on a single line."""
     line = " ".join(message.splitlines()).translate(VISIBLE)
     log.print(f"[bold red]error:[/] {escape(line)}", emoji=False)
 
 
 def print_json(content: Any) -> None:
-    """Print a result as JSON on stdout; NaN and infinity become null."""
+    """Print a result as JSON, where NaN and infinity are converted to null."""
     typer.echo(as_json(content))
 
 
 def number_table(*columns: str, title: str | None = None, names: int = 1) -> Table:
-    """Return an empty table with right-aligned columns after the first ``names`` columns."""
+    """Create a table where all columns after the first ``names`` are right-aligned."""
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
@@ -41,7 +41,6 @@ def number_table(*columns: str, title: str | None = None, names: int = 1) -> Tab
 
 
 def print_facts(facts: Mapping[str, str], title: str | None = None) -> None:
-    """Print names and values in two columns."""
     table = Table(title=title and escape(title), title_justify="left", show_header=False, box=None)
     table.add_column()
     table.add_column(overflow="fold")  # do not truncate paths

@@ -1,7 +1,4 @@
-"""``kha-megatron doctor``: compare installed versions with the supported ones.
-
-Reads metadata and looks for files. Imports none of the packages, because they may be broken.
-"""
+"""``kha-megatron doctor``: check the environment without importing possibly broken packages."""
 
 import subprocess
 from collections.abc import Iterator
@@ -28,18 +25,18 @@ from kha_megatron.mcore.compat import installed_version, lacks_te_extension, ver
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """One row of the report."""
+    """Status of a package or device."""
 
     name: str
     status: Literal["ok", "missing", "wrong"]
     found: str = "-"
-    """Installed version, or devices."""
+    """Installed version or name of the device."""
     supported: str = "any"
     effect: str = ""
-    """What the component is used for, or what happens without it."""
+    """Purpose of the component, or the consequence if the component cannot be used."""
     remedy: str = ""
     blocks: bool = False
-    """Whether training cannot start."""
+    """Whether the component prevents training."""
 
 
 REQUIRED = {
@@ -52,7 +49,7 @@ REQUIRED = {
     "psutil": "checkpoints",
     "tensorboard": "loss history",
 }
-"""What each required package is needed for."""
+"""Purpose of each required package."""
 
 OPTIONAL = {
     "nemo-run": ("launch, compare", "no launch; use torchrun", "launch"),
@@ -61,15 +58,15 @@ OPTIONAL = {
     "triton": ("fused KHA kernels", "KHA runs in torch", None),
     "flash-attn": ("attention in TE", "not needed to train", None),
 }
-"""Effect if present, effect if absent, and the extra that installs the package."""
+"""Purpose, consequence if missing, and extra of each optional package."""
 
 TE_INSTALL = "pip install --no-build-isolation 'kha-megatron[te]'"
 
 
 def doctor(as_json: AsJSON = False) -> None:
-    """Check the installed packages against the supported versions.
+    """Check whether the installed packages and GPUs are supported.
 
-    Exits with code 1 if a component that training needs is missing or unsupported.
+    The exit code is 1 if a component that is required for training is missing or unsupported.
 
     Examples:
       kha-megatron doctor
@@ -96,7 +93,6 @@ def doctor(as_json: AsJSON = False) -> None:
 
 
 def inspect_components() -> list[Component]:
-    """Return one finding per component."""
     supported = _supported()
     findings = []
     for name, use in REQUIRED.items():
@@ -110,12 +106,12 @@ def inspect_components() -> list[Component]:
 
 
 def _supported() -> dict[str, str]:
-    """Return the version ranges of kha-megatron's requirements, extras included, by package."""
+    """Return the supported versions of all dependencies, including those of extras."""
     try:
         lines = metadata.requires("kha-megatron") or []
     except metadata.PackageNotFoundError:
         return {}
-    requirements = [Requirement(line) for line in reversed(lines)]  # the first of a name wins
+    requirements = [Requirement(line) for line in reversed(lines)]  # first entries take precedence
     return {canonicalize_name(r.name): str(r.specifier) for r in requirements if r.specifier}
 
 
@@ -123,11 +119,11 @@ def _package(
     name: str, supported: dict[str, str], present: str, absent: str, install: str | None = None
 ) -> Component:
     versions = supported.get(name, "")
-    try:  # Megatron may come from a source tree that hides the installed distribution
+    try:  # Megatron may be imported from a source tree instead of the installed package
         found = installed_version() if name == "megatron-core" else version_of(name)
     except VersionError:
         found = None
-    # NVIDIA's containers call builds after torch 2.6 "2.7.0a0+..."
+    # NVIDIA's containers use pre-release versions such as 2.7.0a0+...
     ok = found and SpecifierSet(versions).contains(Version(found).base_version)
     return Component(
         name=name,
@@ -140,7 +136,7 @@ def _package(
 
 
 def find_devices() -> Component:
-    """List the CUDA devices that the driver reports."""
+    """List the CUDA devices with nvidia-smi."""
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
@@ -154,10 +150,9 @@ def find_devices() -> Component:
 
 
 def find_transformer_engine(supported: dict[str, str]) -> Component:
-    """Look for Transformer Engine and its compiled extension."""
-    absent = "no FP8 and no fused layers"
-    name = "transformer-engine"
-    finding = _package(name, supported, "fused layers, FP8", absent, TE_INSTALL)
+    """Check Transformer Engine and its compiled extension."""
+    present, absent = "fused layers, FP8", "no FP8 and no fused layers"
+    finding = _package("transformer-engine", supported, present, absent, TE_INSTALL)
     if finding.found == "-" or not lacks_te_extension():
         return finding
     effect = "no compiled extension: import megatron.core fails without kha_megatron"
@@ -165,7 +160,7 @@ def find_transformer_engine(supported: dict[str, str]) -> Component:
 
 
 def _find_wrong_apex() -> Iterator[Component]:
-    """Yield a finding if ``import apex`` does not import NVIDIA's package, but the one on PyPI."""
+    """Yield an error if apex from PyPI is installed, which is not NVIDIA's apex."""
     spec = find_spec("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
     if folders and not (Path(folders[0]) / "optimizers").is_dir():

@@ -1,4 +1,4 @@
-"""Run a job and report its progress and its end on stderr."""
+"""Run a job while reporting its progress and result on stderr."""
 
 import math
 import shlex
@@ -27,7 +27,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def training_progress(title: str) -> Iterator[Callable[[Step], None]]:
-    """Show a progress bar with loss and time left on stderr, or lines if stderr is no terminal."""
+    """Show a progress bar with the loss, or print lines if stderr is not a terminal."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -56,15 +56,14 @@ def training_progress(title: str) -> Iterator[Callable[[Step], None]]:
 
 
 def format_loss(step: Step) -> str:
-    """Format the loss of a step."""
     return "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
 
 
 def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
-    """Run a job and follow it to its end, or print its command.
+    """Run a job and wait for its completion, or print its command if ``dry_run`` is set.
 
     Raises:
-        typer.Exit: the job failed or was interrupted.
+        typer.Exit: If the job failed or was interrupted.
     """
     if dry_run:
         command = recipes.dry_run(job)
@@ -75,7 +74,7 @@ def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
             result = recipes.launch_job(job, on_step=on_step)
     except KeyboardInterrupt:
         console.log.print(
-            f"Stopped. Add --resume to continue from the last checkpoint in {job.output}.",
+            f"Interrupted. Add --resume to continue from the last checkpoint in {job.output}.",
             markup=False,
         )
         raise typer.Exit(130) from None
@@ -88,10 +87,10 @@ def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
 
 
 def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
-    """Submit a job to Slurm and follow it to its end, or print its batch scripts.
+    """Submit a job to Slurm and wait for its completion, or print its batch scripts.
 
     Raises:
-        typer.Exit: the job failed, or following it was interrupted.
+        typer.Exit: If the job failed or waiting was interrupted.
     """
     if dry_run:
         submission = recipes.dry_submission(job)
@@ -99,22 +98,23 @@ def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> Non
             console.print_json(asdict(submission))
         else:
             typer.echo("\n".join(submission.requests))
-            typer.echo(f"# scripts/train.sh, which every rank runs\n{submission.script}")
+            typer.echo(f"# scripts/train.sh, executed by each rank\n{submission.script}")
         return
     try:
         with training_progress(job.title) if not detach else nullcontext() as on_step:
             result = recipes.submit(job, detach=detach, on_step=on_step)
     except KeyboardInterrupt:
-        console.log.print("Stopped waiting. Submitted jobs continue.")
+        console.log.print("Interrupted. Jobs that were already submitted are not canceled.")
         raise typer.Exit(130) from None
     if result.failure is not None:
         _print_tail(result.failure)
     if result.reason is not None:
         console.error(result.reason)
     jobs = ", ".join(result.jobs) or "none"
-    console.log.print(f"{result.status}; jobs: {jobs}; files: {result.folder}", markup=False)
+    console.log.print(f"Status: {result.status}, jobs: {jobs}", markup=False)
+    console.log.print(f"NeMo-Run experiment: {result.folder}", markup=False)
     if result.log is not None:
-        console.log.print(f"log of all ranks: {result.log}", markup=False)
+        console.log.print(f"Log of all ranks: {result.log}", markup=False)
     if as_json:
         console.print_json({"succeeded": result.succeeded, **asdict(result)})
     if not result.succeeded:
@@ -122,14 +122,13 @@ def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> Non
 
 
 def print_result(result: LaunchResult) -> None:
-    """Print how a run ended; after a failure, with the last log lines of the rank that failed."""
+    """Print the result of a run and, if it failed, the last log lines of the failed rank."""
     if result.succeeded:
-        console.log.print(f"trained in {result.seconds:.0f} s; log: {result.log}", markup=False)
-        return
-    if result.failure is not None:
+        console.log.print(f"Training finished after {result.seconds:.0f} s.")
+    elif result.failure is not None:
         _print_tail(result.failure)
-        console.error(f"training {result.status}: {result.failure}; its log: {result.failure.log}")
-    console.log.print(f"log of all ranks: {result.log}", markup=False)
+        console.error(f"Training {result.status}: {result.failure}. See {result.failure.log}.")
+    console.log.print(f"Log of all ranks: {result.log}", markup=False)
 
 
 def _print_tail(failure: Failure) -> None:
@@ -138,7 +137,7 @@ def _print_tail(failure: Failure) -> None:
 
 
 def _as_shell(command: Command) -> str:
-    """Format the command for a shell: one variable, or one flag with its values, per line."""
+    """Format a command for a shell with one variable or flag per line."""
     lines = [f"cd {shlex.quote(str(command.folder))} &&"]
     for name, value in command.environment.items():
         tail = ':"$PATH"' if name == "PATH" else ""

@@ -15,17 +15,21 @@ if TYPE_CHECKING:
 
 def generate(
     hf_dir: ModelFolder,
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, max=2**31, help="Tokens to generate.")] = 64,
+    prompt: Annotated[str, typer.Argument(help="Prompt that the model completes.")],
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, max=2**31, help="Maximum number of tokens to generate.")
+    ] = 64,
     temperature: Annotated[float, typer.Option(min=1e-3, help="Sampling temperature.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Sampling seed.")] = 0,
-    greedy: Annotated[bool, typer.Option("--greedy", help="Take the most likely token.")] = False,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Random seed for sampling.")] = 0,
+    greedy: Annotated[
+        bool, typer.Option("--greedy", help="Use greedy decoding instead of sampling.")
+    ] = False,
     device: Device = "auto",
     as_json: AsJSON = False,
 ) -> None:
-    """Generate text with a Hugging Face model, which may be a kha model or any other.
+    """Generate text with a Hugging Face model, including models without KHA.
 
-    For other sampling settings use transformers or vLLM.
+    Use transformers or vLLM directly for other generation settings.
 
     Examples:
       kha-megatron generate out/hf "def main(" --temperature 0.7 --seed 1
@@ -47,7 +51,7 @@ def generate(
     end = tokenizer.eos_token_id if end is None else end
     pad = tokenizer.pad_token_id
     settings: dict[str, Any] = {"do_sample": False}
-    if not greedy:  # top_k=0: transformers samples from 50 tokens by default
+    if not greedy:  # transformers uses top_k=50 by default
         settings = {"do_sample": True, "temperature": temperature, "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -71,10 +75,10 @@ def generate(
 
 
 def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
-    """Load tokenizer and model in evaluation mode without running code from the directory.
+    """Load a tokenizer and a model in evaluation mode without executing remote code.
 
     Raises:
-        CheckpointError: transformers cannot load the directory, or weights do not match the config.
+        CheckpointError: If the model cannot be loaded or the weights do not match the config.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -83,7 +87,7 @@ def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
     from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 
     HFCheckpoint.open(hf_dir)
-    logging.set_verbosity_error()  # mismatched weights are errors below
+    logging.set_verbosity_error()
     logging.disable_progress_bar()
     safe = {"trust_remote_code": False, "local_files_only": True}
     try:
@@ -97,25 +101,21 @@ def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported below
             )
-    except Exception as error:  # transformers raises many types
+    except Exception as error:  # transformers raises many exception types
         raise CheckpointError(
-            f"transformers cannot load {hf_dir}: {type(error).__name__}: {in_one_line(error)}"
+            f"Could not load {hf_dir}: {type(error).__name__}: {in_one_line(error)}"
         ) from error
     for problem in ("missing", "unexpected", "mismatched"):
         if names := [str(key) for key in info[f"{problem}_keys"]]:
             raise CheckpointError(
-                f"{hf_dir} has {len(names)} {problem} weights, such as {min(names)}. Its "
-                "safetensors files do not match its config.json."
+                f"The weights in {hf_dir} do not match its config.json: {len(names)} {problem} "
+                f"keys, e.g. {min(names)}."
             )
     return tokenizer, model.to(device).eval()
 
 
 def parse_device(name: str) -> "torch.device":
-    """Parse ``auto``, ``cpu``, ``cuda`` or ``cuda:1``.
-
-    Raises:
-        ConfigError: this machine has no such device.
-    """
+    """Parse a device name (``auto``, ``cpu``, ``cuda`` or ``cuda:1``) and check that it exists."""
     import torch
 
     count = torch.cuda.device_count()
@@ -123,34 +123,29 @@ def parse_device(name: str) -> "torch.device":
         return torch.device("cuda" if count else "cpu")
     if name not in ("cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))):
         raise ConfigError(
-            f"Expected --device to be auto, cpu or one of {count} CUDA devices, got {name!r}."
+            f"--device {name!r} is not available. Choose auto, cpu or one of {count} CUDA devices."
         )
     return torch.device(name)
 
 
 def check_tokens(ids: "torch.Tensor", model: Any, new_tokens: int = 0) -> None:
-    """Check token ids, ``[1, T]``, against the vocabulary and the positions of a model.
-
-    Raises:
-        ConfigError: there are no tokens, or more than the model has positions.
-        CheckpointError: a token is not in the vocabulary.
-    """
+    """Check token IDs of shape ``[1, T]`` against a model's vocabulary and sequence length."""
     config = model.config.get_text_config()
     if ids.numel() and ids.max() >= config.vocab_size:
         raise CheckpointError(
-            f"The tokenizer produced token {int(ids.max())}, but the model has only "
-            f"{config.vocab_size}. Use the tokenizer of this model."
+            f"Token ID {int(ids.max())} is out of range for the model's vocabulary of size "
+            f"{config.vocab_size}. Does the tokenizer belong to this model?"
         )
     limit = getattr(config, "max_position_embeddings", None) or 2**31
     if not 0 < ids.shape[1] <= limit - new_tokens:
         raise ConfigError(
-            f"Expected 1 to {limit - new_tokens} tokens, got {ids.shape[1]}. The model has {limit} "
-            "positions."
+            f"The input must have between 1 and {limit - new_tokens} tokens, got {ids.shape[1]} "
+            f"(max_position_embeddings={limit})."
         )
 
 
 def _write(text: str) -> None:
-    """Write text to stdout. Replace control characters on a terminal."""
+    """Write text to stdout and, on a terminal, replace control characters."""
     stream = console.out.file
     stream.write(text.translate(console.VISIBLE) if stream.isatty() else text)
     stream.flush()

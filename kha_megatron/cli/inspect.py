@@ -1,4 +1,4 @@
-"""``kha-megatron inspect``: report the learnt matrices of a checkpoint and its attention."""
+"""``kha-megatron inspect``: plot the KHA matrices and attention statistics of a checkpoint."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -25,34 +25,39 @@ _QUANTITIES = {"diagonal_mean": "diag", "off_diagonal_share": "off", "distance":
 def inspect(
     checkpoint: Annotated[
         Path,
-        typer.Argument(metavar="CKPT_OR_HF", help="Megatron checkpoint or Hugging Face model."),
+        typer.Argument(
+            metavar="CKPT_OR_HF", help="Path to a Megatron checkpoint or Hugging Face model."
+        ),
     ],
-    out_dir: Annotated[Path, typer.Argument(help="Directory for the PNG files.")],
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text file to run the model on.")] = None,
+    out_dir: Annotated[Path, typer.Argument(help="Path to the output directory for PNG files.")],
+    text: Annotated[
+        Path | None, typer.Option(help="Path to a UTF-8 text file to run the model on.")
+    ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=2, max=2**20, help="Tokens to use. Default: up to 512."),
+        typer.Option(min=2, max=2**20, help="Maximum number of tokens of --text (default: 512)."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Tokenizer directory, if a Megatron checkpoint records none."),
+        typer.Option(help="Path to the tokenizer directory, if not stored in the checkpoint."),
     ] = None,
     device: Device = "auto",
     as_json: AsJSON = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the PNG files in OUT_DIR.")
+        bool, typer.Option("--overwrite", help="Overwrite existing PNG files in OUT_DIR.")
     ] = False,
 ) -> None:
-    """Plot the learnt KHA matrices of each layer and print their statistics.
+    """Plot the learned KHA matrices of each layer and print their statistics.
 
-    Writes one PNG file per projection and matrix, clipped to 0..1 as in the paper's Fig. 3 (gates
-    are not clipped). The tables list for each layer the mean of the diagonal (diag), the share of
-    the sum of squares off the diagonal (off), and the distance from the initial value in units of
-    the norm of the identity (moved).
+    Each PNG file shows one matrix per layer, with values clipped to [0, 1] as in Figure 3 of the
+    paper (except for gates). The printed tables contain the mean of the diagonal (diag), the
+    fraction of the squared Frobenius norm that is off the diagonal (off), and the distance from the
+    initialization relative to the norm of the identity (moved).
 
-    With --text, also runs the model on the text and lists for each layer the attention on the first
-    token (attention sink), the largest activation with its feature and token, the mean of each gate
-    and its share below 0.1, and the share of tokens that use each head of a mixture of heads.
+    With --text, the model is also run on a text, and the command prints statistics for each layer:
+    the attention to the first token (attention sink), the largest activation, the mean of each gate
+    and the fraction of its scores below 0.1, and the fraction of tokens that are routed to each
+    head in MoH.
 
     Examples:
       kha-megatron inspect my-hf-model pictures/ --text book.txt --tokens 2048
@@ -68,7 +73,7 @@ def inspect(
     content = None if text is None else read_beginning(text, tokens or TOKENS)
     opened = (HFCheckpoint if is_hf_folder(checkpoint) else MegatronCheckpoint).open(checkpoint)
     kha = read_kha_config(opened) or KHAConfig()
-    # without --text, a model without matrices is an error
+    # models without KHA matrices are only supported with --text
     weights = {} if content and not kha.variants else read_knock_weights(opened)
     used = 0
     layers: list[LayerStatistics] = []
@@ -103,11 +108,10 @@ def inspect(
     if layers:
         for table in attention_tables(layers, used):
             console.out.print(table, "")
-    console.log.print(f"{len(files)} pictures in {out_dir}: {', '.join(files)}", markup=False)
+    console.log.print(f"Saved {len(files)} plots to {out_dir}: {', '.join(files)}", markup=False)
 
 
 def _print_matrices(kha: KHAConfig, numbers: list[dict[str, Any]]) -> None:
-    """Print one table per projection, with three columns per matrix."""
     for projection, variant in kha.variants.items():
         columns = [f"{m}\n{what}" for m in MATRICES[variant] for what in _QUANTITIES.values()]
         title = f"{projection} heads ({variant})"

@@ -1,4 +1,4 @@
-"""``kha-megatron launch``: train a recipe with NeMo-Run and follow it."""
+"""``kha-megatron launch``: train a recipe with NeMo-Run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,63 +24,68 @@ def launch(
     data: DataFolder = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Directory for checkpoints and TensorBoard files; default runs/RECIPE."),
+        typer.Option(help="Path to the output directory of the run (default: runs/RECIPE)."),
     ] = None,
     device: TrainingDevice = None,
     nproc: Annotated[
         int | None,
-        typer.Option(min=1, help="Ranks per machine; default: the recipe's, 8 on Slurm."),
+        typer.Option(min=1, help="Number of ranks per node (default: set by recipe, 8 on Slurm)."),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last checkpoint in --output.")
+        bool, typer.Option("--resume", help="Resume from the last checkpoint in --output.")
     ] = False,
     executor: Annotated[
-        Literal["local", "slurm"], typer.Option(help="Run on this machine or on Slurm.")
+        Literal["local", "slurm"],
+        typer.Option(help="Whether to train on this machine or submit a Slurm job."),
     ] = "local",
     time: Annotated[
         str | None,
-        typer.Option(help="Slurm: time limit, [DAYS-]HH:MM:SS. The run saves and exits before it."),
+        typer.Option(help="Slurm: time limit as [DAYS-]HH:MM:SS. A checkpoint is saved before."),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Slurm: number of nodes.")] = 1,
     container_image: Annotated[
-        str | None, typer.Option(help="Slurm: container image of the ranks.")
+        str | None, typer.Option(help="Slurm: container image to use.")
     ] = None,
     mount: Annotated[
-        list[str] | None, typer.Option(help="Slurm: HOST:CONTAINER path. May be repeated.")
+        list[str] | None,
+        typer.Option(help="Slurm: container mount as HOST:CONTAINER. Can be repeated."),
     ] = None,
     env: Annotated[
-        list[str] | None, typer.Option(help="Slurm: NAME=VALUE for the ranks. May be repeated.")
+        list[str] | None,
+        typer.Option(help="Slurm: environment variable as NAME=VALUE. Can be repeated."),
     ] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm partition to submit to.")] = None,
-    account: Annotated[str | None, typer.Option(help="Slurm account to charge.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Slurm: partition to submit to.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm: account to charge.")] = None,
     retries: Annotated[
-        int, typer.Option(min=0, help="Slurm: how often to requeue a failed job.")
+        int, typer.Option(min=0, help="Slurm: number of times that a failed job is requeued.")
     ] = 0,
     chain: Annotated[
-        int, typer.Option(min=1, help="Slurm: jobs in a row, each resuming from the one before.")
+        int, typer.Option(min=1, help="Slurm: number of consecutive jobs that resume each other.")
     ] = 1,
     set_: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
-            help="Slurm: NAME=VALUE of a field of NeMo-Run's SlurmExecutor, as text or JSON. "
-            "May be repeated.",
+            help="Slurm: NAME=VALUE for a field of NeMo-Run's SlurmExecutor, where VALUE is a "
+            "string or JSON. Can be repeated.",
         ),
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Slurm: submit the job and return.")
+        bool, typer.Option("--detach", help="Slurm: do not wait for the job to complete.")
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Print the exact command and environment; start nothing."),
+        typer.Option("--dry-run", help="Only print the command and the environment variables."),
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Train a recipe with NeMo-Run on this machine or on Slurm, and follow it.
+    """Train a recipe with NeMo-Run on this machine or on Slurm.
 
-    Exit codes: 0 if the job succeeded (or was submitted with --detach), 1 if it
-    failed, 2 for invalid input, 130 if interrupted. A job that Slurm restarts
-    resumes from its last checkpoint. For other executors use `nemo kha train`.
+    By default, the command waits until the job completes. If Slurm restarts a job, it resumes from
+    its last checkpoint. Use `nemo kha train` for other executors.
+
+    The exit code is 0 if the job succeeded (or was submitted with --detach), 1 if it failed, 2 for
+    invalid arguments and 130 if the command was interrupted.
 
     Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
@@ -104,10 +109,9 @@ def launch(
     )
     slurm = options if executor == "slurm" else None
     if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
-        raise ConfigError("Expected --executor slurm with options for Slurm; see --help.")
-    chosen = get_recipe(recipe)
+        raise ConfigError("Slurm options require --executor slurm. See --help for these options.")
     job = prepare_job(
-        chosen,
+        get_recipe(recipe),
         data=data,
         output=output or Path("runs", recipe),
         overrides=megatron or [],
@@ -123,8 +127,8 @@ def launch(
 
 
 def _pairs(flag: str, words: Sequence[str] | None) -> dict[str, str]:
-    """Parse the values of a repeated ``NAME=VALUE`` option."""
+    """Parse a repeated ``NAME=VALUE`` option."""
     for word in words or ():
         if word.find("=") < 1:
-            raise ConfigError(f"Expected {flag} NAME=VALUE, got {word}.")
+            raise ConfigError(f"{flag} must have the format NAME=VALUE, got {word!r}.")
     return dict(word.split("=", 1) for word in words or ())

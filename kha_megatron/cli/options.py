@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options shared by multiple commands."""
 
 import re
 from pathlib import Path
@@ -11,20 +11,20 @@ from kha_megatron.errors import ConfigError
 
 
 def recipe_names() -> list[tuple[str, str]]:
-    """Return recipe names and descriptions for shell completion."""
+    """Complete recipe names."""
     from kha_megatron.recipes import RECIPES
 
     return [(name, recipe.description) for name, recipe in RECIPES.items()]
 
 
 def preset_names(incomplete: str) -> list[str]:
-    """Complete the last preset of a list joined with ``,`` or ``+``."""
+    """Complete the last preset in a list separated by ``,`` or ``+``."""
     joined = re.match(r"(.*[,+])?", incomplete)
     return [f"{joined[0] if joined else ''}{name}" for name in PRESETS]
 
 
 def megatron_flags() -> list[str]:
-    """Return the Megatron arguments of the model table for shell completion after ``--``."""
+    """Complete Megatron arguments."""
     from kha_megatron.model.run import TABLE
 
     return [row.flag for row in TABLE]
@@ -32,29 +32,34 @@ def megatron_flags() -> list[str]:
 
 RecipeName = Annotated[
     str,
-    typer.Argument(help="Recipe from `kha-megatron recipes list`.", autocompletion=recipe_names),
+    typer.Argument(
+        help="Name of the recipe. See `kha-megatron recipes list`.", autocompletion=recipe_names
+    ),
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(help="Preset, such as kha_mlp or kha_linear.", autocompletion=preset_names),
+    typer.Option(help="Preset, e.g. kha_mlp or kha_linear.", autocompletion=preset_names),
 ]
 MegatronArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[-- MEGATRON ARGS]",
-        help="Megatron and --kha-* arguments, which override the recipe.",
+        help="Megatron and --kha-* arguments that override the recipe.",
         autocompletion=megatron_flags,
     ),
 ]
-ModelFolder = Annotated[Path, typer.Argument(help="Hugging Face model directory.")]
+ModelFolder = Annotated[Path, typer.Argument(help="Path to a Hugging Face model directory.")]
 DataFolder = Annotated[
-    Path | None, typer.Option(help="Directory written by `kha-megatron data prepare`.")
+    Path | None, typer.Option(help="Path to the output directory of `kha-megatron data prepare`.")
 ]
-TrainingDevice = Annotated[str | None, typer.Option(help="cuda or cpu. Default: the recipe's.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-GPUMemory = Annotated[str, typer.Option(help="Memory of one GPU: 80GB (10^9 bytes) or 80GiB.")]
+TrainingDevice = Annotated[
+    str | None, typer.Option(help="Device to train on: cuda or cpu (default: set by recipe).")
+]
+Device = Annotated[str, typer.Option(help="Device to use: auto, cpu, cuda, cuda:1 etc.")]
+GPUMemory = Annotated[str, typer.Option(help="Memory per GPU, e.g. 80GB (10^9 bytes) or 80GiB.")]
 Workers = Annotated[
-    int | None, typer.Option(min=1, max=1024, help="Threads. Default: one per core.")
+    int | None,
+    typer.Option(min=1, max=1024, help="Number of threads (default: number of CPU cores)."),
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -66,15 +71,9 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(flag: str, text: str) -> int:
-    """Parse ``"1000"``, ``"64KiB"``, ``"500MB"`` or ``"1.5GiB"`` (any case) to bytes.
-
-    Raises:
-        ConfigError: ``text`` is not a size of at least one byte. The message names ``flag``.
-    """
+    """Convert a size such as ``"1000"``, ``"500MB"`` or ``"1.5GiB"`` to bytes."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Z]*)", text.strip().upper(), re.ASCII)
     size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if size < 1:
-        raise ConfigError(
-            f"Expected {flag} to be a size such as 1000, 64KiB or 5GB, got {text[:40]!r}."
-        )
+        raise ConfigError(f"{flag} must be a size such as 1000, 64KiB or 5GB, got {text[:40]!r}.")
     return size

@@ -1,4 +1,4 @@
-"""``kha-megatron params`` and ``flops``: count the parameters and FLOPs of a recipe."""
+"""``kha-megatron params`` and ``flops``: count a recipe's parameters and FLOPs."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -19,11 +19,11 @@ from kha_megatron.plan.counts import (
 
 
 def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
-    """Count the parameters of a recipe and the size of its KV cache.
+    """Count the parameters of a recipe and compute its KV cache size.
 
-    Active parameters exclude the experts that a token is not routed to and count the tied embedding
-    once. "KHA's own" counts all head mechanisms. The paper's counts exclude the KHA matrices. The
-    share of work is KHA's share of the FLOPs of one forward pass (equations 10 to 12).
+    Active parameters only include the experts that are selected for a token, and tied embeddings
+    are counted once. The row "KHA" contains all head mechanisms, which are not included in the
+    paper's numbers. The overhead is measured in FLOPs of a forward pass (equations 10 to 12).
 
     Examples:
       kha-megatron params moe-a0.8b-6.6b
@@ -55,38 +55,39 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
             ours, how = printed[name], f"{ours}: {how}"
         note = f"{ours} ({how})" if ours else "-"
         table.add_row(name, f"{getattr(counts, name):,}", f"{own:,}", note)
-    table.add_row("KHA's own", f"{counts.kha:,}", "0", "-")
+    table.add_row("KHA", f"{counts.kha:,}", "0", "-")
     if len(counts.mechanisms) > 1 or knock != counts.kha:
         for name, own in counts.mechanisms.items():
             table.add_row(f"  {name}", f"{own:,}", "0", "-")
     console.out.print(f"{chosen.name}: {chosen.description}", markup=False)
     console.out.print(table)
-    more = counts.cache_per_layer - bare.cache_per_layer
+    change = counts.cache_per_layer - bare.cache_per_layer
     console.out.print(
-        f"cache: {counts.cache_bytes:,} bytes a token in bf16, {model.num_layers} layers of "
-        f"{counts.cache_per_layer:,} numbers; KHA adds "
-        + (f"{more:+,} of them" if more else "none")
+        f"KV cache: {counts.cache_bytes:,} bytes per token in bf16 ({model.num_layers} layers x "
+        f"{counts.cache_per_layer:,} values, KHA: {change:+,})"
     )
     if kha.mechanisms:
         linear = set(kha.variants.values()) == {"linear"} and not kha.other_mechanisms
-        folding = ", none once `convert fold` has folded it away" if linear else ""
-        console.out.print(f"work: KHA adds {share:.2%} to the layers{folding}")
+        folding = " (0 % after `convert fold`)" if linear else ""
+        console.out.print(f"FLOPs: KHA adds {share:.2%} to the layers{folding}")
     if chosen.note:
-        console.out.print(f"note: {chosen.note}", markup=False)
+        console.out.print(f"Note: {chosen.note}", markup=False)
 
 
 def count_flops(
     recipe: RecipeName,
     seq: Annotated[
-        int | None, typer.Option(min=1, max=2**31, help="Sequence length. Default: the recipe's.")
+        int | None,
+        typer.Option(min=1, max=2**31, help="Sequence length (default: set by recipe)."),
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Count the FLOPs of one sequence and the share of KHA.
+    """Count the FLOPs per sequence and the overhead of KHA.
 
-    Counts matrix multiplications by the paper's equations 10 to 12, with scores for all pairs of
-    positions. Backward is twice forward. The column "on paper" lists what kernels could save by
-    skipping the unselected heads of a mixture of heads.
+    Matrix multiplications are counted as in equations 10 to 12 of the paper, i.e. without taking
+    advantage of the causal mask. The backward pass requires twice as many FLOPs as the forward
+    pass. For MoH, the column "on paper" contains the possible savings if kernels skipped heads that
+    are not selected.
 
     Examples:
       kha-megatron flops moe-a0.8b-6.6b --seq 4096
@@ -127,8 +128,8 @@ def count_flops(
             row = [f"{times * forward / 1e12:,.4f}" for times in (1, 2, 3)]
             row.append(f"-{less / 1e12:,.4f}" if less else "-")
             table.add_row(name, *row[: len(columns)])
-    console.out.print(f"{chosen.name}: {chosen.description}; knocks {kha}", markup=False)
+    console.out.print(f"{chosen.name}: {chosen.description} (KHA: {kha})", markup=False)
     console.out.print(table)
     console.out.print(
-        f"KHA adds {shares['layers']:.2%} to the layers and {shares['attention']:.2%} to attention"
+        f"KHA adds {shares['layers']:.2%} to the layers and {shares['attention']:.2%} to attention."
     )

@@ -1,4 +1,4 @@
-"""``kha-megatron plan``: list parallel layouts of a recipe with their estimated cost."""
+"""``kha-megatron plan``: estimate memory and communication of parallel layouts."""
 
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
@@ -15,12 +15,12 @@ from kha_megatron.plan.counts import count_model
 from kha_megatron.plan.rank import Setup
 
 _ASSUMED = (
-    "Calculated, not measured, for Transformer Engine with flash attention, no dropout and evenly "
-    f"loaded experts. A layout fits if it uses at most {planner.USABLE_MEMORY:.0%} of the GPU's "
-    "memory. Order: fits, idle time in steps of 5 %, bytes sent."
+    "Estimates assume Transformer Engine with flash attention, no dropout and balanced experts. A "
+    f"layout fits if it uses at most {planner.USABLE_MEMORY:.0%} of the GPU memory. Layouts are "
+    "sorted by fit, idle time (in steps of 5 %) and communication volume."
 )
-Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Instead of the recipe's.")]
-Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="List only this size.")]
+Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Override the recipe's value.")]
+Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="Only list this size.")]
 
 
 def plan(
@@ -31,10 +31,10 @@ def plan(
     micro_batch_size: Size = None,
     global_batch_size: Size = None,
     recompute: Annotated[
-        Literal["none", "selective", "full"], typer.Option(help="Activations to recompute.")
+        Literal["none", "selective", "full"], typer.Option(help="Activation recomputation.")
     ] = "none",
     precision: Annotated[
-        Literal["bf16", "fp8"] | None, typer.Option(help="Instead of the recipe's.")
+        Literal["bf16", "fp8"] | None, typer.Option(help="Override the recipe's precision.")
     ] = None,
     tp: Fixed = None,
     pp: Fixed = None,
@@ -42,15 +42,16 @@ def plan(
     cp: Fixed = None,
     ep: Fixed = None,
     etp: Fixed = None,
-    limit: Annotated[int, typer.Option(min=1, max=10**6, help="Layouts to list.")] = 15,
+    limit: Annotated[int, typer.Option(min=1, max=10**6, help="Number of layouts to list.")] = 15,
     as_json: AsJSON = False,
 ) -> None:
     """List the valid parallel layouts of a recipe with estimated memory and communication.
 
-    All numbers are calculated from the sizes of the model; nothing is measured. Memory is that of
-    the fullest rank: weights, gradients, optimizer and activations. Communication is what a rank
-    sends in one step. KHA is listed separately. pp4x2 means four pipeline ranks with two virtual
-    stages each. The last line lists the arguments of the first layout for `launch`.
+    The first table contains the peak memory of the rank with the highest usage, and the second one
+    the data that each rank sends per training step. The overhead of KHA is listed separately. Note
+    that all numbers are estimated from the model size. In the layout column, pp4x2 stands for four
+    pipeline ranks with two virtual stages each. The last line of the output contains the arguments
+    of the first layout, which you can pass to `kha-megatron launch`.
 
     Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
@@ -87,14 +88,14 @@ def plan(
         console.print_json(result)
         return
     console.out.print(
-        f"{recipe}: {counts['total']:,} parameters, {counts['active']:,} active, "
-        f"{counts['kha']:,} of KHA on {setup.kha}; {setup.precision}, recompute {recompute}, "
-        f"sequence {setup.batch.seq_length}, batch {setup.batch.global_batch_size}"
+        f"{recipe}: {counts['total']:,} parameters ({counts['active']:,} active, {counts['kha']:,} "
+        f"for KHA on {setup.kha}), {setup.precision}, recompute {recompute}, sequence length "
+        f"{setup.batch.seq_length}, global batch size {setup.batch.global_batch_size}"
     )
     _print(plans[:limit], capacity)
     console.out.print(
         f"{len(plans)} valid layouts on {gpus} GPUs, {fitting} fit into {gpu_memory}"
-        + (f"; the first {limit} are listed (--limit)" if len(plans) > limit else "")
+        + (f" (use --limit to list more than {limit})" if len(plans) > limit else "")
     )
     console.out.print(_ASSUMED)
     console.out.print(f"Arguments of the first layout: {_arguments(plans[0], setup)}")
@@ -117,11 +118,10 @@ def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
 
 
 def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
-    """Print memory and communication as two tables."""
     parts = "weights", "grads", "optim", "activ", "KHA", "total", "fits"
-    memory = console.number_table("layout", *parts, title="GB on the fullest rank")
+    memory = console.number_table("layout", *parts, title="peak memory (GB)")
     paths = "TP", "CP", "PP", "EP", "DP", "KHA", "all", "idle"
-    sent = console.number_table("layout", *paths, title="GB that a rank sends in a step")
+    sent = console.number_table("layout", *paths, title="data sent per rank and step (GB)")
     for plan in plans:
         own, path, name = plan.memory, plan.communication, _name(plan.layout)
         spent = [own.weights, own.gradients, own.optimizer, own.activations]
@@ -135,7 +135,6 @@ def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
 
 
 def _name(layout: Layout) -> str:
-    """Format the sizes that are not 1 and the data-parallel size."""
     stages = f"{layout.pp}x{layout.vpp}" if layout.vpp else layout.pp
     sizes = {"tp": layout.tp, "pp": stages, "cp": layout.cp, "ep": layout.ep}
     names = [f"{name}{size}" for name, size in sizes.items() if size != 1]

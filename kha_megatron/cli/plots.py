@@ -1,4 +1,4 @@
-"""Plot attention statistics and the loss."""
+"""Plots of attention statistics and training losses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 
 def plot_attention(layers: Sequence["LayerStatistics"], out_png: Path, *, title: str) -> None:
-    """Plot sinks and head load as maps (layer, head), and peaks and gates over layers."""
+    """Plot attention sinks and head load as heatmaps, and massive activations and gates as curves
+    over the layers."""
     maps = {
-        "attention on the first token": [x.sinks for x in layers],
-        "share of tokens that have the head": [x.load for x in layers],
+        "attention to the first token": [x.sinks for x in layers],
+        "fraction of tokens per head": [x.load for x in layers],
     }
     maps = {name: rows for name, rows in maps.items() if any(rows)}
     curves = {
-        "largest absolute value": {"largest": [x.peak for x in layers]},
+        "largest activation": {"largest": [x.peak for x in layers]},
         "gates": {
             name: [x.gates.get(name, math.nan) for x in layers]
             for name in sorted({name for x in layers for name in x.gates})
@@ -47,13 +48,13 @@ def plot_attention(layers: Sequence["LayerStatistics"], out_png: Path, *, title:
 
 
 def plot_loss_curve(history: Mapping[str, Sequence[tuple[int, float]]], out_png: Path) -> None:
-    """Plot training and validation loss of a TensorBoard or log history over iterations.
+    """Plot the training loss and the validation loss.
 
     Raises:
-        DataError: ``history`` has no finite training loss.
+        DataError: If there is no finite training loss.
     """
     if not any(math.isfinite(value) for _, value in history.get(LOSS, ())):
-        raise DataError(f"Expected a finite {LOSS!r} to plot, got {', '.join(history) or 'none'}.")
+        raise DataError(f"No finite {LOSS!r} values found.")
     figure = require_matplotlib()(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     for name, label in ((LOSS, "training"), (VALIDATION_LOSS, "validation")):

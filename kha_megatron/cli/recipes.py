@@ -1,4 +1,4 @@
-"""``kha-megatron recipes``: list and show training runs of the papers."""
+"""``kha-megatron recipes``: list recipes and show their arguments."""
 
 import fnmatch
 import shlex
@@ -12,15 +12,15 @@ from kha_megatron.cli.options import AsJSON, RecipeName
 from kha_megatron.cli.running import Commands
 from kha_megatron.recipes import Recipe
 
-app = Commands(name="recipes", help="List and show recipes.", no_args_is_help=True)
+app = Commands(name="recipes", help="List available recipes.", no_args_is_help=True)
 
 
 @app.command("list")
 def list_recipes(
-    pattern: Annotated[str, typer.Argument(help="Names to list, as in 'table2/*'.")] = "*",
+    pattern: Annotated[str, typer.Argument(help="Pattern for names, e.g. 'table2/*'.")] = "*",
     as_json: AsJSON = False,
 ) -> None:
-    """List recipes with the final loss that the paper prints, if any.
+    """List all recipes with the final loss reported in the paper.
 
     Examples:
       kha-megatron recipes list 'table5/*'
@@ -36,7 +36,7 @@ def list_recipes(
 
 @app.command("show")
 def show_recipe(recipe: RecipeName, as_json: AsJSON = False) -> None:
-    """Show a recipe with all of its Megatron arguments.
+    """Show the Megatron arguments of a recipe.
 
     Examples:
       kha-megatron recipes show table2/mlp-v
@@ -57,7 +57,6 @@ def show_recipe(recipe: RecipeName, as_json: AsJSON = False) -> None:
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:
-    """Return a recipe as JSON values."""
     return {
         "name": recipe.name,
         "description": recipe.description,

@@ -1,7 +1,8 @@
-"""Run a command and turn exceptions into one error line and an exit code.
+"""Run commands and convert exceptions into exit codes and single-line error messages.
 
-Exit codes: a :class:`KHAError`'s own; 2 for invalid options and unreadable files; 129, 130 and 143
-for SIGHUP, SIGINT and SIGTERM; 1 for any other exception, whose traceback is written to a file.
+The exit code is 0 for success, 1 for failures, 2 for invalid arguments or unreadable files, and
+129, 130 or 143 after SIGHUP, SIGINT or SIGTERM. A :class:`KHAError` defines its own exit code. For
+unexpected exceptions, the traceback is saved to a file, and the exit code is 1.
 """
 
 import os
@@ -23,20 +24,19 @@ from kha_megatron.recipes.processes import interruptible
 
 
 class Commands(typer.Typer):
-    """A command group whose ``--help`` prints the examples of the docstring unchanged."""
+    """Command group that supports an ``Examples:`` section in the docstrings of commands."""
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
-        """Register a command."""
         return super().command(*args, cls=_Command, **settings)
 
 
 class _Command(TyperCommand):
-    """A command whose help is wrapped to the terminal, except for its examples."""
+    """Command whose help text is wrapped, except for the examples."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         text, _, self.examples = (self.help or "").partition("\n\nExamples:\n")
-        self.help = re.sub(r"(?<!\n)\n(?=\S)", " ", text)  # typer keeps line ends in a paragraph
+        self.help = re.sub(r"(?<!\n)\n(?=\S)", " ", text)  # typer keeps newlines in paragraphs
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
@@ -45,7 +45,7 @@ class _Command(TyperCommand):
 
 
 def run_app(app: typer.Typer) -> int:
-    """Run the command line of this process and return its exit code."""
+    """Run the app with ``sys.argv`` and return its exit code."""
     try:
         with interruptible() as received:
             code = app(standalone_mode=False) or 0
@@ -54,14 +54,14 @@ def run_app(app: typer.Typer) -> int:
         console.error(str(error))
         return error.exit_code
     except TyperException as error:
-        if message := error.format_message():  # empty after the help of a group
+        if message := error.format_message():  # empty if the help of a group was printed
             context = getattr(error, "ctx", None)
-            more = f"; see `{context.command_path} --help`" if context else ""
-            console.error(message.rstrip(".") + more)
+            hint = f" Try `{context.command_path} --help` for help." if context else ""
+            console.error(f"{message.rstrip('.')}.{hint}")
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of our output has exited
+    except BrokenPipeError:  # e.g. output piped to head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
@@ -74,7 +74,7 @@ def run_app(app: typer.Typer) -> int:
 
 
 def _report(error: Exception) -> int:
-    """Write the traceback to a file and ask the user to report it."""
+    """Save the traceback to a file."""
     with tempfile.NamedTemporaryFile(
         "w", prefix="kha-megatron-", suffix=".txt", errors="backslashreplace", delete=False
     ) as file:
@@ -82,6 +82,6 @@ def _report(error: Exception) -> int:
         traceback.print_exception(error, file=file)
     console.error(
         f"{type(error).__name__}: {in_one_line(error)[:200]}. This is a bug in kha-megatron. "
-        f"Please report it with {file.name}"
+        f"Please open an issue and attach {file.name}"
     )
     return 1

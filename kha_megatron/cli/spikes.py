@@ -23,15 +23,11 @@ def spikes(
         ),
     ],
     name: Annotated[str, typer.Option(help="Name of the metric.")] = LOSS,
-    window: Annotated[
-        int, typer.Option(max=10**6, help="Number of values in the moving window.")
-    ] = SpikeDefinition.window,
+    window: Annotated[int, typer.Option(max=10**6, help="Window size.")] = SpikeDefinition.window,
     deviations: Annotated[
-        float, typer.Option(help="Minimum height of a spike in standard deviations.")
+        float, typer.Option(help="Threshold in standard deviations.")
     ] = SpikeDefinition.deviations,
-    margin: Annotated[
-        float, typer.Option(help="Minimum height of a spike in nats.")
-    ] = SpikeDefinition.margin,
+    margin: Annotated[float, typer.Option(help="Threshold in nats.")] = SpikeDefinition.margin,
     as_json: AsJSON = False,
 ) -> None:
     """Find loss spikes in a Megatron run and print their height and recovery time.

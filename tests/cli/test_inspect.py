@@ -78,7 +78,7 @@ def test_tables_have_one_row_per_layer(run, model, matrices, tmp_path):
     assert [len(row) for row in rows] == [1 + 3, 1 + 9]
     mean = matrices["model.layers.2.self_attn.q_knock.proj.weight"].trace() / D
     assert rows[0][1] == f"{mean.item():.3f}"
-    assert "4 pictures" in stderr
+    assert "Saved 4 plots" in stderr
 
 
 @pytest.mark.whole
@@ -166,7 +166,7 @@ def test_tables_and_pictures_of_everything(run, tokenizer, text, tmp_path):
     assert code == 0
     for title in ("value heads (mlp)", "attention over", "gates and heads"):
         assert title in stdout
-    assert "4 pictures" in stderr
+    assert "Saved 4 plots" in stderr
     assert (tmp_path / "out" / "attention.png").stat().st_size > 10_000
 
 
@@ -199,8 +199,8 @@ def test_bad_input_is_refused_before_anything_is_written(
         ([tmp_path / "empty"], f"{tmp_path / 'empty'} has no"),
         ([stock, "--text", tmp_path / "nowhere"], "Cannot read"),
         ([stock, "--text", tmp_path / "blank"], "contains no text"),
-        ([stock, "--text", text, "--tokens", 200], "Expected 1 to 128 tokens, got 200"),
-        ([stock, "--text", text, "--device", "gpu"], "Expected --device to be auto, cpu"),
+        ([stock, "--text", text, "--tokens", 200], "between 1 and 128 tokens, got 200"),
+        ([stock, "--text", text, "--device", "gpu"], "--device 'gpu' is not available"),
     ):
         code, stdout, stderr = run(given[0], tmp_path / "out", *given[1:])
         assert (code, stdout, len(stderr.splitlines())) == (2, "", 1), given

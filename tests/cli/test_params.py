@@ -69,10 +69,10 @@ def test_the_documents_quote_the_shares_that_params_prints(run):
 
 def test_folding_and_the_note_of_a_recipe_are_printed(run):
     latent, grouped = run("params", "table3/mla-linear")[1], run("params", "table3/gqa4-mlp")[1]
-    assert "none once `convert fold` has folded it away" in latent
-    assert "--norm-epsilon 1e-6, in all other rows 1e-5" in latent
-    assert "folded" not in grouped
-    assert "note:" not in grouped
+    assert "(0 % after `convert fold`)" in latent
+    assert "--norm-epsilon 1e-6 instead of 1e-5" in latent
+    assert "convert fold" not in grouped
+    assert "Note:" not in grouped
     for recipe in TABLES:  # exactly the recipes with a note differ
         own = "1e-06" if recipe.note else "1e-05"
         assert recipe.run.flags.get("--norm-epsilon", ("1e-05",)) == (own,), recipe.name

@@ -9,9 +9,9 @@ PLAN = ["plan", "moe-a0.8b-6.6b", "--gpus", "64"]
 
 def test_tables_list_the_layouts_and_the_assumptions(run):
     text = run(*PLAN, "--ep", "8", "--limit", "3")[1]
-    assert "6,614,249,472 parameters, 881,160,192 active, 884,736 of KHA on value=mlp" in text
+    assert "6,614,249,472 parameters (881,160,192 active, 884,736 for KHA on value=mlp)" in text
     assert "valid layouts on 64 GPUs" in text
-    assert "Calculated, not measured" in text
+    assert "Estimates assume Transformer Engine" in text
     rows = [line.split() for line in text.splitlines() if " dp" in line]
     assert len(rows) == 6
     assert {row[-1] for row in rows[:3]} == {"yes"}

@@ -67,6 +67,6 @@ def test_a_loss_with_gaps_is_plotted(tmp_path):
 
 @pytest.mark.parametrize("history", [{}, {"lm loss": [(1, math.nan)]}])
 def test_nothing_to_draw_is_an_error(tmp_path, history):
-    with pytest.raises(DataError, match="Expected a finite 'lm loss'"):
+    with pytest.raises(DataError, match="No finite 'lm loss'"):
         plots.plot_loss_curve(history, tmp_path / "loss.png")
     assert not list(tmp_path.iterdir())

@@ -60,9 +60,9 @@ def test_tensorboard_files_as_a_table(run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--name", "mtp loss"], "has no 'mtp loss'. Choose from"),
+        (["--name", "mtp loss"], "Metric 'mtp loss' not found"),
         (["--window", "2"], "window must be at least 4"),
-        (["--window", "2000"], "got 400. Choose a smaller --window"),
+        (["--window", "2000"], "has only 400 values of 'lm loss'"),
     ],
 )
 def test_bad_input_is_refused(run, log, words, message):

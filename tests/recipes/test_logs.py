@@ -109,7 +109,7 @@ def logs(tmp_path):
             (ERROR,),
             "rank 0 failed with exit code 2",
         ),
-        ("torchrun: error: x\n", (), ("torchrun: error: x",), "torchrun failed before"),
+        ("torchrun: error: x\n", (), ("torchrun: error: x",), "torchrun failed without"),
     ],
 )
 def test_failure_is_that_of_the_first_rank_that_failed(report, errors, lines, text, logs):
