@@ -40,7 +40,7 @@ def launch(
     ] = "local",
     time: Annotated[
         str | None,
-        typer.Option(help="Slurm: time limit as [DAYS-]HH:MM:SS. A checkpoint is saved before."),
+        typer.Option(help="Slurm: time limit [DAYS-]HH:MM:SS, before which a checkpoint is saved."),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Slurm: number of nodes.")] = 1,
     container_image: Annotated[
@@ -60,7 +60,7 @@ def launch(
         int, typer.Option(min=0, help="Slurm: number of times that a failed job is requeued.")
     ] = 0,
     chain: Annotated[
-        int, typer.Option(min=1, help="Slurm: number of consecutive jobs that resume each other.")
+        int, typer.Option(min=1, help="Slurm: number of jobs, each resuming the previous one.")
     ] = 1,
     set_: Annotated[
         list[str] | None,
