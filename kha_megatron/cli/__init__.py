@@ -36,11 +36,11 @@ def _root(
 
 
 app.command()(quickstart)
-app.add_typer(data.app)
-app.add_typer(convert.app)
+app.add_typer(data.data_app)
+app.add_typer(convert.convert_app)
 app.command()(verify)
 app.command()(launch)
-app.add_typer(recipes.app)
+app.add_typer(recipes.recipes_app)
 app.command()(compare)
 app.command()(plan)
 app.command()(params)

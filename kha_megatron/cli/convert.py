@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _ROWS, _LENGTH = 8, 256
 """Maximum batch size and sequence length for ``--text``."""
 
-app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
+convert_app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
 
 ModelPath = Annotated[
     Path,
@@ -82,13 +82,13 @@ Examples:
 """
 
 
-@app.callback()
+@convert_app.callback()
 def _commands() -> None:
     """Convert checkpoints between Megatron and Hugging Face."""
 
 
-@app.command("fold", help=_FOLD_HELP)
-@app.command("to-hf")
+@convert_app.command("fold", help=_FOLD_HELP)
+@convert_app.command("to-hf")
 def to_hf(
     context: typer.Context,
     checkpoint: ModelPath,
@@ -128,7 +128,7 @@ def to_hf(
     _finish(plan, written, workers, verify, as_json)
 
 
-@app.command("to-megatron")
+@convert_app.command("to-megatron")
 def to_megatron(
     model: ModelPath,
     out: Out,
@@ -167,7 +167,7 @@ def to_megatron(
     _finish(plan, written, workers, verify, as_json)
 
 
-@app.command()
+@convert_app.command()
 def upcycle(
     model: ModelPath,
     out: Out,

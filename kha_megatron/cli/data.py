@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from kha_megatron.data import DataReport
     from kha_megatron.data import Progress as Step
 
-app = Commands(name="data", help="Convert text to training data.", no_args_is_help=True)
+data_app = Commands(name="data", help="Convert text to training data.", no_args_is_help=True)
 
 
-@app.command()
+@data_app.command()
 def prepare(
     out: Annotated[Path, typer.Option("--out", help="Output directory.")],
     sources: Annotated[
@@ -119,7 +119,7 @@ def prepare(
     _print(report, out, as_json)
 
 
-@app.command()
+@data_app.command()
 def show(
     folder: Annotated[
         Path, typer.Argument(help="Directory written by `kha-megatron data prepare`.")

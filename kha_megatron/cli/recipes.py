@@ -12,10 +12,10 @@ from kha_megatron.cli.options import AsJSON, RecipeName
 from kha_megatron.cli.running import Commands
 from kha_megatron.recipes import Recipe
 
-app = Commands(name="recipes", help="List available recipes.", no_args_is_help=True)
+recipes_app = Commands(name="recipes", help="List available recipes.", no_args_is_help=True)
 
 
-@app.command("list")
+@recipes_app.command("list")
 def list_recipes(
     pattern: Annotated[str, typer.Argument(help="Pattern for names, e.g. 'table2/*'.")] = "*",
     as_json: AsJSON = False,
@@ -34,7 +34,7 @@ def list_recipes(
         console.out.print(line, markup=False, emoji=False)
 
 
-@app.command("show")
+@recipes_app.command("show")
 def show_recipe(recipe: RecipeName, as_json: AsJSON = False) -> None:
     """Show the Megatron arguments of a recipe.
 
