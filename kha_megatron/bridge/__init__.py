@@ -8,13 +8,8 @@ __all__ = ["register_bridge"]
 def register_bridge() -> None:
     """Register the ``kha`` architecture with ``AutoBridge`` and with transformers.
 
-    Call this function before ``AutoBridge`` or before loading a checkpoint with KHA, so that
-    ``KHAModelProvider`` can be instantiated from the checkpoint's ``run_config.yaml``::
-
-        from kha_megatron.bridge import register_bridge
-
-        register_bridge()
-        AutoBridge.import_ckpt(hf_directory, megatron_directory)
+    Call this function before using ``AutoBridge`` or loading a Megatron-Bridge checkpoint with KHA,
+    so that ``KHAModelProvider`` can be instantiated from its ``run_config.yaml``.
 
     Raises:
         MissingDependencyError: If Megatron-Bridge or Transformer Engine is not installed.

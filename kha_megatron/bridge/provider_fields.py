@@ -23,11 +23,7 @@ _SAME_NAME = ("vocab_size", "seq_length", "moe_router_pre_softmax")
 
 
 def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
-    """Convert a Hugging Face configuration to provider fields.
-
-    Raises:
-        CheckpointError: If Megatron-Bridge does not support a field of ``config``.
-    """
+    """Convert a Hugging Face configuration to provider fields, or raise CheckpointError."""
     model = from_hf_config(config.to_dict())
     for name, value in (
         ("rope_parameters", model.scaling),
@@ -51,11 +47,7 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
 
 
 def provider_to_hf_config(provider: Any) -> KHAModelConfig:
-    """Convert a provider to a Hugging Face configuration.
-
-    Raises:
-        CheckpointError: If the ``kha`` architecture does not support the value of a field.
-    """
+    """Convert a provider to a Hugging Face configuration, or raise CheckpointError."""
     if (scale := provider.softmax_scale) is not None:  # has no command-line argument in Megatron
         raise CheckpointError(f"softmax_scale={scale!r} is not supported for kha models.")
     model = from_arguments(_arguments(provider), read_kha(provider), provider.vocab_size)

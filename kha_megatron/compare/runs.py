@@ -121,15 +121,11 @@ def plan_comparison(
     """
     set_by = _SET_BY | dict.fromkeys(_EVALUATION if held_out else (), "--held-out")
     if taken := [flag for flag in parse(overrides) if flag in set_by]:
-        raise ConfigError(
-            f"{taken[0]} is set by {set_by[taken[0]]} and cannot be overridden. Please remove it."
-        )
+        raise ConfigError(f"{taken[0]} is set by {set_by[taken[0]]}. Please remove it.")
     base = recipe.run_for(overrides)
     iterations = base.training.train_iters
     if iterations is None:
-        raise ConfigError(
-            f"--train-iters is not set in recipe {recipe.name}. Please add `-- --train-iters N`."
-        )
+        raise ConfigError(f"--train-iters is not set in {recipe.name}. Add `-- --train-iters N`.")
     variants = add_null_variant(tuple(variants)) if null else tuple(variants)
     interval = base.training.save_interval or iterations
     interval = min(interval, math.ceil(iterations / _MIN_CHECKPOINTS))
@@ -138,9 +134,7 @@ def plan_comparison(
     if held_out:
         batch = base.batch and base.batch.global_batch_size
         if not batch:
-            raise ConfigError(
-                "--held-out requires a constant batch size. Please add `-- --global-batch-size N`."
-            )
+            raise ConfigError("--held-out requires `-- --global-batch-size N`.")
         words += ["--eval-iters", str(math.ceil(held_out / batch))]
         words += ["--eval-interval", str(iterations + 1)]  # evaluate only at the end of training
     rounding = next((x for name, x in _ROUNDING.items() if getattr(base.training, name)), 1e-6)
@@ -165,8 +159,7 @@ def plan_comparison(
     )
     if has_files(output) and not (output / RUNS).is_dir():
         raise OutputError(
-            f"{output} is not empty and was not written by `kha-megatron compare`. Please choose "
-            "another --output."
+            f"{output} was not written by `kha-megatron compare`. Choose another --output."
         )
     for run in runs:
         if run.seed == 1:
@@ -260,10 +253,7 @@ def _losses(history: History, run: Trial) -> list[float | None]:
     if bad := [i for i, x in enumerate(losses, 1) if x is not None and not math.isfinite(x)]:
         raise DataError(f"The loss of {run.name} is not finite at iteration {bad[0]}.")
     if all(loss is None for loss in select_last(losses)):
-        raise DataError(
-            f"The final losses are missing in the TensorBoard files of {run.folder}. Please delete "
-            "this directory to repeat the run."
-        )
+        raise DataError(f"The final losses of {run.folder} are missing. Delete it to start again.")
     return losses
 
 
@@ -272,8 +262,5 @@ def _held_out(run: Trial, history: History) -> float | None:
         return None
     loss = dict(history.get(VALIDATION_LOSS, ())).get(run.iterations)
     if loss is None or not math.isfinite(loss):
-        raise DataError(
-            f"The held-out loss of {run.folder} is {loss}. Please delete this directory to repeat "
-            "the run."
-        )
+        raise DataError(f"Held-out loss of {run.folder} is {loss}. Delete it to start again.")
     return loss

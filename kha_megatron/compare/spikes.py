@@ -13,24 +13,16 @@ from kha_megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeDefinition:
-    """Parameters of spike detection.
+    """Parameters of spike detection."""
 
-    Attributes:
-        window: Number of previous values outside of spikes from which level and noise are computed.
-        deviations: Threshold above the level, as a multiple of the noise.
-        margin: Minimum threshold in nats per token.
-    """
-
-    window: int = 64
-    deviations: float = 6.0
-    margin: float = 0.1
+    window: int = 64  # number of values outside of spikes from which level and noise are computed
+    deviations: float = 6.0  # threshold above the level, as a multiple of the noise
+    margin: float = 0.1  # minimum threshold in nats per token
 
     def __post_init__(self) -> None:
         finite = all(0 <= x < math.inf for x in (self.deviations, self.margin))
         if self.window < 4 or not finite:
-            raise ConfigError(
-                f"window must be at least 4, and deviations and margin non-negative, got {self}."
-            )
+            raise ConfigError(f"window must be at least 4 and no value negative, got {self}.")
 
     @property
     def warmup(self) -> int:
@@ -40,21 +32,13 @@ class SpikeDefinition:
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """A loss spike.
-
-    Attributes:
-        start: First iteration of the spike.
-        peak: Iteration with the highest loss, where non-finite values are considered the highest.
-        end: First iteration at which the loss has recovered, or None if it has not recovered.
-        level: Loss before the spike.
-        height: Difference between peak and level. Infinite for non-finite losses.
-    """
+    """A loss spike. ``start``, ``peak`` and ``end`` are iterations."""
 
     start: int
-    peak: int
-    end: int | None
-    level: float
-    height: float
+    peak: int  # where the loss is highest, or first not finite
+    end: int | None  # first iteration at which the loss has recovered
+    level: float  # loss before the spike
+    height: float  # difference between peak and level, infinite for non-finite losses
 
     @property
     def recovery(self) -> int | None:

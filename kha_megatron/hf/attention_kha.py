@@ -103,8 +103,7 @@ class KHAHeads(KHAModule):
             raise ValueError(f"MLA and GLA only support linear KHA, got {knocks}.")
         if config.kha_attention == "gta" and config.kha_key is not None:
             raise ValueError(
-                f"kha_key={config.kha_key!r} is not supported with GTA, which ties keys to values. "
-                "Please set kha_value instead."
+                f"kha_key={config.kha_key!r} is not supported with GTA. Use kha_value."
             )
         share = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
         facts = HeadFacts(

@@ -195,8 +195,7 @@ class KHAModelConfig(PreTrainedConfig):
         layers, kinds = self.num_hidden_layers, self.mlp_layer_types or []
         if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
             raise ValueError(
-                f"`mlp_layer_types` must be 'dense' or 'sparse' for each of {layers} layers, got "
-                f"{kinds}."
+                f"Invalid `mlp_layer_types` for a model with {layers} layers: {kinds}."
             )
         chosen, of_group = self.topk_group, self.num_experts // self.n_group
         if self.n_group > 1 and not chosen <= self.num_experts_per_tok <= chosen * of_group:
@@ -213,8 +212,7 @@ class KHAModelConfig(PreTrainedConfig):
         self.rope_parameters = {"partial_rotary_factor": share} | (self.rope_parameters or {})
         if (given := self.rope_parameters["partial_rotary_factor"]) != share:
             raise ValueError(
-                f"partial_rotary_factor must be {share} for {self.kha_attention or 'mla'} "
-                f"attention, got {given}."
+                f"partial_rotary_factor must be {share} with this attention, got {given}."
             )
 
 

@@ -19,25 +19,19 @@ GATED_QUERIES = ("qwen3_next", "qwen3_5_text")
 
 @dataclass(kw_only=True)
 class LayerStatistics:
-    """Statistics of one layer over the tokens of a text.
-
-    Attributes:
-        sinks: Attention weight of each head on the first token, averaged over all later tokens.
-            Empty if the layer has no softmax attention.
-        peak: Largest absolute value of the layer output, at ``peak_token`` and ``peak_feature``.
-        median: Median absolute value of the layer output. Massive activations are hundreds of times
-            larger than the median.
-        figures: Metrics of head mechanisms by name, e.g. the mean score of a gate in
-            ``gate-score/output``, or the head load in ``moh-load``.
-    """
+    """Statistics of one layer over the tokens of a text."""
 
     layer: int
     sinks: list[float] = field(default_factory=list)
+    """Mean attention weight of each head on the first token. Empty without softmax attention."""
     peak: float = 0.0
+    """Largest absolute value of the layer output. For massive activations, it is hundreds of times
+    larger than ``median``."""
     peak_feature: int = 0
     peak_token: int = 0
     median: float = 0.0
     figures: dict[str, float | list[float]] = field(default_factory=dict)
+    """Metrics of head mechanisms, e.g. ``gate-score/output`` or ``moh-load``."""
 
     @property
     def gates(self) -> dict[str, float]:

@@ -15,8 +15,7 @@ number of collectives follows Megatron's implementation:
 - **data**: a reduce-scatter of fp32 gradients and an all-gather of the weights (ZeRO-1), or a
   gradient all-reduce without the distributed optimizer.
 
-With full recomputation, the collectives of the forward pass are counted twice. Messages of only a
-few kilobytes are ignored.
+With full recomputation, the forward pass is counted twice. Small messages are ignored.
 """
 
 from dataclasses import dataclass, fields, replace

@@ -163,23 +163,14 @@ def count_active_parameters(model: ModelConfig, kha: KHAConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Parameters and KV cache size of a model.
+    """Parameters and KV cache size of a model. Note that the paper's counts exclude KHA."""
 
-    Attributes:
-        total: Number of parameters, including KHA.
-        active: Number of parameters that are active for each token, including KHA.
-        kha: Number of KHA parameters, which the counts in the paper exclude.
-        mechanisms: Parameters per mechanism. ``filling`` refers to padding rows.
-        cache_per_layer: Elements per token and layer in the KV cache (Table 3).
-        cache_bytes: Size of the KV cache per token in bf16.
-    """
-
-    total: int
-    active: int
+    total: int  # all parameters, including KHA
+    active: int  # active parameters per token, including KHA
     kha: int
-    mechanisms: Mapping[str, int]
-    cache_per_layer: int
-    cache_bytes: int
+    mechanisms: Mapping[str, int]  # kha by mechanism, where "filling" refers to padding rows
+    cache_per_layer: int  # KV cache elements per token and layer (Table 3)
+    cache_bytes: int  # KV cache size per token in bf16
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,23 +33,15 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """Result of :func:`plan_layouts`: a valid layout and its estimated cost.
-
-    Attributes:
-        microbatches: Number of microbatches per step.
-        stage: Pipeline stage with the highest memory usage, to which ``memory`` and ``kha_memory``
-            refer.
-        communication: Bytes sent by the pipeline stage that sends the most.
-        idle: Pipeline bubble as a fraction of the step time, averaged over pipeline stages.
-    """
+    """Valid layout and its estimated cost."""
 
     layout: Layout
-    microbatches: int
-    stage: int
-    memory: Memory
+    microbatches: int  # per step
+    stage: int  # pipeline stage with the highest memory usage
+    memory: Memory  # on this stage, without KHA
     kha_memory: Memory
-    communication: Communication
-    idle: float
+    communication: Communication  # on the pipeline stage that sends the most
+    idle: float  # pipeline bubble as a fraction of the step time
 
     @property
     def total_memory(self) -> float:
@@ -72,11 +64,8 @@ def build_setup(
     """
     model, batch = get_countable_model(run.model), run.batch
     if model.attention_type != "gqa" or batch is None:
-        found = "without a batch size" if batch is None else f"with {model.attention_type.upper()}"
-        raise ConfigError(
-            f"Planning is not supported for a run {found}. It requires grouped-query attention and "
-            "a batch size."
-        )
+        found = "a run without a batch size" if batch is None else model.attention_type.upper()
+        raise ConfigError(f"Planning is not supported for {found}.")
     default: Precision = "fp8" if model.fp8 else "bf16" if run.training.bf16 else "fp32"
     precision = precision or default
     return Setup(

@@ -59,7 +59,11 @@ def test_held_out_evaluates_whole_batches_once(tmp_path):
         ("--save=x", {}, "--save is set by --output and --seeds"),
         ("--kha-init random", {}, "--kha-init is set by --variants"),
         ("--eval-iters 3", {"held_out": 1}, "--eval-iters is set by --held-out"),
-        ("--decrease-batch-size-if-needed", {"held_out": 1}, "add `-- --global-batch-size N`"),
+        (
+            "--decrease-batch-size-if-needed",
+            {"held_out": 1},
+            "--held-out requires `-- --global-batch-size N`",
+        ),
     ],
 )
 def test_bad_input_is_refused(words, settings, match, tmp_path):
@@ -125,7 +129,7 @@ def test_lost_losses_stay_missing(tmp_path):
     assert losses == [None, 2.0, 3.0, *[None] * 35, 39.0, None]
     assert compute_final_loss(losses) == 39.0
     assert average_bins(losses, 20)[:3] == [(1.5, 2.0), (3.5, 3.0), (5.5, None)]
-    with pytest.raises(DataError, match="final losses are missing"):
+    with pytest.raises(DataError, match=r"final losses of .* are missing"):
         runs._losses({"lm loss": [(i, 2.0) for i in range(1, 39)]}, run)
     with pytest.raises(DataError, match="not finite at iteration 40"):
         runs._losses({"lm loss": [(39, 2.0), (40, float("nan"))]}, run)
@@ -134,7 +138,7 @@ def test_lost_losses_stay_missing(tmp_path):
 def test_a_missing_held_out_loss_is_an_error(tmp_path):
     run = planned(tmp_path, held_out=16).runs[0]
     assert runs._held_out(run, {"lm loss validation": [(40, 2.5)]}) == 2.5
-    with pytest.raises(DataError, match=r"held-out loss of .*baseline-seed1 is None"):
+    with pytest.raises(DataError, match=r"Held-out loss of .*baseline-seed1 is None"):
         runs._held_out(run, {"lm loss validation": [(39, 2.5)]})
     with pytest.raises(DataError, match="is nan"):
         runs._held_out(run, {"lm loss validation": [(40, float("nan"))]})

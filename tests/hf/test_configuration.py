@@ -14,7 +14,7 @@ GROUPS = MOE | {"num_experts": 6, "n_group": 3, "topk_group": 2}
         ({"kha_value": "wide"}, r"kha_value` must be one of \(None, 'linear', .* got 'wide'"),
         ({"kha_attention": "mla"}, "kha_attention` must be one of .* got 'mla'"),
         (MOE | {"scoring_func": "tanh"}, "scoring_func` must be one of .* got 'tanh'"),
-        (MOE | {"mlp_layer_types": ["sparse"] * 2}, "each of 3 layers"),
+        (MOE | {"mlp_layer_types": ["sparse"] * 2}, "with 3 layers"),
         (GROUPS | {"num_experts_per_tok": 5}, "must be between 2 and 4 .* got 5"),
         ({"kha_attention": "gla"}, "kha_attention='gla' and kv_lora_rank=None"),
         (LATENT | GTA, "kha_attention='gta' and kv_lora_rank=12"),
