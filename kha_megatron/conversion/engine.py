@@ -22,10 +22,8 @@ from kha_megatron.errors import OutputError
 OnBytes = Callable[[int], None]
 Put = Callable[[TensorSlot, list[Tensor]], None]
 
-_COPIES = 2
-"""Number of copies of each tensor in memory: one for reading and one for writing."""
-_EXTRA_BYTES = 256 * 2**20
-"""Memory budget in bytes, in addition to the copies of the largest slot."""
+_COPIES = 2  # of each tensor in memory, since the written tensor may be a copy of the one read
+_EXTRA_BYTES = 256 * 2**20  # memory budget in addition to the copies of the largest slot
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ tags:
 # license: please add the license under which you publish this model
 ---
 
-# {name}
+# {architecture} model with {parameters:,} parameters
 
 This causal language model was converted from {origin} with kha_megatron {version}.
 
@@ -38,7 +38,7 @@ The SHA-256 checksum of every tensor is stored in `manifest.json`.
 
 ## Usage
 
-To load the model, run the following code in this directory. Note that transformers 5 or newer is
+To generate text, run the following code in this directory. Note that transformers 5 or newer is
 required, because version 4 ignores the RoPE base.
 
 ```python
@@ -46,6 +46,9 @@ required, because version 4 ignores the RoPE base.
 
 model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+outputs = model.generate(inputs.input_ids, max_new_tokens=32)
+print(tokenizer.decode(outputs[0]))
 ```
 
 {vllm}
@@ -74,7 +77,8 @@ def model_card(
         folded: Head mechanisms of the source if they were folded into the projections.
     """
     kha, is_kha = model.kha, written.architecture == "kha"
-    source = f"the {_FORMATS[origin['format']]} `{_name(origin['path'])}`"
+    name = os.path.basename(os.path.abspath(origin["path"]))  # also for "."
+    source = f"the {_FORMATS[origin['format']]} `{name}`"
     if (iteration := origin.get("iteration")) is not None:
         source += f" at iteration {iteration:,}"
     heads = "standard attention"
@@ -90,7 +94,6 @@ def model_card(
         install = "install `kha-megatron[vllm]` and " if is_kha else ""
         vllm = f"To serve the model with vLLM, {install}run:\n\n```bash\nvllm serve .\n```"
     return _TEXT.format(
-        name=_name(written.path),
         architecture=written.architecture,
         parameters=written.parameters,
         layers=model.layers,
@@ -102,7 +105,3 @@ def model_card(
         registers="import kha_megatron.hf  # registers the architecture\n" if is_kha else "",
         vllm=vllm,
     )
-
-
-def _name(path: str | os.PathLike[str]) -> str:
-    return os.path.basename(os.path.abspath(path))  # also for "."

@@ -43,8 +43,7 @@ class TokenizerFiles:
     loaded: PreTrainedTokenizerBase | None = None
     """Tokenizer to save, or None if the tokenizer files are copied unchanged."""
     folder: Path = Path()
-    files: tuple[str, ...] = ()
-    """Files to copy from ``folder``."""
+    files: tuple[str, ...] = ()  # to copy from the folder
 
     @classmethod
     def open(

@@ -27,7 +27,7 @@ def test_the_card_of_a_fold(knocked, tmp_path):
     card = (tmp_path / "my model" / "README.md").read_text()
     assert "\n# license:" in card  # left to the user
     assert "\nlicense:" not in card
-    assert "\n# my model\n" in card
+    assert f"\n# qwen3 model with {written.parameters:,} parameters\n" in card
     assert "converted from the Hugging Face model `base` with" in card
     assert str(tmp_path) not in card  # nobody else's business
     assert "after folding `value=linear` into the projections, see [Knocking-Heads" in card
