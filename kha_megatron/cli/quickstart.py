@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SUMMARY_FILE = "quickstart.json"
 LAST = 10
-"""Number of iterations averaged for the last loss, because a single batch varies by 0.2."""
+"""Number of iterations to average the final loss over, since single batches vary by 0.2."""
 PROMPT = "def main("
 
 
@@ -46,7 +46,7 @@ def quickstart(
     variant: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated presets to combine. Default: kha_mlp.",
+            help="Presets to combine, separated by commas (default: kha_mlp).",
             autocompletion=preset_names,
         ),
     ] = None,
@@ -54,11 +54,12 @@ def quickstart(
 ) -> None:
     """Train, convert and inspect a small model on this machine's CPU.
 
-    Tokenizes the source of Python's standard library, trains a small mixture of experts with
-    KHA-MLP on Megatron-Core (two tensor-parallel ranks, started by NeMo-Run), converts it to
-    Hugging Face, verifies the logits, plots the learnt matrices and the loss, and generates text. A
-    second run reuses the text, renames the directory of the earlier training to run-1 and trains
-    again.
+    Tokenizes the source code of Python's standard library, trains a small MoE
+    model with KHA-MLP on Megatron-Core (two tensor-parallel ranks, launched with
+    NeMo-Run), converts it to Hugging Face, verifies the logits, plots the loss
+    and the learned matrices, and generates text. If the output directory
+    contains an earlier run, its data is reused and its checkpoints are moved to
+    run-1.
 
     Examples:
       kha-megatron quickstart
@@ -107,12 +108,12 @@ def _run(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> None:
 
 
 def _prepare(folder: Path, vocab_size: int | None) -> None:
-    """Prepare the text unless an earlier run prepared it."""
+    """Prepare the dataset, unless an earlier run has already done so."""
     from kha_megatron.data import prepare, verify
 
     try:
         if verify(folder).vocab_size_asked == vocab_size:
-            console.log.print("Reusing the text of an earlier run.")
+            console.log.print("Reusing the dataset of an earlier run.")
             return
     except DataError:
         pass  # missing or damaged
@@ -122,7 +123,7 @@ def _prepare(folder: Path, vocab_size: int | None) -> None:
 
 
 def move_earlier_run(run: Path) -> None:
-    """Rename an earlier run that has a complete checkpoint; remove one that has none."""
+    """Rename the directory of an earlier run, or remove it if it has no complete checkpoint."""
     if newest(run / CHECKPOINTS) is None:
         shutil.rmtree(run, ignore_errors=True)
         return
@@ -173,7 +174,7 @@ def _summary(
 
 
 def _tokens_per_second(log: Path, sequence: int) -> float | None:
-    """Return the throughput after the first logged step, or None if only one was logged."""
+    """Return the throughput without the first logged step, or None if there is only one."""
     steps = [s for s in recipes.read_steps(log) if s.samples is not None and s.seconds]
     seconds = sum((b.iteration - a.iteration) * (b.seconds or 0) for a, b in pairwise(steps))
     if not seconds:
@@ -199,7 +200,7 @@ def _facts(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _next_steps(output: Path) -> str:
-    """Return commands to paste into the shell that started this one."""
+    """Return a text with commands to run next."""
     kha = Path(sys.executable).with_name("kha-megatron")
     if kha.is_relative_to(Path.cwd()):
         kha = kha.relative_to(Path.cwd())

@@ -1,7 +1,7 @@
-"""Turn a recipe into a job: build the command line of its ranks and check it.
+"""Build the job of a recipe and check it before it is started or submitted.
 
-The checks need only the command line and the file system, so that a mistake costs no time in a
-queue.
+The checks only need the command line and the file system, so mistakes are found before a job waits
+in a queue.
 """
 
 import math
@@ -32,7 +32,7 @@ _OTHER_CHECKPOINT = (
     *("kha_upcycle", "use_checkpoint_args"),
     *("--ckpt-step", "--non-persistent-ckpt-type"),
 )
-"""Arguments with which only the ranks can compare the mechanisms of the checkpoint."""
+"""With one of these arguments, only the ranks can check the mechanisms of the checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,36 +40,37 @@ class Slurm:
     """Resources and options of a Slurm job."""
 
     time: str
-    """Time limit, ``[DAYS-]HH:MM:SS``. The run saves a checkpoint and exits before it."""
+    """Time limit, ``[DAYS-]HH:MM:SS``. The run saves a checkpoint and exits before this limit."""
     nodes: int = 1
     gpus: int = 8
-    """Ranks per node."""
+    """Number of ranks per node."""
     image: str | None = None
-    """Container image. None uses this machine's environment from a shared disk."""
+    """Container image. By default, jobs use this machine's Python environment, which must be on a
+    shared file system."""
     mounts: tuple[str, ...] = ()
     """``HOST_PATH:CONTAINER_PATH``."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the ranks in addition to the recipe's."""
+    """Environment variables for the ranks, in addition to those of the recipe."""
     partition: str | None = None
     account: str | None = None
     retries: int = 0
-    """How often Slurm requeues a failed job."""
+    """Number of times that Slurm requeues a failed job."""
     chain: int = 1
-    """Jobs in a row; each continues from the checkpoint of the one before."""
+    """Number of jobs to run in sequence, each resuming from the checkpoint of the previous job."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Fields of NeMo-Run's ``SlurmExecutor``, as text or JSON."""
+    """Fields of NeMo-Run's ``SlurmExecutor``, as strings or JSON."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return the Megatron arguments that make the run save and exit before the time limit.
+        """Return Megatron arguments with which the run saves and exits before the time limit.
 
-        A tenth of the limit, at most 15 minutes, is left for the checkpoint.
+        A tenth of the time limit, but at most 15 minutes, is reserved for saving the checkpoint.
 
         Raises:
-            ConfigError: ``time`` has another format.
+            ConfigError: If ``time`` is malformed.
         """
         found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", self.time)
         if found is None:
-            raise ConfigError(f"Expected --time as HH:MM:SS or DAYS-HH:MM:SS, got {self.time!r}.")
+            raise ConfigError(f"--time must be HH:MM:SS or DAYS-HH:MM:SS, got {self.time!r}.")
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
         limit = days * 1440 + hours * 60 + minutes + seconds / 60
         usable = limit - min(15, math.ceil(limit / 10))
@@ -78,29 +79,29 @@ class Slurm:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A checked run."""
+    """A recipe that is ready to be started, created by :func:`prepare`."""
 
     recipe: Recipe
     command: tuple[str, ...]
-    """Words that each rank executes, the Python interpreter first."""
+    """Command line of each rank, starting with the Python interpreter."""
     ranks: int
     environment: Mapping[str, str]
     output: Path | None
     device: str
     """``cuda`` or ``cpu``."""
     slurm: Slurm | None = None
-    """None runs on this machine."""
+    """Slurm options, or None to run on this machine."""
     resume: bool = False
     """Whether the job continues an earlier one in ``output``."""
 
     @property
     def title(self) -> str:
-        """Title of the progress report."""
+        """Title of the progress bar."""
         return f"{self.recipe.name} on {self.ranks} ranks"
 
     @property
     def script(self) -> str:
-        """The shell script that each rank executes."""
+        """Shell script executed by each rank."""
         return f"exec {shlex.join(self.command)}\n"
 
 
@@ -116,23 +117,24 @@ def prepare_job(
     slurm: Slurm | None = None,
     remote: bool = False,
 ) -> Job:
-    """Build and check a job without starting anything.
+    """Build a job and check its arguments, data and directories. Nothing is started.
 
     Args:
-        data: directory made by ``kha-megatron data prepare``.
-        output: directory for checkpoints and TensorBoard files; empty or new unless ``resume``.
-        overrides: Megatron arguments that replace the recipe's.
-        ranks: processes on this machine. ``slurm`` has its own number.
+        data: Directory written by ``kha-megatron data prepare``.
+        output: Directory for checkpoints and TensorBoard files. Unless ``resume`` is set, it must
+            be empty or not exist.
+        overrides: Megatron arguments that override those of the recipe.
+        ranks: Number of processes on this machine. Ignored with ``slurm``.
         device: ``cuda`` or ``cpu``.
-        resume: continue from the last checkpoint in ``output``.
-        remote: run on machines with other files. As with ``slurm``, a restarted job loads its own
-            last checkpoint.
+        resume: Whether to resume from the last checkpoint in ``output``.
+        remote: Whether the job runs on machines that do not share this machine's file system. As
+            with ``slurm``, a restarted job then resumes from its own last checkpoint.
 
     Raises:
-        ConfigError: arguments that do not fit together, or a relative path for a container.
-        DataError: dataset or tokenizer are missing.
-        OutputError: the output directory is in use.
-        CheckpointError: ``resume`` without a complete checkpoint.
+        ConfigError: If arguments are inconsistent, or a path for a container is relative.
+        DataError: If the dataset or tokenizer is missing.
+        OutputError: If the output directory is not empty.
+        CheckpointError: If ``resume`` is set and there is no complete checkpoint.
     """
     values = {"device": device} if device else {}
     restarts = remote or slurm is not None
@@ -142,14 +144,17 @@ def prepare_job(
     ranks = recipe.ranks if ranks is None else ranks
     for name, path in {"data": data, "output": output}.items():
         if remote and path is not None and not path.is_absolute():
-            raise ConfigError(f"Expected --{name} as an absolute path in the image, got {path}.")
+            raise ConfigError(f"--{name} must be an absolute path in the container, got {path}.")
 
     run = recipe.run_for(overrides, data=data, output=output, **values)
     save, load = run.training.save, run.training.load
     if resume and save is None:
-        raise ConfigError("Expected --output with --resume: the directory of the earlier run.")
+        raise ConfigError("--resume requires --output with the directory of the earlier run.")
     if restarts and load not in (None, save):
-        raise ConfigError(f"A restarted job would load --load {load} again. Use --resume.")
+        raise ConfigError(
+            f"--load {load} is not supported here, because a restarted job would load it again "
+            "instead of its own last checkpoint. Use --resume."
+        )
     step = run.arguments.get("--ckpt-step")
     if step and slurm is not None and (slurm.chain > 1 or slurm.retries):
         raise ConfigError(
@@ -158,16 +163,16 @@ def prepare_job(
             "the previous one. Submit one job with --ckpt-step first."
         )
     defaults: dict[str, Any] = {}
-    if restarts or resume or run.training.kha_upcycle:  # an empty directory starts from scratch
+    if restarts or resume or run.training.kha_upcycle:  # no effect if the directory is empty
         defaults["load"] = save
-    if lacks_vocabulary(run.arguments):  # mock data has as many tokens as the recipe's tokenizer
+    if lacks_vocabulary(run.arguments):  # use the vocabulary size of the recipe's tokenizer
         defaults["vocab_size"] = run.vocab_size
     run = run.with_defaults(**defaults)
     entry = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
     command = ("python" if remote else sys.executable, "-u", *entry, *run.words())
 
     for word in run.dropped:
-        announce(f"{recipe.name} leaves out its {word}")
+        announce(f"Dropping {word} (recipe {recipe.name})")
     check_attention(run.arguments, run.kha)
     check_arguments(run.arguments, ranks, run.kha)
     check_data(run.arguments, look=not remote)
@@ -186,7 +191,7 @@ def prepare_job(
 
 
 def _check_directories(run: Run, load: str | None, output: Path | None, *, resume: bool) -> None:
-    """Check that no directory is overwritten and that the checkpoint to load is complete."""
+    """Check that no earlier run is overwritten and that the checkpoint to load is complete."""
     source = Path(load).absolute() if load else None
     if source is not None:
         _check_checkpoint(source, run)
@@ -217,9 +222,9 @@ def owned_output(job: Job) -> Iterator[None]:
 
 
 def _check_checkpoint(directory: Path, run: Run) -> None:
-    """Check that a directory has a complete checkpoint with the run's head mechanisms.
+    """Check that a directory contains a complete checkpoint with the same head mechanisms.
 
-    Without a complete checkpoint, Megatron would start from random weights.
+    Without a complete checkpoint, Megatron would silently start from random weights.
     """
     verdict = select_checkpoint(directory) if directory.is_dir() else None
     if verdict and verdict.newest:
@@ -230,18 +235,21 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
             checkpoint = MegatronCheckpoint.open(verdict.newest, verify=False)
             check_same_heads(verdict.newest, read_kha_config(checkpoint), run.kha)
     elif not (verdict and verdict.named and run.training.ckpt_format != "torch_dist"):
-        # other formats than torch_dist have only Megatron's tracker file, which is trusted
+        # for other formats than torch_dist, Megatron's tracker file has to be trusted
         raise CheckpointError(
-            f"{directory} holds no complete checkpoint. Start again in an empty --output, without "
-            "--resume."
+            f"There is no complete checkpoint in {directory}. To start a new run, use an empty "
+            "--output without --resume."
         )
 
 
 def _environment(recipe: Recipe, run: Run, *, override: bool) -> dict[str, str]:
-    """Return the ranks' variables. Unless ``override`` is set, the caller's own values win."""
+    """Return the environment variables of the ranks.
+
+    Unless ``override`` is set, variables that are already set in this process keep their values.
+    """
     variables, layout = dict(recipe.environment), run.layout(None)
     if run.training.use_torch_fsdp2 or run.training.use_megatron_fsdp:
-        variables.pop(_CONNECTIONS, None)  # Megatron refuses 1 with FSDP, and requires it below
+        variables.pop(_CONNECTIONS, None)  # Megatron requires 1 below, but forbids it with FSDP
     elif max(layout.tp, layout.cp) > 1:
         variables = {_CONNECTIONS: "1"} | variables
     return variables if override else {n: os.environ.get(n, v) for n, v in variables.items()}

@@ -21,16 +21,16 @@ _BYTES = 2  # of an activation, as Megatron's theoretical memory report assumes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the ``kha`` group to Megatron's parser, for Megatron's own scripts."""
+    """Add the argument group ``kha`` to the parser of Megatron's own scripts."""
     add_model_arguments(parser).set_defaults(kha_stock=True)
     return parser
 
 
 def use_arguments(args: argparse.Namespace) -> None:
-    """Select the layer spec for ``--kha-*`` arguments. Without them, change nothing.
+    """Set ``--spec`` according to the ``--kha-*`` arguments, if there are any.
 
     Raises:
-        ConfigError: the arguments contradict ``--spec`` or the model, or a name is unknown.
+        ConfigError: If the arguments contradict ``--spec`` or the model, or a name is unknown.
     """
     if not args.kha_stock:  # our own entry point, or called before
         return
@@ -41,12 +41,13 @@ def use_arguments(args: argparse.Namespace) -> None:
         return
     if args.spec not in (None, SPEC):
         raise ConfigError(
-            f"--spec {' '.join(args.spec)} and --kha-* both select the layer spec. Remove one."
+            f"You passed both --spec {' '.join(args.spec)} and --kha-* arguments. Both select a "
+            "layer spec, so use only one of them."
         )
     if args.hybrid_layer_pattern:
         raise ConfigError(
-            "--kha-* select the layer spec of a GPTModel. For a HybridModel with "
-            "--hybrid-layer-pattern, use --spec."
+            "--kha-* arguments are only supported for GPTModel. For a HybridModel "
+            "(--hybrid-layer-pattern), use --spec."
         )
     kha = kha_from_args(args)
     check_attention(vars(args), kha)
@@ -56,15 +57,15 @@ def use_arguments(args: argparse.Namespace) -> None:
 
 
 def resolved(args: argparse.Namespace) -> KHAConfig:
-    """Return the configuration that :func:`use_arguments` has stored."""
+    """Return the KHA configuration that was stored by :func:`use_arguments`."""
     kha = KHAConfig.from_entries(vars(args))
     if kha is None:
-        raise ConfigError(f"Expected --kha-preset NAME with --spec {' '.join(SPEC)}.")
+        raise ConfigError(f"--spec {' '.join(SPEC)} requires --kha-preset.")
     return replace(kha, fold=args.kha_fold)
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Return the layer spec of this run's arguments."""
+    """Build the layer spec for the arguments of this run."""
     from megatron.training import get_args
 
     from kha_megatron.mcore.specs import kha_layer_spec
@@ -72,23 +73,23 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     args = get_args()
     kha = resolved(args)
     if not vp_stage:
-        announce(f"the --kha-* arguments knock {kha}")
+        announce(f"using the layer spec of the --kha-* arguments ({kha})")
     return kha_layer_spec(config, kha, vp_stage)
 
 
 def forward_flops_per_token(args: argparse.Namespace) -> int:
-    """Return the extra FLOPs of KHA per token in one causal attention layer."""
+    """Return the additional forward FLOPs per token of KHA in one causal attention layer."""
     kha, sizes = _kha(args), _sizes(args)
     return kha.flops(sizes) + args.seq_length * kha.pair_flops(sizes) // 2
 
 
 def parameters_per_layer(args: argparse.Namespace) -> int:
-    """Return the parameters that KHA adds to one attention layer."""
+    """Return the number of parameters that KHA adds to one attention layer."""
     return _kha(args).parameters(_sizes(args))
 
 
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
-    """Return the bytes of 16-bit activations that KHA keeps per layer, rank and microbatch."""
+    """Return the activation memory of KHA in bytes, per layer, rank and microbatch."""
     kha, sizes = _kha(args), _sizes(args).on_rank(args.tensor_model_parallel_size)
     between = kha.sharded_activations(sizes)
     if args.sequence_parallel:
@@ -98,7 +99,7 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
 
 
 def _kha(args: argparse.Namespace) -> KHAConfig:
-    """Return the configuration without the output gate, which Megatron's reports count."""
+    """Return the KHA configuration without the output gate, which Megatron itself counts."""
     return (KHAConfig.from_entries(vars(args)) or KHAConfig()).without_output_gate()
 
 

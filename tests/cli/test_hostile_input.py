@@ -96,7 +96,7 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         (f"{LAUNCH} {SLURM} --retries 1 -- --mock-data --ckpt-step 5", "--ckpt-step 5 cannot be"),
         (f"{LAUNCH} --data /no/such", "/no/such/corpus.bin"),
         (f"{LAUNCH} -- --train-iters abc", "got abc"),
-        (f"{LAUNCH} stray", "got 'stray'"),
+        (f"{LAUNCH} stray", "argument 'stray'"),
         (f"{HEADS} moh.shared=4 --heads moh.active=1", "4 shared and 1 active of 4 heads"),
         (f"{HEADS} gate.key=head", "with QK-norm"),
         (f"{BASELINE} gla", "gla requires --multi-latent-attention"),

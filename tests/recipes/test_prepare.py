@@ -115,7 +115,7 @@ def test_users_own_load_and_save_may_be_the_same_directory(trained, data, monkey
 
 
 def test_resume_without_a_complete_checkpoint_is_refused(trained, data, tmp_path):
-    refused(ConfigError, "Expected --output with --resume", data=data, resume=True)
+    refused(ConfigError, "--resume requires --output", data=data, resume=True)
     for last in ("metadata.json", "integrity.json"):
         (trained / "checkpoints/iter_0000007" / last).unlink()
     for output in (trained, tmp_path / "new"):

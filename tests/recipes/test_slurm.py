@@ -165,15 +165,19 @@ def test_job_is_followed_to_its_end(
 @pytest.mark.parametrize(
     ("slurm", "options", "match"),
     [
-        (Slurm(time="4h"), {}, "Expected --time as HH:MM:SS"),
+        (Slurm(time="4h"), {}, "--time must be HH:MM:SS"),
         (Slurm(time="04:00:00", settings={"qso": "x"}), {}, "SlurmExecutor has no field 'qso'"),
         (
             Slurm(time="04:00:00", settings={"ntasks_per_node": "x"}),
             {},
             "--set ntasks.* valid JSON",
         ),
-        (CONTAINER, {"output": Path("runs/one")}, "--output as an absolute path .*got runs/one"),
-        (CONTAINER, {"words": ["--load", "/other"]}, "load --load /other again"),
+        (
+            CONTAINER,
+            {"output": Path("runs/one")},
+            "--output must be an absolute path .*, got",
+        ),
+        (CONTAINER, {"words": ["--load", "/other"]}, "--load /other is not supported here"),
     ],
 )
 def test_bad_input_is_refused(slurm, options, match, nemorun_home):

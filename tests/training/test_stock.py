@@ -112,7 +112,7 @@ ACTIVATIONS = LAYERS * 2 * MICROBATCH * SEQUENCE * (HEADS + 4 * GROUPS) // 2 * H
 
 def test_the_arguments_choose_the_layer_spec(trained):
     run, found, _ = trained
-    line = "kha_megatron: the --kha-* arguments knock query=linear value=mlp"
+    line = "kha_megatron: using the layer spec of the --kha-* arguments (query=linear value=mlp)"
     assert run.output.count(line) == 1
     assert [rank["spec"] for rank in found] == [stock.SPEC] * 2
 
@@ -198,14 +198,14 @@ def test_without_arguments_nothing_is_stored():
     assert args.spec is None
     assert KHAConfig.from_entries(vars(args)) is None
     args.spec = stock.SPEC  # as --use-checkpoint-args may set it
-    with pytest.raises(ConfigError, match="Pass --kha-preset"):
+    with pytest.raises(ConfigError, match="requires --kha-preset"):
         stock.resolved(args)
 
 
 @pytest.mark.parametrize(
     ("words", "others", "message"),
     [
-        (["--kha-value", "mlp"], {"spec": ["local"]}, "--spec local and --kha-*"),
+        (["--kha-value", "mlp"], {"spec": ["local"]}, "both --spec local and --kha-*"),
         (["--kha-value", "mlp"], {"hybrid_layer_pattern": "M*"}, "HybridModel"),
         (["--kha-preset", "kha"], {}, "Unknown KHA preset 'kha'"),
         (["--kha-value", "mpl"], {}, "got 'mpl'"),

@@ -81,12 +81,8 @@ def test_a_run_starts_from_the_base_and_resumes_from_itself(saved, tmp_path):
 def test_upcycling_that_a_restart_would_repeat_is_refused(saved, tmp_path):
     base, run = saved / "plain", tmp_path / "run"
     cases = [
-        ({"pretrained_checkpoint": None}, ConfigError, "Expected --pretrained-checkpoint"),
-        (
-            {"load": None},
-            ConfigError,
-            f"same directory for --load and --save with --kha-upcycle, got {base}, None",
-        ),
+        ({"pretrained_checkpoint": None}, ConfigError, "requires --pretrained-checkpoint"),
+        ({"load": None}, ConfigError, f"same directory for --load and --save. Got {base}, None"),
         ({"pretrained_checkpoint": saved / "kha"}, CheckpointError, "Remove --kha-upcycle"),
         ({"pretrained_checkpoint": tmp_path}, CheckpointError, "has no latest_checkpointed"),
     ]
