@@ -101,7 +101,9 @@ def read_knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, 
     """
     kha = read_kha_config(checkpoint)
     if kha is None or not kha.variants:
-        raise CheckpointError(f"No KHA matrices found in {checkpoint.path} (KHA config: {kha}).")
+        raise CheckpointError(
+            f"No KHA matrices found in {checkpoint.path} (KHA config: {kha or 'none'})."
+        )
     tensors = kha.knock.tensors(_ANY)
     if not isinstance(checkpoint, _HuggingFace):
         return {
