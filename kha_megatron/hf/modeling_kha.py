@@ -1,5 +1,5 @@
-"""PyTorch KHA model: a GLM-4-MoE decoder with Knocking-Heads Attention (arXiv 2510.23052), in which
-each layer can be dense or sparse and the router also supports Megatron's softmax scores.
+"""PyTorch KHA model, i.e. GLM-4-MoE with Knocking-Heads Attention (arXiv 2510.23052). In addition,
+each layer can be dense or sparse, and the router supports Megatron's softmax scores.
 
 Shapes: `B` batch size, `S` query length, `K` key length including the cache, `H` query heads, `G`
 key/value heads, `D` head dim, `R` rotary dim, `C` hidden size, `N` = `B * S` tokens, `E` experts,
@@ -211,7 +211,7 @@ def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
     if config.kv_lora_rank is not None or config.kha_attention is not None:
         return f"KHA models with MLA, GLA or GTA are not supported in vLLM. {remedy}"
     if unknown := set(config.mechanisms) - {"gate"}:
-        return f"{', '.join(sorted(unknown))} is not supported in vLLM. {remedy}"
+        return f"vLLM does not support kha_{', kha_'.join(sorted(unknown))}. {remedy}"
     if config.hidden_act != "silu":
         return f"hidden_act={config.hidden_act!r} is not supported in vLLM, only silu. {remedy}"
     best = 2 if config.scoring_func == "sigmoid" else 1
@@ -330,7 +330,7 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
         "attentions": KHAModule,
         "router_logits": OutputRecorder(KHARouter, index=0),
     }
-    # The parent ignores the MTP layers of its checkpoints, i.e. layers with certain indices.
+    # The parent class ignores layers with certain indices, which are MTP layers in its checkpoints.
     _keys_to_ignore_on_load_unexpected = None
 
     def _check_config(self, config: KHAModelConfig) -> None:
