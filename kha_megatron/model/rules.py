@@ -138,7 +138,7 @@ def _divided(
         added = fp8 if model.kha.rows(model.head_sizes) else {}
         yield "The number of rows of the QKV projection", model.qkv.rows, tensor | added
     if model.kha_attention == "gta":
-        yield "--kv-channels", model.kv_channels, {"for rotary pairs in half of a key": 4}
+        yield "--kv-channels", model.kv_channels, {"for RoPE on half of each key": 4}
     yield "--kv-channels", model.head_dim, {"for FP8": 16 if model.fp8 else 1}
     yield "--hidden-size", model.hidden_size, fp8
     if model.has_dense_layers:

@@ -90,7 +90,7 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         ([*MLP, "--kha-log-interval", "9"], "requires --tensorboard-dir"),
         ([*MLP, "--kha-fold", "always"], "fold=always"),
         ([*LINEAR, *TIED], "kha_key=linear is not supported"),
-        ([*MLP, "--kha-attention", "gta"], "a multiple of 4"),
+        ([*MLP, "--kha-attention", "gta"], "divisible by 4"),
         ([*LINEAR, "--kha-attention", "gla"], "--multi-latent-attention"),
         ([*MLP, "--multi-latent-attention"], "value=mlp"),
         ([*LINEAR, "--kha-latent-heads", "4"], "got 4"),
