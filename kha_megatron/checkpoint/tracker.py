@@ -43,7 +43,7 @@ _CHECKPOINT_FILES = (
 
 
 class Selection(NamedTuple):
-    """Result of :func:`select_checkpoint`."""
+    """Result of :func:`select_iteration`."""
 
     folder: Path
     tracker: str | None
@@ -67,7 +67,7 @@ class Selection(NamedTuple):
         return f"{self.folder}: {'; '.join(words)}" if words else None
 
 
-def select_checkpoint(folder: Path) -> Selection:
+def select_iteration(folder: Path) -> Selection:
     """Select the checkpoint to load from a ``--save`` directory.
 
     Follow the tracker file if it names a complete checkpoint, unless another checkpoint was
@@ -155,7 +155,7 @@ def newest_other(path: Path) -> Path | None:
 
 def newest(folder: Path) -> Path | None:
     """Return the checkpoint that a run would resume from, or None if no checkpoint is complete."""
-    return select_checkpoint(folder).newest if folder.is_dir() else None
+    return select_iteration(folder).newest if folder.is_dir() else None
 
 
 def resolve(path: Path) -> Path:
@@ -176,7 +176,7 @@ def resolve(path: Path) -> Path:
         (path / COMMIT_MARK).exists() or iteration_of(path) is not None
     ):
         return path
-    selection = select_checkpoint(path)
+    selection = select_iteration(path)
     if (found := selection.newest or selection.named) is None:
         found_text = "no" if selection.tracker is None else f"{selection.tracker[:20]!r} in"
         raise CheckpointError(f"{path} has {found_text} {TRACKER}. {choices(path)}")

@@ -137,7 +137,7 @@ def use_shipped_dataset_helpers() -> None:
     utils.compile_helpers = lambda: None
 
 
-def use_forked_checkpoint_writers() -> None:
+def use_forked_writers() -> None:
     """Fork checkpoint writers instead of spawning them. Only for training on the CPU.
 
     A spawned writer has to import Megatron again (about 4 s), does not have the CPU runtime, and
@@ -179,7 +179,7 @@ class _AtomicTrackerFiles:
 
 
 @functools.cache  # once per process
-def guard_checkpoints(ownership: Any = None) -> None:
+def make_saves_safe(ownership: Any = None) -> None:
     """Make saving crash-safe, loading secure and hashing fast.
 
     - When Megatron overwrites a complete checkpoint, the commit marker is removed first, so that a
@@ -220,7 +220,9 @@ def guard_checkpoints(ownership: Any = None) -> None:
         write_marker(config, checkpoint_dir)
 
     @functools.wraps(async_save)
-    def guarded(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any):
+    def save_safely(
+        self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+    ):
         if dist.get_rank() == 0:
             check_owner()
             clear_for_overwriting(checkpoint_dir)
@@ -229,7 +231,7 @@ def guard_checkpoints(ownership: Any = None) -> None:
         dist.barrier()  # before any rank writes
         return async_save(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
-    TorchDistSaveShardedStrategy.async_save = guarded
+    TorchDistSaveShardedStrategy.async_save = save_safely
     serialization.save_config = commit
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.ownership import has_files, owned
-from kha_megatron.checkpoint.tracker import select_checkpoint
+from kha_megatron.checkpoint.tracker import select_iteration
 from kha_megatron.data import check_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.rules import check_arguments, check_attention
@@ -226,7 +226,7 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
 
     Without a complete checkpoint, Megatron would silently start from random weights.
     """
-    verdict = select_checkpoint(directory) if directory.is_dir() else None
+    verdict = select_iteration(directory) if directory.is_dir() else None
     if verdict and verdict.newest:
         if not any(run.arguments.get(name) for name in _OTHER_CHECKPOINT):
             from kha_megatron.checkpoint.megatron import MegatronCheckpoint  # imports torch

@@ -56,13 +56,13 @@ from kha_megatron.training.recovery import (
 )
 from kha_megatron.training.resume import (
     check_same_kha,
-    checkpoint_to_upcycle,
     loads_fp8_scales,
     object_store,
+    path_to_upcycle,
     restored_kha,
 )
 from kha_megatron.training.scalars import write_scalars
-from kha_megatron.training.weights import guard_weights
+from kha_megatron.training.weights import stop_on_non_finite_weights
 
 _SPIKY_LOSS_FACTOR = 10  # times the largest loss seen, as in Megatron's pretrain_gpt.py
 _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -82,18 +82,18 @@ def run(program_start: float) -> None:
     compat.let_adams_exchange_states()
     compat.let_fsdp2_resume()
     if cpu.is_installed():
-        compat.use_forked_checkpoint_writers()
+        compat.use_forked_writers()
         compat.skip_fusion_warm_up()
 
     early = parse_args(add_kha_arguments)
     check_args(early)
     compat.let_learning_rate_change(keep=early.use_checkpoint_opt_param_scheduler)
-    compat.guard_checkpoints(_claim_save_directory(early))
+    compat.make_saves_safe(_claim_save_directory(early))
     repair_tracker(early)
     warn_of_a_fresh_start(early)
     kha = restored_kha(early) or kha_from_args(early)
     check_attention(vars(early), kha)
-    upcycled = checkpoint_to_upcycle(early, kha)
+    upcycled = path_to_upcycle(early, kha)
     if upcycled is None:
         check_same_kha(early, kha)
     load_from_either(scales=loads_fp8_scales(early))
@@ -154,7 +154,7 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
             captured = args.cuda_graph_impl == "full_iteration"  # runs no Python
             report = None if captured else report_expert_load
             balance_experts(models, "rms" if by_rms else "sign", report)
-        guard_weights(models, args)
+        stop_on_non_finite_weights(models, args)
         if args.check_for_nan_in_loss_and_grad:  # last: nothing may change before the check
             stop_before_non_finite_steps(models)
         if args.kha_log_interval:

@@ -23,7 +23,7 @@ from kha_megatron.checkpoint.tracker import (
     TRACKER,
     newest,
     repair,
-    select_checkpoint,
+    select_iteration,
 )
 from kha_megatron.errors import CheckpointError, OutputError
 
@@ -50,7 +50,7 @@ def repair_tracker(args: Namespace) -> None:
     folder = Path(args.load)
     if not folder.is_dir() or folder.resolve() != Path(args.save).resolve():
         return
-    verdict = select_checkpoint(folder)
+    verdict = select_iteration(folder)
     # Megatron reads the tracker file even with --ckpt-step
     readable = verdict.tracker in (None, RELEASE) or verdict.tracker.isdecimal()
     if args.ckpt_step and readable:
@@ -66,7 +66,7 @@ def repair_tracker(args: Namespace) -> None:
                 f"within {_WAIT} s."
             )
         time.sleep(0.1)
-        verdict = select_checkpoint(folder)
+        verdict = select_iteration(folder)
 
 
 def warn_of_a_fresh_start(args: Namespace) -> None:

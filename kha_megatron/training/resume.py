@@ -18,7 +18,7 @@ from kha_megatron.checkpoint.tracker import (
     folder_name,
     iteration_of,
     resolve,
-    select_checkpoint,
+    select_iteration,
     tracker_word,
 )
 from kha_megatron.config import KHAConfig
@@ -39,7 +39,7 @@ _BUFFERS = {
 the distributed optimizer."""
 
 
-def checkpoint_to_load(args: Namespace) -> Path | None:
+def path_to_load(args: Namespace) -> Path | None:
     """Return the checkpoint that Megatron's ``load_checkpoint`` will load.
 
     Megatron loads from ``--load`` if this directory has a tracker file or ``--ckpt-step`` is given,
@@ -63,7 +63,7 @@ def checkpoint_to_load(args: Namespace) -> Path | None:
     elif (
         starts_from_pretrained(args)
         or _is_tracked(path)
-        or (path.is_dir() and select_checkpoint(path).newest)
+        or (path.is_dir() and select_iteration(path).newest)
     ):
         chosen = _tracked_iteration(path)
     if args.non_persistent_ckpt_type == "global":
@@ -102,7 +102,7 @@ def _tracked_iteration(directory: Path) -> Path:
 
     Megatron would exit with code 0, or start from scratch, if the tracker file is not valid.
     """
-    verdict = select_checkpoint(directory) if directory.is_dir() else None
+    verdict = select_iteration(directory) if directory.is_dir() else None
     if verdict and verdict.problem and verdict.newest:
         raise CheckpointError(
             f"{directory / TRACKER} {verdict.problem}. It is repaired automatically only if --save "
@@ -118,7 +118,7 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
         None if the configuration is given on the command line or not stored in a checkpoint.
     """
     asked = parse_kha_config(vars(args))
-    if not args.use_checkpoint_args or asked or not (path := checkpoint_to_load(args)):
+    if not args.use_checkpoint_args or asked or not (path := path_to_load(args)):
         return None
     stored = _stored(path)[0]
     return stored and replace(stored, fold=args.kha_fold)
@@ -130,7 +130,7 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
     Raises:
         CheckpointError: If the configuration or layout differs, or the checkpoint is corrupted.
     """
-    if (path := checkpoint_to_load(args)) is None:
+    if (path := path_to_load(args)) is None:
         return
     stored, saved = _stored(path)
     check_same_heads(path, stored, kha)
@@ -153,7 +153,7 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
         )
 
 
-def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
+def path_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     """Return the checkpoint without KHA that a run with ``--kha-upcycle`` is initialized from.
 
     The shared matrices are initialized to the identity, so the initial loss equals that of the
@@ -176,7 +176,7 @@ def checkpoint_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
         )
     if not starts_from_pretrained(args):
         return None
-    path = checkpoint_to_load(args)
+    path = path_to_load(args)
     assert path is not None
     found = _stored(path)[0] or KHAConfig()
     if found.without_output_gate().mechanisms or found.has_output_gate != kha.has_output_gate:
@@ -192,7 +192,7 @@ def loads_fp8_scales(args: Namespace) -> bool:
     wanted = _has_fp8_scales(vars(args))
     if not wanted or _is_remote(_directory_to_load(args)):
         return wanted  # assumed for an object store; loading fails if the checkpoint has none
-    if (path := checkpoint_to_load(args)) is None:
+    if (path := path_to_load(args)) is None:
         return False
     stored = path.name != RELEASE and _has_fp8_scales(_stored(path)[1])
     if not stored:

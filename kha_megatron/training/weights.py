@@ -9,10 +9,10 @@ from megatron.training import training
 from kha_megatron.checkpoint.tracker import newest, newest_other
 from kha_megatron.errors import CheckpointError, NonFiniteError
 from kha_megatron.mcore.finite import find_non_finite_parameter
-from kha_megatron.training.resume import checkpoint_to_load
+from kha_megatron.training.resume import path_to_load
 
 
-def guard_weights(models: list[Any], args: Namespace) -> None:
+def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
     """Check the parameters before each save, after each load, and at each skipped step.
 
     With dynamic loss scaling (``--fp16``), Megatron skips a step whose gradients overflow and does
@@ -67,7 +67,7 @@ def _remedy(args: Namespace) -> str:
 
 def _of_loaded_checkpoint(args: Namespace) -> str:
     """Return the end of an error that names the newest checkpoint whose weights were checked."""
-    path = checkpoint_to_load(args)
+    path = path_to_load(args)
     if path is None:
         return f"of the checkpoint in {args.load}. Load another one."
     if other := newest_other(path):

@@ -81,7 +81,7 @@ def test_quickstart_on_an_earlier_text(run, tmp_path, nemorun_home):  # noqa: F8
     prepare([Path(json.__file__).parent], output / "data", vocab_size=512)
     code, stdout, stderr = run("quickstart", "--output", output, "--", *SMALL, "--split", "4,1,0")
     assert code == 0, stderr[-4000:]
-    assert "Reusing the text of an earlier run." in stderr
+    assert "Reusing the dataset of an earlier run." in stderr
     _check(output, stdout, ["kha_mlp"], "value=mlp")
     assert (output / "pictures/loss.png").exists()
     assert not (output / "pictures/attention.png").exists()

@@ -49,7 +49,9 @@ def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
     make(KHAModelConfig(**SIZES, kha_value="linear", kha_talking={})).save_pretrained(knocked)
     to_hf.plan_export(knocked).write(tmp_path / "talking")
     card = (tmp_path / "talking" / "README.md").read_text()
-    assert "\n\nvLLM does not support kha_talking. Please serve the model with transformers." in card
+    assert (
+        "\n\nvLLM does not support kha_talking. Please serve the model with transformers." in card
+    )
     assert "vllm serve" not in card
 
 

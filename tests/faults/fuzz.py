@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
-from kha_megatron.checkpoint.tracker import TRACKER, select_checkpoint
+from kha_megatron.checkpoint.tracker import TRACKER, select_iteration
 from kha_megatron.errors import KHAError
 
 TOKENS = [
@@ -60,7 +60,7 @@ def read_hugging_face(folder: Path) -> None:
 
 
 def follow_tracker(folder: Path) -> None:
-    found = select_checkpoint(folder)
+    found = select_iteration(folder)
     assert found.newest == folder / "iter_0000007", found
     assert "\n" not in (found.line("taking") or "")
 

@@ -15,7 +15,7 @@ import pytest
 from kha_megatron import cli
 from kha_megatron.checkpoint import ownership
 from kha_megatron.checkpoint.ownership import OWNER, claim, owned
-from kha_megatron.checkpoint.tracker import TRACKER, select_checkpoint
+from kha_megatron.checkpoint.tracker import TRACKER, select_iteration
 from kha_megatron.errors import OutputError
 from tests.entry import Entry
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
@@ -74,7 +74,7 @@ def test_one_of_two_trainings_saves(entry, tmp_path, faults_table):
     (error,) = failed.errors
     owner = json.loads((tmp_path / OWNER).read_bytes())
     assert f"in use by process {owner['pid']} on {owner['host']}" in error
-    assert select_checkpoint(tmp_path).newest == iteration_folder(tmp_path, 3)
+    assert select_iteration(tmp_path).newest == iteration_folder(tmp_path, 3)
     faults_table("Writers", "two trainings with one `--save`", "one trains, the other exits")
 
 
@@ -143,7 +143,7 @@ def take_over(folder, rank):
 def test_a_run_whose_directory_was_taken_over_commits_nothing(entry, tmp_path):
     run = entry(arguments(tmp_path, *until(4)), 2, before=functools.partial(take_over, tmp_path))
     assert any("was taken over by process" in error for error in run.errors), run.output[-3000:]
-    found = select_checkpoint(tmp_path)
+    found = select_iteration(tmp_path)
     assert found.newest == iteration_folder(tmp_path, 1)
     assert found.incomplete == ["iter_0000002"]
 
@@ -158,7 +158,7 @@ def test_after_a_rollback_the_new_branch_resumes(entry, tmp_path, faults_table):
     assert resumed(train("--ckpt-step", "2", *until(3)).output) == 2
     for torn in ("", "junk"):
         (tmp_path / TRACKER).write_text(torn)
-        assert select_checkpoint(tmp_path).newest == iteration_folder(tmp_path, 3)
+        assert select_iteration(tmp_path).newest == iteration_folder(tmp_path, 3)
     run = train(*until(5))
     assert resumed(run.output) == 3
     faults_table("Rollbacks", "the tracker file is torn afterwards", "the new branch resumes")
@@ -167,4 +167,4 @@ def test_after_a_rollback_the_new_branch_resumes(entry, tmp_path, faults_table):
 def test_a_tracker_file_that_was_set_back_by_hand_is_followed(saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "save")
     (folder / TRACKER).write_text("1")
-    assert select_checkpoint(folder).newest == iteration_folder(folder, 1)
+    assert select_iteration(folder).newest == iteration_folder(folder, 1)

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint
 from kha_megatron.checkpoint.integrity import FileChecks
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record, TorchDistFolder
-from kha_megatron.checkpoint.tracker import TRACKER, select_checkpoint
+from kha_megatron.checkpoint.tracker import TRACKER, select_iteration
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import CollaborativeHeads, MixtureOfHeads, TalkingHeads
@@ -175,7 +175,7 @@ def test_optimizer_state_of_another_layout_is_refused(copy):
     with pytest.raises(CheckpointError, match="for --tensor-model-parallel-size 1 only"):
         check(copy, KHA, **moved, transformer_impl="local")
     # a converted checkpoint has no optimizer
-    select_checkpoint(copy).newest.rename(copy / "release")
+    select_iteration(copy).newest.rename(copy / "release")
     (copy / TRACKER).write_text("release")
     check(copy, KHA, **moved)
 

@@ -27,7 +27,7 @@ cpu.install(despite_cuda=True)
 sys.argv += [word for item in cpu.MEGATRON_FLAGS.items() for word in item if word]
 from kha_megatron.mcore import compat
 compat.use_shipped_dataset_helpers()
-compat.use_forked_checkpoint_writers()
+compat.use_forked_writers()
 from megatron.core.enums import ModelType
 from megatron.training import pretrain, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args

@@ -10,7 +10,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
-from kha_megatron.training.resume import checkpoint_to_upcycle
+from kha_megatron.training.resume import path_to_upcycle
 from tests.training.conftest import HEAD_DIM, MODEL, TRAINING, losses, start
 from tests.training.test_resume import arguments
 from tests.training.test_stock_script import STOCK
@@ -61,7 +61,7 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
 
 def planned(base, run, kha=KHA, **changes):
     args = {"kha_upcycle": True, "pretrained_checkpoint": base, "save": run}
-    return checkpoint_to_upcycle(arguments(run, **args | changes), kha)
+    return path_to_upcycle(arguments(run, **args | changes), kha)
 
 
 def test_a_run_starts_from_the_base_and_resumes_from_itself(saved, tmp_path):
