@@ -46,9 +46,16 @@ class MissingDependencyError(KHAError, ImportError):
 
     def __init__(self, package: str, feature: str, extra: str) -> None:
         super().__init__(
-            f"{feature} requires {package}, which is not installed. "
-            f"Run `pip install 'kha-megatron[{extra}]'`."
+            f"{feature} requires {package}, which is not installed. Run {install_command(extra)}."
         )
+
+
+def install_command(extra: str, options: str = "") -> str:
+    """Return the command that installs an extra, for error messages.
+
+    The package is not on PyPI yet, so it has to be installed from a clone of its repository.
+    """
+    return f"`pip install {options}'.[{extra}]'` in a clone of kha_megatron"
 
 
 def in_one_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kha_megatron.errors import MissingDependencyError, VersionError
+from kha_megatron.errors import MissingDependencyError, VersionError, install_command
 from kha_megatron.mcore.compat import version_of
 
 _SUPPORTED_VERSION = "0.6"
@@ -17,8 +17,8 @@ def bridge_imports() -> Iterator[None]:
         raise MissingDependencyError("megatron-bridge", "kha_megatron.bridge", "bridge")
     if not f"{found}.".startswith(f"{_SUPPORTED_VERSION}."):
         raise VersionError(
-            f"megatron-bridge {found} is not supported. Run `pip install 'kha-megatron[bridge]'` "
-            f"to install version {_SUPPORTED_VERSION}."
+            f"megatron-bridge {found} is not supported. Run {install_command('bridge')} to install "
+            f"version {_SUPPORTED_VERSION}."
         )
     try:
         yield

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON
-from kha_megatron.errors import VersionError
+from kha_megatron.errors import VersionError, install_command
 from kha_megatron.mcore.compat import installed_version, lacks_te_extension, version_of
 
 
@@ -60,7 +60,7 @@ OPTIONAL = {
 }
 """Purpose, consequence if missing, and extra of each optional package."""
 
-TE_INSTALL = "pip install --no-build-isolation 'kha-megatron[te]'"
+TE_INSTALL = install_command("te", "--no-build-isolation ")
 
 
 def doctor(as_json: AsJSON = False) -> None:
@@ -100,7 +100,7 @@ def inspect_components() -> list[Component]:
         findings.append(replace(finding, blocks=finding.status != "ok"))
     findings += [find_devices(), find_transformer_engine(supported), *_find_wrong_apex()]
     for name, (present, absent, extra) in OPTIONAL.items():
-        install = f"pip install 'kha-megatron[{extra}]'" if extra else f"pip install {name}"
+        install = install_command(extra) if extra else f"`pip install {name}`"
         findings.append(_package(name, supported, present, absent, install))
     return findings
 
@@ -131,7 +131,7 @@ def _package(
         found=found or "-",
         supported=versions or "any",
         effect=present if ok else absent,
-        remedy="" if ok else install or f"pip install '{name}{versions}'",
+        remedy="" if ok else f"run {install or f"`pip install '{name}{versions}'`"}",
     )
 
 
@@ -156,7 +156,7 @@ def find_transformer_engine(supported: dict[str, str]) -> Component:
     if finding.found == "-" or not lacks_te_extension():
         return finding
     effect = "no compiled extension: import megatron.core fails without kha_megatron"
-    return replace(finding, status="wrong", effect=effect, remedy=TE_INSTALL)
+    return replace(finding, status="wrong", effect=effect, remedy=f"run {TE_INSTALL}")
 
 
 def _find_wrong_apex() -> Iterator[Component]:

@@ -58,6 +58,11 @@ print(tokenizer.decode(outputs[0]))
 No license has been specified yet. If you trained this model, please add its license to the metadata
 at the top of this file before you publish it.
 """
+_REGISTER = """\
+# Registers the architecture. If kha_megatron is not installed, review the Python files in this
+# directory and pass trust_remote_code=True to from_pretrained instead.
+import kha_megatron.hf
+"""
 _FORMATS = {"torch_dist": "Megatron checkpoint", "huggingface": "Hugging Face model"}
 _PAPER = "[Knocking-Heads Attention](https://arxiv.org/abs/2510.23052)"
 
@@ -91,8 +96,8 @@ def model_card(
     own = {m.name: model.layers * m.parameters(model.head_sizes) for m in kha.mechanisms}
     vllm = vllm_obstacle(config, by_backend=False) if is_kha else None
     if vllm is None:
-        install = "install `kha-megatron[vllm]` and " if is_kha else ""
-        vllm = f"To serve the model with vLLM, {install}run:\n\n```bash\nvllm serve .\n```"
+        plugin = " install kha_megatron from source, with its `vllm` extra, and" if is_kha else ""
+        vllm = f"To serve the model with vLLM,{plugin} run:\n\n```bash\nvllm serve .\n```"
     return _TEXT.format(
         architecture=written.architecture,
         parameters=written.parameters,
@@ -102,6 +107,6 @@ def model_card(
         heads=heads,
         counts="".join(f", including {number:,} in `{what}`" for what, number in own.items()),
         dtype=written.dtype,
-        registers="import kha_megatron.hf  # registers the architecture\n" if is_kha else "",
+        registers=_REGISTER if is_kha else "",
         vllm=vllm,
     )

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.errors import ConfigError, MissingDependencyError
+from kha_megatron.errors import ConfigError, MissingDependencyError, install_command
 from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
 from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.prepare import Job, owned_output
@@ -131,8 +131,8 @@ def import_nemo_run() -> ModuleType:
         if (error.name or "").partition(".")[0] == "nemo_run":
             raise MissingDependencyError("nemo-run", "launching a recipe", "launch") from error
         raise ConfigError(
-            f"Could not import nemo-run: {error}. Run `pip install 'kha-megatron[launch]'` to "
-            "install compatible versions of its dependencies."
+            f"Could not import nemo-run: {error}. Run {install_command('launch')} to install "
+            "compatible versions of its dependencies."
         ) from error
     return nemo_run
 

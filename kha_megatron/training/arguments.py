@@ -8,7 +8,7 @@ from typing import Any
 from kha_megatron.announcements import announce
 from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
 from kha_megatron.data import check_data
-from kha_megatron.errors import ConfigError, raise_first
+from kha_megatron.errors import ConfigError, install_command, raise_first
 from kha_megatron.heads import Knock
 from kha_megatron.heads.gate import ALIASES
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
@@ -178,8 +178,8 @@ def _prepare_for_cuda(argv: list[str], layers: str) -> None:
         raise ConfigError("No CUDA device found. To train on the CPU, add --device cpu.")
     if layers == "transformer_engine" and lacks_te_extension():
         raise ConfigError(
-            "Transformer Engine is installed without its compiled extension. Run `pip install "
-            "--no-build-isolation 'kha-megatron[te]'`, or add --transformer-impl local."
+            "Transformer Engine is installed without its compiled extension. Run "
+            f"{install_command('te', '--no-build-isolation ')}, or add --transformer-impl local."
         )
     if _UNFUSED not in argv and find_spec("fused_weight_gradient_mlp_cuda") is None:
         argv.append(_UNFUSED)  # Megatron's output layer needs apex for this fusion
@@ -234,11 +234,6 @@ def check_args(args: argparse.Namespace) -> None:
         ),
         "--reset-attention-mask requires --transformer-impl local.": args.reset_attention_mask
         and args.transformer_impl == "transformer_engine",
-        "--kha-log-interval requires --tensorboard-dir or --wandb-project.": args.kha_log_interval
-        and not (args.tensorboard_dir or args.wandb_project),
-        "--kha-perturb-embedding has no effect with --pretrained-checkpoint.": (
-            args.kha_perturb_embedding and args.pretrained_checkpoint
-        ),
     }
     raise_first(mistakes)
     check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))

@@ -149,7 +149,7 @@ def test_export_and_conversion_import_without_megatron(tmp_path):
     result = run_without("top == 'megatron'", IMPORT_AND_RUN, *words)
     assert result.returncode == 2, result.stderr
     assert "megatron-core, which is not installed. Run `pip install" in result.stderr
-    assert "'kha-megatron[megatron]'" in result.stderr
+    assert "'.[megatron]'" in result.stderr
     assert not (tmp_path / "data").exists()
 
 

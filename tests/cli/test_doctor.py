@@ -48,7 +48,7 @@ def test_an_unsupported_version_blocks(site, run):
     assert (torch.status, torch.found, torch.blocks) == ("wrong", "2.3.1", True)
     code, stdout, _ = run("doctor")
     assert code == 1
-    assert "torch: pip install 'torch>=" in stdout
+    assert "torch: run `pip install 'torch>=" in stdout
 
 
 def test_pre_releases_in_containers_fit_the_table(site, run, monkeypatch):

@@ -206,5 +206,5 @@ def test_bad_input_is_refused_before_anything_is_written(
         assert (code, stdout, len(stderr.splitlines())) == (2, "", 1), given
         assert message in stderr
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "kha-megatron[plots]" in run(plain, tmp_path / "out")[2]
+    assert "pip install '.[plots]'" in run(plain, tmp_path / "out")[2]
     assert not (tmp_path / "out").exists()

@@ -24,5 +24,5 @@ def gpu_engine(engine) -> None:
     if compat.lacks_te_extension():
         pytest.skip(
             "NOT TESTED: Transformer Engine's extension is not installed "
-            "(pip install 'kha-megatron[te]' with a CUDA toolkit)"
+            "(pip install '.[te]' with a CUDA toolkit)"
         )

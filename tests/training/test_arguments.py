@@ -87,7 +87,6 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
             [*MLP, "--num-experts", "4", "--moe-router-bias-update-rms"],
             "requires --moe-router-enable-expert-bias",
         ),
-        ([*MLP, "--kha-log-interval", "9"], "requires --tensorboard-dir"),
         ([*MLP, "--kha-fold", "always"], "fold=always"),
         ([*LINEAR, *TIED], "kha_key=linear is not supported"),
         ([*MLP, "--kha-attention", "gta"], "divisible by 4"),
