@@ -44,10 +44,10 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite a conver
 ArchitectureName = Annotated[
     str | None,
     typer.Option(
-        help="Hugging Face architecture of the output. kha supports every attention and mechanism. "
-        "Models without KHA can also use qwen3, qwen3_moe, glm4_moe, deepseek_v3 (MLA), llama or "
-        "mistral, and models with Megatron's output gate qwen3_next or qwen3_5_text. With auto, a "
-        "matching architecture is selected (default: auto for fold, otherwise kha)."
+        help="Architecture of the exported model. Use kha for models with KHA or other head "
+        "mechanisms, or the name of a transformers architecture (e.g. qwen3 or deepseek_v3) for "
+        "models without them. auto selects an architecture that fits the model. By default, "
+        "`convert fold` uses auto, and all other commands use kha."
     ),
 ]
 ShardSize = Annotated[str, typer.Option(help="Maximum size of each safetensors file, e.g. 500MB.")]

@@ -114,7 +114,7 @@ def prepare(
             overwrite=overwrite,
             on_progress=on_progress,
         )
-    for line in warnings_about(report):
+    for line in describe_limitations(report):
         console.log.print(f"[yellow]warning:[/] {escape(line)}")
     _print(report, out, as_json)
 
@@ -172,7 +172,7 @@ def progress() -> Iterator[Callable[["Step"], None]]:
         yield on_progress
 
 
-def warnings_about(report: "DataReport") -> list[str]:
+def describe_limitations(report: "DataReport") -> list[str]:
     """Return one line for each property of prepared data that may surprise the user."""
     lines = []
     for split in USUAL:

@@ -252,7 +252,7 @@ def stock_type(model: Architecture) -> str:
     return "qwen3" if model.qk_layernorm else "llama"
 
 
-def add_required_tensors(model: Architecture, model_type: str) -> Architecture:
+def fill_missing_tensors(model: Architecture, model_type: str) -> Architecture:
     """Add the optional MoE tensors that an architecture requires, initialized to zero.
 
     Routers with sigmoid scores require a correction bias. In addition, ``glm4_moe`` and
@@ -293,7 +293,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         raise CheckpointError(
             f"Unknown architecture {model_type!r}. Available architectures: {', '.join(FAMILIES)}."
         )
-    model = add_required_tensors(model, model_type)
+    model = fill_missing_tensors(model, model_type)
     try:
         config = _build_config(model, FAMILIES[model_type], model_type)
         back = from_hf_config(json.loads(config.to_json_string()))

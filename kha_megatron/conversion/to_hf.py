@@ -14,7 +14,7 @@ from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.hf_configs import (
-    add_required_tensors,
+    fill_missing_tensors,
     has_stock_heads,
     stock_type,
     to_hf_config,
@@ -129,5 +129,5 @@ def plan_export(
     config = to_hf_config(source.model, architecture)
     for name, value in source.tokenizer.token_ids.items():
         setattr(config, name, value)
-    source = add_zero_tensors(source, add_required_tensors(source.model, architecture))
+    source = add_zero_tensors(source, fill_missing_tensors(source.model, architecture))
     return HFPlan(source, config, max_shard_bytes, folded)

@@ -139,8 +139,8 @@ def _fold_collaborative(source: ModelSource) -> ModelSource:
         why = f"the parameters of {kha} have head dim {values}, but folded heads have {width}"
     if why:
         raise CheckpointError(
-            f"collaborative.dim={keys} in {source.path} cannot be folded: {why}. Please export the "
-            "model with --architecture kha."
+            f"The collaborative heads of {source.path} cannot be converted to standard heads: "
+            f"{why}. Please use --architecture kha."
         )
     rows = {tensor.name: head_row(tensor) for tensor in shared.tensors(model.head_sizes)}
 

@@ -8,7 +8,7 @@ import torch
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from kha_megatron.conversion.hf_configs import add_required_tensors, from_hf_config, to_hf_config
+from kha_megatron.conversion.hf_configs import fill_missing_tensors, from_hf_config, to_hf_config
 from kha_megatron.conversion.megatron_arguments import to_arguments
 from kha_megatron.hf.modeling_kha import KHARouter
 from tests.conversion.models import SIZES
@@ -87,7 +87,7 @@ def test_routers_agree(ranks, case):
         del routers[stock]  # it has none
     routers["kha"] = KHARouter
     for family, router in routers.items():
-        config = to_hf_config(add_required_tensors(model, family), family)
+        config = to_hf_config(fill_missing_tensors(model, family), family)
         found = _dense(router(config), logits, bias)
         ties = [3, 4, 5] if not model.moe_router_num_groups else []
         clear = [token for token in range(TOKENS) if token not in ties]
