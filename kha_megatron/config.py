@@ -7,7 +7,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, Literal, Self, get_args, get_type_hints
 
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, raise_first
 from kha_megatron.heads import (
     CollaborativeHeads,
     Gate,
@@ -304,18 +304,13 @@ class KHAConfig(KnockSettings):
         for mechanism in self.mechanisms:
             if why := mechanism.unsupported_reason(facts):
                 raise ConfigError(why)
-        if not (self.mechanisms or self.attention):
-            return
-        if facts.predictions:
-            raise ConfigError(
-                f"KHA does not support multi-token prediction (mtp_num_layers="
-                f"{facts.predictions}), because Megatron builds its layers without the layer spec. "
-                "Please remove --mtp-num-layers."
-            )
-        if facts.flash_decode:
-            raise ConfigError(
-                f"{self} does not support flash decoding. Please remove --flash-decode."
-            )
+        if self.mechanisms or self.attention:
+            mistakes = {
+                "KHA does not support --mtp-num-layers, because Megatron builds the layers for "
+                "multi-token prediction without the layer spec.": facts.predictions,
+                f"{self} does not support --flash-decode.": facts.flash_decode,
+            }
+            raise_first(mistakes)
 
     def __str__(self) -> str:
         """Format for logs, e.g. ``query=linear key=linear`` or ``value=mlp in gta``."""

@@ -24,20 +24,20 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
     """
     save, load, train_step = training.save_checkpoint, training.load_checkpoint, training.train_step
 
-    def checked_save(iteration: int, *arguments: Any, **options: Any) -> Any:
+    def save_finite(iteration: int, *arguments: Any, **options: Any) -> Any:
         if found := find_non_finite_parameter(models):
             raise NonFiniteError(
                 f"{found} after iteration {iteration}. No checkpoint was saved. {_remedy(args)}"
             )
         return save(iteration, *arguments, **options)
 
-    def checked_load(*arguments: Any, **options: Any) -> Any:
+    def load_finite(*arguments: Any, **options: Any) -> Any:
         result = load(*arguments, **options)
         if found := find_non_finite_parameter(models):
-            raise CheckpointError(f"{found} {_of_loaded_checkpoint(args)}")
+            raise CheckpointError(f"{found} {_describe_loaded(args)}")
         return result
 
-    def checked_step(
+    def step_with_limit(
         forward: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **options: Any
     ):
         result = train_step(forward, data, model, optimizer, *rest, **options)
@@ -53,10 +53,10 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
             )
         return result
 
-    training.save_checkpoint = checked_save
-    training.load_checkpoint = checked_load
+    training.save_checkpoint = save_finite
+    training.load_checkpoint = load_finite
     if args.fp16 and not args.loss_scale:
-        training.train_step = checked_step
+        training.train_step = step_with_limit
 
 
 def _remedy(args: Namespace) -> str:
@@ -65,7 +65,7 @@ def _remedy(args: Namespace) -> str:
     return f"Restart {start}, with a lower --lr and --override-opt-param-scheduler."
 
 
-def _of_loaded_checkpoint(args: Namespace) -> str:
+def _describe_loaded(args: Namespace) -> str:
     """Return the end of an error that names the newest checkpoint whose weights were checked."""
     path = path_to_load(args)
     if path is None:

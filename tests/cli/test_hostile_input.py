@@ -101,7 +101,7 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         (f"{HEADS} gate.key=head", "with QK-norm"),
         (f"{BASELINE} gla", "gla requires --multi-latent-attention"),
         (f"{BASELINE} gta --multi-latent-attention", "gta does not support --multi-latent"),
-        (f"{HEADS} gate.output=head --flash-decode", "remove --flash-decode"),
+        (f"{HEADS} gate.output=head --flash-decode", "does not support --flash-decode"),
         (f"{HEADS} talking.max_tokens=255", "(256) exceeds talking.max_tokens=255"),
         (f"{HEADS} collaborative.dim=30", "rotary features per head (32)"),
         (  # too wide for fused kernels
