@@ -1,7 +1,12 @@
-"""The ``kha`` architecture for transformers.
+"""KHA models for transformers.
 
-Importing this module registers the architecture, so that ``AutoConfig``, ``AutoModel`` and
-``AutoModelForCausalLM`` can load a converted model without ``trust_remote_code``.
+Importing this package registers the `kha` model type with the Auto classes, so you don't need
+`trust_remote_code` to load a converted model:
+
+```python
+>>> import kha_megatron.hf
+>>> model = AutoModelForCausalLM.from_pretrained("path/to/model")
+```
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -19,7 +24,7 @@ KHAModelConfig.write_code = staticmethod(write_modelling_files)
 
 
 def read_kha(config: KHAModelConfig) -> KHAConfig:
-    """Build the KHA configuration from the ``kha_*`` fields of a model config."""
+    """Collect the `kha_*` fields of a model config."""
     return KHAConfig.from_entries(vars(config)) or KHAConfig()
 
 

@@ -1,6 +1,4 @@
-"""PyTorch KHA attention with other head mechanisms, Grouped-Tied Attention (GTA), Multi-head Latent
-Attention (MLA) and Grouped Latent Attention (GLA). See `modeling_kha` for the names of dimensions.
-"""
+"""PyTorch KHA attention for models that use MLA, GLA, GTA or other head mechanisms (e.g. gates)."""
 
 import math
 from collections.abc import Sequence
@@ -50,12 +48,12 @@ from kha_megatron.hf.modeling_kha import (
 
 logger = logging.get_logger(__name__)
 
-# Tensor-parallel style for projections whose rotary output is shared by the heads of all ranks.
+# TP style for projections of the rotary key. All heads share it, even across ranks.
 SHARED_KEY = "mla_kv_a_proj"
 
 
 class HeadParameter(Module):
-    """Base class for modules with the weight of a head mechanism."""
+    """Base class for modules that hold a weight of a head mechanism."""
 
     initial: tuple[InitialValue, ...]
 
@@ -65,8 +63,12 @@ class HeadParameter(Module):
 
 
 class ReplicatedWeight(HeadParameter):
-    """Parameter that is replicated on all ranks. `forward` returns the weight, so that transformers
-    can all-reduce its gradient with a module hook."""
+    """
+    A single parameter, replicated on all tensor-parallel ranks.
+
+    It needs its own module because transformers all-reduces gradients in module hooks. Call the
+    module to get the weight.
+    """
 
     def __init__(self, tensor: HeadTensor) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class ReplicatedWeight(HeadParameter):
 
 
 class InputLinear(HeadParameter, nn.Linear):
-    """Projection of the layer input to the scores of a gate or router."""
+    """Computes the scores of a gate or router from the layer input."""
 
     def __init__(self, hidden: int, tensor: HeadTensor) -> None:
         self.initial = tensor.initial
@@ -86,12 +88,11 @@ class InputLinear(HeadParameter, nn.Linear):
 
 
 class KHAHeads(KHAModule):
-    """Base class for attention with the head mechanisms of the config."""
+    """Base class for attention modules with KHA and other head mechanisms."""
 
     @classmethod
     def check_config(cls, config: KHAModelConfig) -> str | None:
-        """Check that all mechanisms are supported. Returns `"eager"` if one of them requires eager
-        attention."""
+        """Validate the attention settings. Returns `"eager"` if other backends can't be used."""
         if unknown := config.mechanisms.keys() - MECHANISMS.keys():
             raise ValueError(
                 f"Unknown fields kha_{', kha_'.join(sorted(unknown))} in the config. Supported "
@@ -122,12 +123,11 @@ class KHAHeads(KHAModule):
 
     def add_heads(self, config: KHAModelConfig, ranks: int = 1) -> None:
         """
-        Create the modules of all mechanisms.
+        Create the submodules for KHA and all other mechanisms.
 
         Args:
-            config (`KHAModelConfig`): Model config.
             ranks (`int`, *optional*, defaults to 1):
-                Tensor-parallel size, if this module only has the heads of one rank.
+                Tensor-parallel size. Only needed if modules are created sharded, as in vLLM.
         """
         sizes = head_sizes(config).on_rank(ranks)
         self.add_knocks(config, sizes.dim("key"), sizes.dim("value"))
@@ -148,7 +148,7 @@ class KHAHeads(KHAModule):
             self.mechanisms.append((mechanism, rows, tensors))
 
     def tp_plan(self) -> dict[str, str]:
-        # A mechanism that mixes the logits of all heads requires all heads on each rank.
+        # Mixing attention logits across heads only works if every rank has all heads.
         if any(mechanism.acts_at("core") for mechanism, *_ in self.mechanisms):
             return {}
         plan = super().tp_plan()
@@ -156,7 +156,7 @@ class KHAHeads(KHAModule):
             plan |= dict.fromkeys((row.hf for row in rows), "colwise")
             for tensor in tensors:
                 plan[tensor.hf] = SHARED_BY_HEADS
-                if tensor.reads_input:  # `read_input` all-reduces gradients of shared projections.
+                if tensor.reads_input:  # Gradients are all-reduced in `read_input`.
                     plan[tensor.hf] = "colwise" if tensor.per_head else "replicate"
         return plan
 
@@ -170,8 +170,13 @@ class KHAHeads(KHAModule):
         return super().train(mode)
 
     def read_input(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Project the input `[B, S, C]` for all mechanisms. Returns tensors by name, of shape
-        `[B, S, heads, features]` (one head for shared projections) or `[B, S, features]`."""
+        """
+        Compute the input projections of all mechanisms, e.g. gate scores.
+
+        Returns:
+            `dict[str, torch.Tensor]`: Projections by name, usually of shape `(batch_size, seq_len,
+            num_heads, num_features)`. The head dimension can be 1 or missing for shared weights.
+        """
         seen = {}
         for _, rows, tensors in self.mechanisms:
             for row in rows:
@@ -190,12 +195,15 @@ class KHAHeads(KHAModule):
 
     def apply_heads(self, stage: Stage, seen: dict[str, Tensor], **tensors: Tensor) -> list[Tensor]:
         """
-        Apply the mechanisms of one stage to `tensors` and return them in the same order.
+        Run all mechanisms that act at `stage`.
 
         Args:
-            stage (`str`): `"qkv"`, `"output"` or `"dense"`.
-            seen (`dict`): Result of `read_input`. Tensors for later stages are added to it.
-            tensors (`torch.Tensor`): `[B, S, heads, D]`, or `[B, S, C]` at the `"dense"` stage.
+            stage (`str`):
+                One of `"qkv"`, `"output"` (before `o_proj`) or `"dense"` (after `o_proj`).
+            seen (`dict[str, torch.Tensor]`):
+                Output of `read_input`. Modified in place if a later stage needs more tensors.
+            tensors (`torch.Tensor`):
+                Tensors to transform, e.g. `query=...`. They are returned in the same order.
         """
         mechanisms = (
             (mechanism, self.head_weights(parameters))
@@ -205,7 +213,7 @@ class KHAHeads(KHAModule):
         return apply_stage(stage, mechanisms, tensors, seen, self._ranks())
 
     def head_weights(self, tensors: Sequence[HeadTensor]) -> dict[str, Tensor]:
-        """Return the replicated weights by name, sliced to the local heads if they are per head."""
+        """Get the replicated weights by name. Per-head weights are sliced to the local heads."""
         ranks, weights = self._ranks(), {}
         for tensor in tensors:
             if not tensor.reads_input:
@@ -214,13 +222,13 @@ class KHAHeads(KHAModule):
         return weights
 
     def project_output(self, heads: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        """Apply mechanisms and `o_proj` to the attention output `[..., H, D]`."""
+        """Apply `o_proj`, and the mechanisms before and after it."""
         (heads,) = self.apply_heads("output", seen, output=heads)
         dense = self.o_proj(heads.flatten(-2).contiguous())
         return self.apply_heads("dense", seen, dense=dense)[0]
 
     def core_attention(self) -> Any:
-        """Return the attention function of a mechanism or of the configured backend."""
+        """Get the attention function. Talking heads have their own, as they change the logits."""
         for mechanism, _, parameters in self.mechanisms:
             if mechanism.acts_at("core"):
                 return partial(_eager_forward, mechanism, self.head_weights(parameters))
@@ -233,13 +241,12 @@ class KHAHeads(KHAModule):
 
 
 def build_mechanisms(config: KHAModelConfig) -> list[Mechanism]:
-    """Build all mechanisms except KHA, in the order in which they are applied."""
+    """Instantiate the mechanisms of a model in the order they are applied (KHA not included)."""
     settings = config.mechanisms
     return [kind.from_dict(settings[n]) for n, kind in MECHANISMS.items() if n in settings]
 
 
 def head_sizes(config: KHAModelConfig) -> HeadSizes:
-    """Compute the number and dimensions of the heads of a layer over all ranks."""
     latent = config.kv_lora_rank is not None
     return HeadSizes(
         query_heads=config.num_attention_heads,
@@ -253,11 +260,15 @@ def head_sizes(config: KHAModelConfig) -> HeadSizes:
 
 class ModelRanks(Ranks):
     """
-    Collectives over the tensor-parallel ranks of a transformers model. All ranks have all tokens.
+    Tensor-parallel collectives used by the mechanisms.
+
+    Sequence parallelism is not supported here, i.e. every rank is expected to have all tokens.
 
     Args:
-        projection (`nn.Module`): Module with a sharded weight, from which the mesh is taken.
-        listeners (`Sequence[Listener]`): Callbacks that receive the metrics of the mechanisms.
+        projection (`nn.Module`):
+            Any linear layer that transformers has sharded. We only use it to find the device mesh.
+        listeners (`Sequence[Listener]`, *optional*):
+            Callbacks for metrics of the mechanisms.
     """
 
     def __init__(self, projection: nn.Module, listeners: Sequence[Listener] = ()) -> None:
@@ -279,14 +290,14 @@ class ModelRanks(Ranks):
         return placed.redistribute(placements=[after]).to_local()
 
     def sum_gradient(self, x: Tensor) -> Tensor:
-        """All-reduce the gradient of a replicated tensor in the backward pass."""
+        """Identity in the forward pass, all-reduce in the backward pass."""
         if self.mesh is None:
             return x
         placed = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
         return placed.to_local(grad_placements=[Partial()])
 
     def own_part(self, weight: Tensor) -> Tensor:
-        """Return the local slice of a replicated weight `[heads, ...]`."""
+        """Slice a per-head weight along its first dimension."""
         if self.mesh is None:
             return weight
         return weight.chunk(self.mesh.size())[self.mesh.get_local_rank()]
@@ -302,9 +313,8 @@ def _attention_forward(
     seen: dict[str, Tensor],
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run attention and the output projection. Returns `[*shape, C]` and the attention weights."""
-    # Flash attention requires the same head dim for queries, keys and values. Unlike transformers,
-    # which only pads values, this also pads queries and keys with zeros.
+    # FlashAttention requires q, k and v to have the same head dim. transformers only pads v, but
+    # here q and k can also be the smaller ones.
     width = padded = value.shape[-1]
     if "flash" in (module.config._attn_implementation or "") and query.shape[-1] != width:
         padded = max(query.shape[-1], width)
@@ -344,7 +354,7 @@ def _eager_forward(
 
 
 class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
-    """Multi-head, multi-query or grouped-query attention with other head mechanisms."""
+    """Multi-headed attention with KHA and other head mechanisms. Supports MQA and GQA."""
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -375,7 +385,7 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
         key = apply_rotary(key.transpose(1, 2), *position_embeddings)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        # Do not move this call to another function, because vLLM searches for it in `forward`.
+        # Keep this call here. vLLM looks for it in the source code of `forward`.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -396,9 +406,10 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
 
 class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
     """
-    Attention with collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362), which share one
-    query and one key of `dim` features that are weighted by a mixing vector per head. The cache
-    stores the shared key and all values, i.e. `dim + G * D` elements per token.
+    Collaborative attention heads (https://huggingface.co/papers/2006.16362).
+
+    There is only one query and one key, with `dim` features. Each head has a mixing vector that
+    weights these features. The cache stores the key along with the values of all heads.
     """
 
     projections = ("v_proj",)
@@ -446,12 +457,15 @@ class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
 
 class KHATiedAttention(KHAHeads, Glm4MoeAttention):
     """
-    Grouped-Tied Attention (Zadouri et al. 2025, arXiv 2505.21487) with KHA on the tied state.
+    Grouped-Tied Attention (GTA, https://huggingface.co/papers/2505.21487) with KHA.
 
-    The tied state is used as the value, and its first half also as the no-position half of the key.
-    The rotary half of the key, which comes first, is shared by all groups. The cache stores
-    `G * D + D / 2` elements per token. Both tensors are stored as a single head, because the static
-    cache of transformers requires the same number of heads for keys and values.
+    Keys and values share a tied state, and KHA is applied to that state:
+
+    - value: the tied state itself
+    - key: a rotary half shared by all groups, then the first half of the tied state (no RoPE)
+
+    Note: the rotary half and the tied state are cached with a single "head" each, because the
+    static cache expects keys and values to have the same number of heads.
     """
 
     projections = ("q_proj", "kv_proj")
@@ -473,9 +487,9 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         position_ids: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        # QK-norm is applied to whole keys, which differ between groups. With QK-norm, we therefore
-        # cache the rotary half before RoPE, and rotate the whole cache in each step. This assumes
-        # consecutive positions, so left padding is supported but packed sequences are not.
+        # QK-norm needs complete keys, and those are different in each group. If it's enabled, we
+        # cache the rotary half before RoPE and rotate the whole cache in every step. This assumes
+        # consecutive positions, i.e. left padding is fine but packed sequences are not supported.
         input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         heads = (*input_shape, -1, self.head_dim)
         query = self.q_knock(self.q_proj(hidden_states).view(heads))
@@ -509,13 +523,13 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
 
 class KHALatentAttention(KHAHeads, DeepseekV3Attention):
     """
-    Multi-head Latent Attention (DeepSeek-V2, arXiv 2405.04434) or Grouped Latent Attention (Zadouri
-    et al. 2025) with KHA-Linear on values and on the no-position part of queries and keys.
+    Multi-head Latent Attention (MLA, https://huggingface.co/papers/2405.04434) or Grouped Latent
+    Attention (GLA, https://huggingface.co/papers/2505.21487) with KHA-Linear. KHA is applied to
+    the values and to the non-rotary part of queries and keys.
 
-    GLA has several latent heads. Each of them is normalized separately and up-projected to the keys
-    and values of one group of query heads. The cache stores the normalized latent and the rotary
-    key, i.e. `kv_lora_rank + R` elements per token. As in DeepSeek-V3, each decoding step
-    up-projects the whole cache.
+    In GLA, the latent is split into several latent heads, each with its own `kv_b_proj` for one
+    group of query heads. The cache stores the normalized latent and the rotary key. As in
+    DeepSeek-V3, we up-project the latents of all previous tokens in every decoding step.
     """
 
     projections = ("q_proj", "q_b_proj", "kv_b_proj")
@@ -524,7 +538,7 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         super().__init__(config, layer_idx)
         eps, groups = config.rms_norm_eps, config.num_latent_heads
         rank: Any = config.kv_lora_rank
-        # The parent's norms ignore `rms_norm_eps`.
+        # Replace the norms, because the parent class doesn't pass `rms_norm_eps`.
         norm = Glm4MoeRMSNorm if config.use_qk_norm else nn.Identity
         if config.q_lora_rank is not None:
             self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
@@ -569,14 +583,19 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         )
 
     def tp_plan(self) -> dict[str, str]:
-        # Tensor parallelism is not supported for GLA, because its latent heads cannot be sharded.
+        # No tensor parallelism for GLA: its latent heads can't be sharded.
         if isinstance(self.kv_b_proj, nn.ModuleList):
             return {}
         return super().tp_plan() | {"kv_a_proj_with_mqa": SHARED_KEY}
 
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        """Up-project latents `[B, 1, K, kv_lora_rank]` and rotary keys `[B, 1, K, R]` to keys and
-        values `[B, H, K, ...]`."""
+        """
+        Compute the keys and values of all heads from the cache.
+
+        Args:
+            kv_nope (`torch.Tensor` of shape `(batch_size, 1, kv_len, kv_lora_rank)`): Latents.
+            k_rot (`torch.Tensor` of shape `(batch_size, 1, kv_len, qk_rope_head_dim)`): Rotary key.
+        """
         latent = kv_nope.squeeze(1)
         if isinstance(self.kv_b_proj, nn.ModuleList):
             parts = zip(self.kv_b_proj, latent.chunk(len(self.kv_b_proj), dim=-1), strict=True)
@@ -592,8 +611,10 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
 
 class KHALatentRMSNorm(nn.Module):
     """
-    RMSNorm over each latent head of `[..., kv_lora_rank]`. Do not inherit from another RMSNorm,
-    because a kernel that replaces the parent class would normalize over all heads.
+    RMSNorm that normalizes each latent head separately.
+
+    This deliberately doesn't inherit from another RMSNorm, since kernels that replace the parent
+    class would normalize over all heads.
     """
 
     def __init__(self, features: int, eps: float, heads: int) -> None:

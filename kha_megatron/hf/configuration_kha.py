@@ -17,50 +17,60 @@ _ALLOWED_VALUES = {
 @strict
 class KHAModelConfig(PreTrainedConfig):
     """
-    Configuration of a dense or mixture-of-experts decoder with Knocking-Heads Attention (KHA, arXiv
-    2510.23052). By default, it describes a dense model without KHA. Arguments that are not listed
-    here, e.g. `hidden_size`, have the same meaning as in `Glm4MoeConfig` and `DeepseekV3Config`.
-    Settings of other head mechanisms are passed as dictionaries, e.g. `kha_gate`.
+    This is the configuration class to store the configuration of a [`KHAModel`]. The defaults yield
+    a dense decoder without Knocking-Heads Attention (KHA, https://huggingface.co/papers/2510.23052).
+
+    Arguments that aren't documented here are the same as in [`Glm4MoeConfig`] and
+    [`DeepseekV3Config`]. Other head mechanisms are configured with dictionaries, e.g.
+    `kha_gate={"output": "element"}`.
 
     Args:
         head_dim (`int`, *optional*, defaults to 128):
-            Head dimension, which must be even. MLA and GLA replace it by `qk_rope_head_dim`.
+            Dimension of each head (must be even). For MLA and GLA, this is set to
+            `qk_rope_head_dim`.
         use_qk_norm (`bool`, *optional*, defaults to `True`):
-            Whether to apply RMSNorm to each query and key head, after KHA and before RoPE. MLA and
-            GLA normalize the latents instead.
+            Whether to normalize queries and keys between KHA and RoPE. For MLA and GLA, this
+            enables the norms of the latents instead.
         kv_lora_rank (`int`, *optional*):
-            Rank of the key/value latent, summed over all latent heads. Selects MLA or GLA if set.
+            Rank of the latent for keys and values (total over all latent heads). The model uses
+            MLA or GLA if this is set.
         mlp_layer_types (`list[str]`, *optional*):
-            `"dense"` or `"sparse"` for each layer. By default, all layers are sparse if
-            `num_experts` is positive.
+            MLP type of each layer, `"dense"` or `"sparse"`. Defaults to all sparse if `num_experts`
+            is positive, else to all dense.
         shared_expert_intermediate_size (`int`, *optional*, defaults to 0):
-            Intermediate size of the shared expert. If 0, there is no shared expert.
+            Intermediate size of the shared expert (0 for no shared expert).
         shared_expert_gate (`bool`, *optional*, defaults to `False`):
-            Whether to multiply the shared expert's output by the sigmoid of a linear projection.
+            Whether to use a sigmoid gate for the output of the shared expert.
         scoring_func (`str`, *optional*, defaults to `"softmax"`):
-            Score function of the router. With `"sigmoid"`, the router has a correction bias that
-            affects which experts are selected, but not their weights.
+            Score function of the router, `"softmax"` or `"sigmoid"`. The latter also adds a
+            correction bias for selecting the experts (not for weighting them).
         norm_topk_prob (`bool`, *optional*, defaults to `True`):
-            Whether to normalize the weights of the selected experts. Corresponds to Megatron
-            without `--moe-router-pre-softmax`.
+            Whether to normalize the weights of the selected experts. Set it to `False` for models
+            trained with `--moe-router-pre-softmax` in Megatron.
         kha_query, kha_key, kha_value (`str`, *optional*):
-            KHA variant of the query, key and value heads: `"linear"`, `"mlp"` or `"gate"`. With
-            GTA, `kha_value` applies to the tied state.
+            KHA variant for the query, key and value heads, one of `"linear"`, `"mlp"` and `"gate"`.
+            For GTA, use `kha_value` to apply KHA to the tied state.
         kha_attention (`str`, *optional*):
-            `"gta"` or `"gla"`. Otherwise the model uses MLA if `kv_lora_rank` is set, or else MHA,
-            MQA or GQA.
+            Set this to `"gta"` or `"gla"` to use one of these attention types.
         kha_latent_heads (`int`, *optional*, defaults to 2):
-            Number of latent heads in GLA.
+            Number of latent heads (GLA only).
         kha_init (`str`, *optional*, defaults to `"identity"`):
-            Initialization of KHA: `"identity"`, which is a no-op, or `"random"`.
+            How to initialize KHA, `"identity"` or `"random"`.
+
+    Example:
+
+    ```python
+    >>> config = KHAModelConfig(num_hidden_layers=2, kha_value="mlp")
+    >>> model = KHAForCausalLM(config)
+    ```
     """
 
     model_type = "kha"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
-    # transformers' expert kernels read the number of experts under this name.
+    # The expert kernels in transformers use this name.
     attribute_map = {"num_local_experts": "num_experts"}  # noqa: RUF012
 
-    # KHAModel adds the plan of its attention modules.
+    # The plan for attention depends on its type and is added in `KHAModel`.
     base_model_tp_plan = {  # noqa: RUF012
         "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
         "layers.*.mlp.experts.down_proj": "rowwise",
@@ -84,8 +94,8 @@ class KHAModelConfig(PreTrainedConfig):
     }
 
     write_code: ClassVar[Any] = None
-    """Function `(directory, config)` that writes the modeling files and returns `auto_map`. Set by
-    `kha_megatron.hf`. In an exported model it is None, because transformers copies the files."""
+    """Set to `write_modelling_files` by `kha_megatron.hf`. Stays `None` in exported models, because
+    transformers copies their files by itself."""
 
     vocab_size: int = 32000
     hidden_size: int = 1024
@@ -155,7 +165,7 @@ class KHAModelConfig(PreTrainedConfig):
         self._set_rotary_share()
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
-        """Save `config.json` together with the modeling files."""
+        """Same as the parent method, but also saves the modeling files."""
         if self.write_code is not None:
             os.makedirs(save_directory, exist_ok=True)
             self.auto_map = self.write_code(save_directory, self)
@@ -163,7 +173,7 @@ class KHAModelConfig(PreTrainedConfig):
 
     @property
     def mechanisms(self) -> dict[str, Any]:
-        """Settings of the other head mechanisms by name, e.g. `gate` or `moh`."""
+        """Settings of all head mechanisms other than KHA by name, e.g. `{"gate": {...}}`."""
         own = type(self).__dataclass_fields__
         return {
             name.removeprefix("kha_"): settings
@@ -173,12 +183,12 @@ class KHAModelConfig(PreTrainedConfig):
 
     @property
     def is_plain(self) -> bool:
-        """Whether `KHAAttention` supports the model: MHA, MQA or GQA without other mechanisms."""
+        """Whether the model can use the basic `KHAAttention` class."""
         return not (self.mechanisms or self.kha_attention or self.kv_lora_rank is not None)
 
     @property
     def qk_head_dim(self) -> int:
-        # MLA in transformers 5.8 to 5.12 reads this attribute.
+        # Needed for MLA in transformers 5.8 to 5.12.
         return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
 
     @property
@@ -208,7 +218,7 @@ class KHAModelConfig(PreTrainedConfig):
         if self.kha_attention != "gta" and self.kv_lora_rank is None:
             return
         share = 0.5 if self.kha_attention == "gta" else 1.0
-        # Do not modify the caller's dictionary.
+        # Make a copy, because the dictionary belongs to the caller.
         self.rope_parameters = {"partial_rotary_factor": share} | (self.rope_parameters or {})
         if (given := self.rope_parameters["partial_rotary_factor"]) != share:
             raise ValueError(

@@ -1,5 +1,7 @@
-"""Measure attention sinks, massive activations, gate scores and head load in a transformers model
-(arXiv 2505.06708, section 4)."""
+"""Measure attention sinks, massive activations, gate scores and head load.
+
+See section 4 of https://huggingface.co/papers/2505.06708 for background.
+"""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,24 +16,23 @@ from kha_megatron.heads.gate import observe_gate
 from kha_megatron.heads.ranks import Ranks
 
 GATED_QUERIES = ("qwen3_next", "qwen3_5_text")
-"""Model types whose ``q_proj`` also computes an output gate, located after each head's query."""
+"""Model types with an output gate in `q_proj`, which returns `[query, gate]` for each head."""
 
 
 @dataclass(kw_only=True)
 class LayerStatistics:
-    """Statistics of one layer over the tokens of a text."""
+    """Statistics of a decoder layer for one input."""
 
     layer: int
     sinks: list[float] = field(default_factory=list)
-    """Mean attention weight of each head on the first token. Empty without softmax attention."""
+    """Average attention weight on the first token, for each head. Empty if there is no softmax."""
     peak: float = 0.0
-    """Largest absolute value of the layer output. For massive activations, it is hundreds of times
-    larger than ``median``."""
+    """Largest absolute value in the layer output (hundreds of times `median` if massive)."""
     peak_feature: int = 0
     peak_token: int = 0
     median: float = 0.0
     figures: dict[str, float | list[float]] = field(default_factory=dict)
-    """Metrics of head mechanisms, e.g. ``gate-score/output`` or ``moh-load``."""
+    """Metrics reported by head mechanisms, e.g. `gate-score/output`."""
 
     @property
     def gates(self) -> dict[str, float]:
@@ -40,18 +41,22 @@ class LayerStatistics:
 
     @property
     def load(self) -> list[float]:
-        """Fraction of tokens routed to each head, or an empty list without MoH."""
+        """Fraction of tokens that each head receives in mixture of heads (MoH)."""
         load = self.figures.get("moh-load", [])
         return load if isinstance(load, list) else []
 
 
 @torch.no_grad()
 def measure_layers(model: Any, ids: Tensor) -> list[LayerStatistics]:
-    """Run a forward pass with eager attention and return statistics for each layer.
+    """
+    Run a forward pass and collect statistics of every layer.
+
+    This temporarily switches the model to eager attention, which needs a lot of memory for long
+    inputs, as it materializes all attention weights.
 
     Args:
-        model: Causal language model in evaluation mode.
-        ids: Token ids ``[1, S]``. Note that eager attention materializes ``[H, S, S]`` weights.
+        model (`PreTrainedModel`): Causal language model in eval mode.
+        ids (`torch.LongTensor` of shape `(1, seq_len)`): Token ids.
     """
     layers, kind = model.get_decoder().layers, model.config.get_text_config().model_type
     found = [LayerStatistics(layer=layer) for layer in range(len(layers))]
@@ -96,7 +101,7 @@ def _measure_gate(
 
 
 class _Recorder(Ranks):
-    """Record the metrics of head mechanisms."""
+    """Stores metrics in a `LayerStatistics`."""
 
     def __init__(self, figures: LayerStatistics) -> None:
         self.figures = figures

@@ -1,4 +1,4 @@
-"""Registry of head mechanisms, in the order in which they are applied."""
+"""All head mechanisms other than KHA. They are applied in the order of `MECHANISMS`."""
 
 from kha_megatron.heads.collaborative import CollaborativeHeads
 from kha_megatron.heads.gate import Gate

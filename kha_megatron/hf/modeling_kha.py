@@ -1,9 +1,7 @@
-"""PyTorch KHA model, i.e. GLM-4-MoE with Knocking-Heads Attention (arXiv 2510.23052). In addition,
-each layer can be dense or sparse, and the router supports Megatron's softmax scores.
+"""PyTorch KHA model.
 
-Shapes: `B` batch size, `S` query length, `K` key length including the cache, `H` query heads, `G`
-key/value heads, `D` head dim, `R` rotary dim, `C` hidden size, `N` = `B * S` tokens, `E` experts,
-`T` experts per token.
+This is GLM-4-MoE with Knocking-Heads Attention (https://huggingface.co/papers/2510.23052), plus
+softmax routing as in Megatron and a configurable MLP type (dense or sparse) for each layer.
 """
 
 from typing import Any
@@ -37,13 +35,13 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from kha_megatron.hf.configuration_kha import KHAModelConfig
 
-CosSin = tuple[Tensor, Tensor]  # each [B or 1, S, R]
+CosSin = tuple[Tensor, Tensor]  # both (batch_size or 1, seq_len, rotary_dim)
 
-# Tensor-parallel style for weights shared by all heads. Their gradient is a partial sum on each
-# rank, because a rank only has some of the heads.
+# TP style for weights that all heads share. Each rank only sees the gradient from its own heads, so
+# the gradients have to be summed.
 SHARED_BY_HEADS = "replicated_with_grad_allreduce"
 
-# Expert weights are fused in memory, but stored as one tensor per expert, as in Qwen3-MoE.
+# Checkpoints store each expert separately (as in Qwen3-MoE), while the model fuses them.
 register_checkpoint_conversion_mapping(
     KHAModelConfig.model_type, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True
 )
@@ -51,11 +49,11 @@ register_checkpoint_conversion_mapping(
 
 class HeadSharedLinear(nn.Linear):
     """
-    Linear layer `[D, D]` that is shared by all heads.
+    A square linear layer that is applied to every head with the same weight.
 
     Args:
-        head_dim (`int`): Head dimension `D`.
-        initial (`str`): Initialization of the weight: `"identity"`, `"zeros"` or `"normal"`.
+        head_dim (`int`): Head dimension.
+        initial (`str`): One of `"identity"`, `"zeros"` or `"normal"`.
     """
 
     def __init__(self, head_dim: int, initial: str) -> None:
@@ -65,14 +63,14 @@ class HeadSharedLinear(nn.Linear):
     def set_initial_value(self, std: float) -> None:
         if self.initial == "normal":
             init.normal_(self.weight, mean=0.0, std=std)
-        else:  # vLLM uses the meta device, which `torch.nn.init.eye_` does not support.
+        else:  # `torch.nn.init.eye_` fails on the meta device (used by vLLM).
             init.copy_(self.weight, float(self.initial == "identity") * torch.eye(len(self.weight)))
 
 
 class KHAKnock(nn.Module):
     """
-    KHA-Linear, KHA-MLP or KHA-Gate (equations 5-7 and 9 and Table 2 of the paper), applied to each
-    head. All variants are the identity at initialization, unless `init` is `"random"`.
+    The knocking-heads transformation of queries, keys or values (equations 5-7 and 9 in the paper,
+    and Table 2 for the gate). It's the identity at initialization unless `init="random"`.
     """
 
     def __init__(self, variant: str, head_dim: int, init: str = "identity") -> None:
@@ -89,8 +87,8 @@ class KHAKnock(nn.Module):
             self.down_proj = HeadSharedLinear(head_dim, identity)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Keep both uses of `gate_proj`, so that vLLM does not mistake this module for an MLP, which
-        # it would fuse and shard across tensor-parallel ranks.
+        # `gate_proj` is called in two places on purpose. Otherwise vLLM takes this module for a
+        # regular MLP, and would fuse and shard it.
         if self.variant == "linear":
             return self.proj(x)
         if self.variant == "gate":
@@ -99,33 +97,33 @@ class KHAKnock(nn.Module):
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to the first `R` features of `x` (`[B, heads, S, D]`)."""
+    """Applies RoPE to the first features of each head, depending on the size of `cos`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     width = cos.shape[-1]
-    # `torch.cat` would change the strides, which may affect the rounding of fused attention.
+    # Don't use `torch.cat` here. It changes the strides, so fused attention may round differently.
     if width == x.shape[-1]:
         return x * cos + rotate_half(x) * sin
     rotated, rest = x.split([width, x.shape[-1] - width], dim=-1)
     return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
 
 
-Module: Any = nn.Module  # Type checkers would infer Tensor for all attributes of an nn.Module.
+Module: Any = nn.Module  # Otherwise type checkers infer `Tensor | Module` for its attributes.
 
 
 class KHAModule(Module):
-    """Base class for attention with KHA on queries, keys and values."""
+    """Base class for attention modules with KHA."""
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # column-parallel
 
     def add_knocks(self, config: KHAModelConfig, head_dim: int, value_dim: int) -> None:
-        """Create `q_knock`, `k_knock` and `v_knock`, which are `nn.Identity` without KHA."""
+        """Create `q_knock`, `k_knock` and `v_knock` (`nn.Identity` where KHA is disabled)."""
         for name, dim in (("query", head_dim), ("key", head_dim), ("value", value_dim)):
             variant = getattr(config, f"kha_{name}")
             knock = KHAKnock(variant, dim, config.kha_init) if variant else nn.Identity()
             setattr(self, f"{name[0]}_knock", knock)
 
     def tp_plan(self) -> dict[str, str]:
-        """Return the tensor-parallel style of each submodule."""
+        """Tensor-parallel plan for the submodules. `KHAModel` adds it to the config."""
         present = dict(self.named_children())
         split = [name for name in self.projections if name in present]
         plan = dict.fromkeys(split, "colwise") | {"o_proj": "rowwise"}
@@ -136,7 +134,7 @@ class KHAModule(Module):
 
 
 class KHAAttention(KHAModule, Glm4MoeAttention):
-    """Multi-head, multi-query or grouped-query attention with KHA before QK-norm and RoPE."""
+    """Multi-headed attention (or MQA or GQA) with KHA applied before QK-norm and RoPE."""
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -150,7 +148,7 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
-        # KHA is applied before the cache update, so that decoding only processes new tokens.
+        # Apply KHA before updating the cache, so only new tokens are transformed when decoding.
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
         query = self.q_knock(self.q_proj(hidden_states).view(heads))
@@ -178,12 +176,11 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
 
 
-# Filled by `attention_kha`, which is only exported with models that require it.
+# Populated by `attention_kha`. That module is only exported with models that need it.
 KHA_ATTENTION_CLASSES: dict[str, Any] = {}
 
 
 def attention_class(config: KHAModelConfig) -> Any:
-    """Return the attention class for a config."""
     if config.is_plain:
         return KHAAttention
     kind = "latent" if config.kv_lora_rank is not None else config.kha_attention
@@ -199,13 +196,12 @@ def attention_class(config: KHAModelConfig) -> Any:
 
 def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
     """
-    Return an error message if vLLM does not support the model, or `None`.
+    Check whether vLLM can run the model. Returns `None` if so, otherwise an error message.
 
     Args:
-        config (`KHAModelConfig`): Model config.
         by_backend (`bool`):
-            Whether vLLM uses its transformers backend (`--model-impl transformers`) instead of the
-            implementation in `kha_megatron.serving`.
+            `True` for vLLM's transformers backend (`--model-impl transformers`), `False` for the
+            vLLM model in `kha_megatron.serving`.
     """
     remedy = "Please serve the model with transformers."
     if config.kv_lora_rank is not None or config.kha_attention is not None:
@@ -226,12 +222,13 @@ def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
 
 class KHARouter(nn.Module):
     """
-    Top-k router in float32, equivalent to Megatron-Core's `topk_routing_with_score_function`.
+    Top-k router in float32. Equivalent to `topk_routing_with_score_function` in Megatron-Core.
 
-    Softmax scores are computed over the selected logits if `norm_topk_prob` is set (the default in
-    Megatron), otherwise over all logits. With sigmoid scores, `e_score_correction_bias` affects the
-    selection only. If `n_group > 1`, experts are selected from the `topk_group` best groups of each
-    token (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+    - `scoring_func="softmax"`: if `norm_topk_prob` is set (default in Megatron), the softmax is
+      computed over the selected experts, otherwise over all experts.
+    - `scoring_func="sigmoid"`: `e_score_correction_bias` is only used for selecting the experts.
+    - `n_group > 1`: each token is routed to its `topk_group` best groups only, see section 2.1.2 of
+      DeepSeek-V3 (https://huggingface.co/papers/2412.19437).
     """
 
     def __init__(self, config: KHAModelConfig) -> None:
@@ -247,21 +244,21 @@ class KHARouter(nn.Module):
             self.e_score_correction_bias = nn.Buffer(bias)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return router logits `[N, E]`, and weights and indices `[N, T]` of the experts."""
+        """Returns the router logits of all experts, and the weights and indices of the top k."""
         logits = self.logits(hidden_states.reshape(-1, hidden_states.shape[-1]))
         return logits, *self.choose(logits)
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        # Lower precision, e.g. with autocast, could change which experts are selected.
+        # Autocast could change which experts are selected.
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             return F.linear(hidden_states.float(), self.weight.float())
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Select the top-k experts. Returns their weights (float32) and indices, both `[N, T]`."""
+        """Select the top-k experts for each token. Returns their weights (float32) and indices."""
         if self.score_function == "sigmoid":
             scores = logits.sigmoid()
             choice = self._mask_groups(scores + self.e_score_correction_bias)
-            # The order affects the rounding of the sum. Megatron only sorts during training.
+            # Megatron only sorts during training. Do the same, as the order affects rounding.
             experts = choice.topk(self.top_k, dim=-1, sorted=torch.is_grad_enabled()).indices
             weights = scores.gather(-1, experts)
             if self.normalise:
@@ -274,8 +271,8 @@ class KHARouter(nn.Module):
         return weights * self.scaling_factor, experts
 
     def _mask_groups(self, scores: Tensor) -> Tensor:
-        """Mask the scores `[N, E]` of all but the `topk_group` best groups, which are ranked by the
-        sum of their top `T / topk_group` experts."""
+        """Mask experts outside the `topk_group` best groups. A group's score is the sum of its
+        best `top_k // topk_group` experts."""
         if self.groups == 1:
             return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
@@ -286,7 +283,7 @@ class KHARouter(nn.Module):
 
 
 class KHASparseMLP(nn.Module):
-    """Mixture of routed experts and an optional shared expert."""
+    """Mixture of experts with an optional shared expert."""
 
     def __init__(self, config: KHAModelConfig) -> None:
         super().__init__()
@@ -330,11 +327,11 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
         "attentions": KHAModule,
         "router_logits": OutputRecorder(KHARouter, index=0),
     }
-    # The parent class ignores layers with certain indices, which are MTP layers in its checkpoints.
+    # The parent class skips the layer indices that are MTP layers in GLM checkpoints.
     _keys_to_ignore_on_load_unexpected = None
 
     def _check_config(self, config: KHAModelConfig) -> None:
-        """Check that the model is supported, and select eager attention if necessary."""
+        """Validate the config and disable all attention backends but eager if needed."""
         in_vllm = config._attn_implementation == "vllm"
         if in_vllm and (obstacle := vllm_obstacle(config, by_backend=True)):
             raise ValueError(obstacle)
@@ -343,10 +340,10 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # transformers would look for a decorator in this file.
+        return True  # The parent looks for a decorator in this file.
 
     def _grouped_mm_can_dispatch(self) -> bool:
-        # If this raises and no implementation was requested, transformers falls back to a loop.
+        # If the user did not ask for grouped_mm, transformers catches this and uses a loop.
         sizes = self.config.hidden_size, self.config.moe_intermediate_size
         if any(size % 8 for size in sizes):
             raise ValueError(
@@ -392,7 +389,7 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
 
 
 class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):
-    """KHA decoder with a language modeling head, for training and generation."""
+    """The KHA model with a language modeling head on top."""
 
     def __init__(self, config: KHAModelConfig) -> None:
         self._check_config(config)

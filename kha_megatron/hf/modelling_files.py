@@ -1,8 +1,8 @@
-"""Save the modeling code of the ``kha`` architecture together with a model.
+"""Export the modeling code along with a model.
 
-This allows loading the model with ``trust_remote_code=True`` where kha-megatron is not installed.
-The files are copies of this package's modules with relative imports. Modules for other attention
-classes and head mechanisms are only copied if the model uses them.
+With `trust_remote_code=True`, exported models can be loaded even if kha-megatron isn't installed.
+We copy the modules of this package and rewrite their imports. Attention classes and mechanisms
+that the model doesn't use are left out.
 """
 
 import re
@@ -17,7 +17,7 @@ AUTO_MAP = {
     "AutoModel": "modeling_kha.KHAModel",
     "AutoModelForCausalLM": "modeling_kha.KHAForCausalLM",
 }
-"""Value of ``auto_map`` in ``config.json``. Note that vLLM requires ``AutoModel``."""
+"""The `auto_map` for `config.json`. Note that vLLM needs the `AutoModel` entry."""
 
 _IMPORT = re.compile(r"^from (kha_megatron[\w.]*) import", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
@@ -27,8 +27,11 @@ _MODELING, _ATTENTION, _REGISTRY = (
 
 
 def write_modelling_files(directory: str | Path, config: Any) -> dict[str, str]:
-    """Write the modeling files of a ``KHAModelConfig`` to an existing directory and return the
-    ``auto_map`` for ``config.json``. ``save_pretrained`` calls this function.
+    """
+    Write the modeling files to an existing directory. Called by `save_pretrained`.
+
+    Returns:
+        `dict[str, str]`: The `auto_map` to put into `config.json`.
     """
     for name, source in modelling_files(config).items():
         (Path(directory) / name).write_text(source)
@@ -36,7 +39,7 @@ def write_modelling_files(directory: str | Path, config: Any) -> dict[str, str]:
 
 
 def modelling_files(config: Any) -> dict[str, str]:
-    """Return the source of each modeling file by file name."""
+    """Generate the modeling files. Returns a mapping from file names to source code."""
     sources: dict[str, str] = {}
     _collect(_MODELING, config, sources)
     if not config.is_plain:
@@ -53,7 +56,7 @@ def modelling_files(config: Any) -> dict[str, str]:
 
 
 def _collect(module: str, config: Any, sources: dict[str, str]) -> None:
-    """Add the source of a module and, recursively, of its imports from this package."""
+    """Add `module` and everything it imports from this package to `sources`."""
     if module in sources:
         return
     path = _ROOT / module.replace(".", "/")
@@ -69,7 +72,7 @@ def _file_name(module: str) -> str:
 
 
 def _registry(names: Any) -> str:
-    """Generate a ``mechanisms_kha`` module with only the named mechanisms."""
+    """Generate a `mechanisms_kha.py` that only imports the given mechanisms."""
     kinds = [kind for name, kind in MECHANISMS.items() if name in names]
     imports = [f"from {kind.__module__} import {kind.__name__}" for kind in kinds]
     entries = [f'    "{kind.name}": {kind.__name__},' for kind in kinds]
