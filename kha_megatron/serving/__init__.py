@@ -1,12 +1,12 @@
-"""vLLM plugin for ``kha`` models, which does not require ``--trust-remote-code``."""
+"""vLLM plugin for `kha` models. You don't need `--trust-remote-code` if it is installed."""
 
 _ARCHITECTURE = "KHAForCausalLM"
 
 
 def register() -> None:
-    """Register the architecture with vLLM, including ``--model-impl transformers``.
+    """Register KHA models with vLLM.
 
-    vLLM calls this function in each process (entry point ``vllm.general_plugins``).
+    This is the entry point for `vllm.general_plugins`, so vLLM calls it in every process.
     """
     import transformers
     from vllm import ModelRegistry
@@ -15,7 +15,7 @@ def register() -> None:
     import kha_megatron.hf as hf
     from kha_megatron.serving.vllm_limits import KHAVerifyConfig
 
-    # With --model-impl transformers, vLLM looks up the class in the transformers package.
+    # vLLM looks for the class in the transformers package if --model-impl is transformers.
     transformers.KHAForCausalLM = hf.KHAForCausalLM
     MODELS_CONFIG_MAP[_ARCHITECTURE] = KHAVerifyConfig
     ModelRegistry.register_model(_ARCHITECTURE, f"kha_megatron.serving.vllm_model:{_ARCHITECTURE}")

@@ -1,4 +1,4 @@
-"""Model checks that run before vLLM starts its worker processes."""
+"""Check the model config before vLLM starts its workers."""
 
 from typing import Any
 
@@ -11,6 +11,5 @@ from kha_megatron.hf.modeling_kha import vllm_obstacle
 class KHAVerifyConfig(VerifyAndUpdateConfig):
     @staticmethod
     def verify_and_update_model_config(model_config: Any) -> None:
-        """Raise ConfigError if ``kha_megatron.serving.vllm_model`` does not support the model."""
         if why := vllm_obstacle(model_config.hf_config, by_backend=False):
             raise ConfigError(why)

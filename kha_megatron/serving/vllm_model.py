@@ -1,6 +1,6 @@
-"""Inference-only KHA model compatible with Hugging Face weights.
+"""Inference-only KHA model compatible with HuggingFace weights.
 
-KHA, gates and the router are modules of ``kha_megatron.hf``. All other modules are vLLM's.
+Everything except KHA, gates and the router (see `kha_megatron.hf`) is built from vLLM layers.
 """
 
 from collections.abc import Iterable
@@ -40,14 +40,14 @@ from kha_megatron.hf.modeling_kha import KHARouter
 
 
 class KHAAttention(KHAHeads, Glm4MoeAttention):
-    """Attention with KHA and gates.
+    """Attention with KHA and optional gates.
 
-    The KV cache stores keys after KHA, QK-norm and RoPE, and values after KHA. The KHA matrices are
-    replicated on all tensor-parallel ranks and do not support quantization or LoRA.
+    KHA is applied before writing to the KV cache. Its matrices are replicated on all TP ranks.
+    Note that they support neither quantization nor LoRA.
     """
 
     def __init__(self, config: Any, cache_config: Any, quant_config: Any, prefix: str) -> None:
-        # The default of Glm4MoeAttention is 0.5.
+        # Glm4MoeAttention defaults to 0.5.
         config.rope_parameters.setdefault("partial_rotary_factor", 1.0)
         super().__init__(
             config,
@@ -94,9 +94,9 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
 
 
 def load_head_shard(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Weight loader for parameters that are sharded by heads along the first dimension.
+    """Weight loader that shards the first dimension of `whole` by heads.
 
-    If there are more tensor-parallel ranks than key/value heads, several ranks load the same shard.
+    Similar to `QKVParallelLinear`, KV heads are replicated if there are more TP ranks than heads.
     """
     rows, ranks = len(parameter), get_tensor_model_parallel_world_size()
     parts = len(whole) // rows
@@ -110,7 +110,7 @@ def load_head_shard(parameter: nn.Parameter, whole: Tensor) -> None:
 
 
 class KHASparseMLP(nn.Module):
-    """Mixture of routed experts and an optional shared expert."""
+    """Mixture of experts with an optional shared expert."""
 
     def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__()
@@ -179,14 +179,14 @@ class KHADecoderLayer(Qwen3MoeDecoderLayer):
 _KNOCK_ADAPTERS = {
     f"_knock.{module_name(matrix)}.lora_": f"_knock.{matrix}.lora_" for matrix in MATRICES["mlp"]
 }
-"""Renames LoRA weights of KHA matrices, so that vLLM rejects them instead of ignoring some."""
+"""Without these renames, vLLM would silently ignore some LoRA weights of KHA matrices."""
 
 
 @support_torch_compile
 class KHAModel(Qwen3MoeModel):
     hf_to_vllm_mapper = WeightsMapper(
         orig_to_new_substr=_KNOCK_ADAPTERS,
-        # The prefixes are required because KHA also has a gate_proj.
+        # Match on `.mlp.` and `.shared_experts.`, because KHA also has a `gate_proj`.
         orig_to_new_stacked={
             ".q_proj": (".qkv_proj", "q"),
             ".k_proj": (".qkv_proj", "k"),
@@ -202,7 +202,7 @@ class KHAModel(Qwen3MoeModel):
         super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=KHADecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        # Unlike the parent class, do not skip biases.
+        # The parent class skips biases, but we need them.
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)
 
 
