@@ -1,4 +1,4 @@
-"""Support for ``kha`` models in Megatron-Bridge."""
+"""Megatron-Bridge integration."""
 
 from kha_megatron.bridge.imports import bridge_imports
 
@@ -6,14 +6,19 @@ __all__ = ["register_bridge"]
 
 
 def register_bridge() -> None:
-    """Register the ``kha`` architecture with ``AutoBridge`` and with transformers.
+    """Register KHA models with Megatron-Bridge and transformers.
 
-    Call this function before using ``AutoBridge`` or loading a Megatron-Bridge checkpoint with KHA,
-    so that ``KHAModelProvider`` can be instantiated from its ``run_config.yaml``.
+    You need to call this once before using ``AutoBridge``, and also before loading a
+    Megatron-Bridge checkpoint, since its ``run_config.yaml`` refers to ``KHAModelProvider``.
+
+    Example::
+
+        register_bridge()
+        bridge = AutoBridge.from_hf_pretrained("path/to/kha-model")
 
     Raises:
         MissingDependencyError: If Megatron-Bridge or Transformer Engine is not installed.
-        VersionError: If the version of Megatron-Bridge is not supported.
+        VersionError: If this version of Megatron-Bridge is not supported.
     """
     with bridge_imports():
         import megatron.bridge  # noqa: F401

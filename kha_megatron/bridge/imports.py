@@ -1,4 +1,4 @@
-"""Import Megatron-Bridge, which is an optional dependency."""
+"""Helpers for importing Megatron-Bridge (optional dependency)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ _SUPPORTED_VERSION = "0.6"
 
 @contextmanager
 def bridge_imports() -> Iterator[None]:
-    """Check the Megatron-Bridge version and handle import errors in the ``with`` block."""
+    """Context manager for imports of ``megatron.bridge``. Checks the version first."""
     found = version_of("megatron-bridge")
     if found is None:
         raise MissingDependencyError("megatron-bridge", "kha_megatron.bridge", "bridge")
@@ -22,7 +22,7 @@ def bridge_imports() -> Iterator[None]:
         )
     try:
         yield
-    # FileNotFoundError is raised by Transformer Engine if its torch extension is not installed.
+    # Transformer Engine raises FileNotFoundError if its torch extension is not installed.
     except (ImportError, FileNotFoundError) as error:
         raise MissingDependencyError(
             f"Transformer Engine with its torch extension (import error: {error})",

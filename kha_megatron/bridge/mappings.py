@@ -1,7 +1,8 @@
-"""Parameter mappings between Megatron and Hugging Face, built from ``conversion.table``.
+"""Parameter mappings for KHA models, generated from ``kha_megatron.conversion.table``.
 
-In parameter names, the first ``*`` is the layer index and the second one the expert index. Note
-that Megatron-Bridge derives the alternative names of norms itself.
+Wildcards in parameter names are layer index and expert index, in this order, e.g.
+``model.layers.*.mlp.experts.*.up_proj.weight``. We only list one name per norm, as Megatron-Bridge
+knows about the alternatives.
 """
 
 from typing import Any
@@ -37,21 +38,21 @@ _EVERYTHING = from_hf_config(
         shared_expert_gate=True,
     ).to_dict()
 )
-"""Model that has all tensors that are supported in Megatron-Bridge."""
+"""Used to enumerate all tensors that a model in Megatron-Bridge can have."""
 _SLOTS = {slot.row: slot for slot in tensor_slots(_EVERYTHING)}.values()
 _KINDS = (AutoMapping, GatedMLPMapping, QKVMapping)
-"""Mapping classes for one, two and three Hugging Face tensors."""
+"""Indexed by the number of Hugging Face tensors minus 1."""
 
 
 class VocabularyMapping(AutoMapping):
-    """Mapping for embeddings ``[vocab_size, C]``, whose vocabulary size is padded in Megatron."""
+    """Mapping for embedding and output layer. Adds or removes Megatron's vocab padding."""
 
     def __init__(self, megatron_param: str, hf_param: str, vocab_size: int) -> None:
         super().__init__(megatron_param, hf_param)
         self.vocab_size = vocab_size
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
-        # With tensor parallelism, Megatron-Bridge pads the weight itself.
+        # If TP > 1, padding is already handled by Megatron-Bridge.
         rows = len(megatron_module.get_parameter("weight"))
         padding = rows - len(hf_weights) if self.tp_size == 1 else 0
         if padding > 0:
@@ -69,13 +70,15 @@ class VocabularyMapping(AutoMapping):
 
 
 class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
-    """Mapping for a parameter of a mechanism, or for ``linear_qkv`` with additional rows.
+    """Mapping for Megatron parameters that pack several Hugging Face tensors.
+
+    Used for weights of head mechanisms, and for ``linear_qkv`` if a mechanism adds rows to it.
 
     Args:
-        megatron_param: Name of the Megatron parameter.
-        hf_param: Names of the Hugging Face tensors, in the order of the parts of ``row``.
-        row: Entry of ``conversion.table`` for the parameter.
-        model: Architecture, from which the shapes are computed.
+        megatron_param (str): Megatron parameter name.
+        hf_param (dict[str, str]): Hugging Face tensor names, in the order they are packed.
+        row (Row): Table entry that splits and joins the tensors.
+        model (Architecture): Model architecture, needed for the shapes.
     """
 
     def __init__(
@@ -116,10 +119,10 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
 
 
 def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
-    """Build the mappings for all parameters of a model.
+    """Build the parameter mappings for a model.
 
-    Megatron-Bridge passes None as the config of an adapter. In this case, the mappings for
-    embeddings and mechanisms are omitted.
+    Note: ``config`` is None when Megatron-Bridge handles an adapter. The result doesn't include
+    embeddings and mechanisms then.
     """
     found: list[MegatronParamMapping[Any]] = []
     model = None if config is None else from_hf_config(config.to_dict())
@@ -145,10 +148,10 @@ def _unpacked(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
     ours, theirs = (MEGATRON, HF) if in_layer else ("", "")
     keys, parts = [ours + row.names[0]], row.hf_names(_EVERYTHING)
     if row.per_expert:
-        # The first name is used by grouped GEMM, and the second one by sequential MLPs.
+        # with grouped GEMM (weight0, weight1, ...) and in SequentialMLP
         matrix, theirs = row.names[0].rpartition("experts.")[2], f"{HF}mlp.experts.*."
         keys = [f"{ours}mlp.experts.{key}" for key in (f"{matrix}*", f"local_experts.*.{matrix}")]
-    # AutoMapping infers the sharding from the module type, but this parameter has no module.
+    # AutoMapping looks at the module type, which doesn't work for a bare parameter.
     is_bare = row.names[0].endswith("gate_weight")
     kind = ReplicatedMapping if is_bare else _KINDS[len(parts) - 1]
     return [kind(key, *(theirs + part for part in parts)) for key in keys]

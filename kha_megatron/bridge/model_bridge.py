@@ -1,7 +1,7 @@
-"""Megatron-Bridge model bridge for ``KHAForCausalLM``.
+"""Megatron Bridge for KHA models.
 
-Unlike other bridges, which only log a warning, this bridge raises an error if a tensor exists in
-only one of the two formats.
+Other bridges log a warning if a tensor can't be matched. This one fails instead, because
+the converted model would be incomplete.
 """
 
 import re
@@ -28,15 +28,15 @@ from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.errors import CheckpointError
 
 CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
-"""Float32 bias of sigmoid routers. In Megatron it is optional, and exported as zeros if missing."""
+"""Always float32. Megatron models don't need to have it, in which case we export zeros."""
 
 
-# Pass the source as a string, because AutoBridge only finds classes in the transformers package.
+# The source has to be a string, because KHAForCausalLM is not part of the transformers package.
 @MegatronModelBridge.register_bridge(
     source="KHAForCausalLM", target=GPTModel, provider=KHAModelProvider, model_type="kha"
 )
 class KHABridge(MegatronModelBridge):
-    """Bridge between ``KHAForCausalLM`` checkpoints and :class:`KHAModelProvider` models."""
+    """Converts between ``KHAForCausalLM`` and Megatron's ``GPTModel`` with KHA."""
 
     def provider_bridge(self, hf_pretrained: Any) -> KHAModelProvider:
         config = hf_pretrained.config
@@ -70,11 +70,7 @@ class KHABridge(MegatronModelBridge):
         megatron_model: list[Any],
         weight_dtype: torch.dtype | None = None,
     ) -> list[WeightConversionTask]:
-        """Build the conversion tasks.
-
-        Raises:
-            CheckpointError: If the configurations or the tensor names do not match.
-        """
+        """Build the tasks and verify that configs and tensor names match."""
         config = self._read_config(megatron_model)
         if differing := compare_fields(config, getattr(hf_pretrained, "config", hf_pretrained)):
             raise CheckpointError(
@@ -91,7 +87,7 @@ class KHABridge(MegatronModelBridge):
         return tasks
 
     def stream_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
-        # The tasks may have been built by another instance of this class.
+        # Read the config again, because another bridge instance may have built the tasks.
         self._read_config(megatron_model if isinstance(megatron_model, list) else [megatron_model])
         return super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs)
 
@@ -118,7 +114,7 @@ class KHABridge(MegatronModelBridge):
     def _unmatched_tensors(
         self, tasks: list[WeightConversionTask | None], megatron_config: Any
     ) -> dict[str, list[str]]:
-        """Find the names of tensors that only exist in one format, by error description."""
+        """Find tensors without a counterpart and group them by error message."""
         names = self._cached_param_names
         if self._share_embeddings_and_output_weights(megatron_config):
             names = [name for name in names if "output_layer" not in name]
@@ -128,7 +124,7 @@ class KHABridge(MegatronModelBridge):
         if state is None:
             return found
         experts = range(megatron_config.num_moe_experts or 0)
-        # Each rank only has tasks for its local experts.
+        # With EP, a rank only has tasks for its local experts.
         mapped = {key for task in tasks if task for key in _hf_names(task, experts)}
         stored = set(state.source.get_all_keys())
         biases = {key for key in stored - mapped if self._is_omitted(key)}
@@ -141,7 +137,7 @@ class KHABridge(MegatronModelBridge):
         }
 
     def _is_omitted(self, key: str) -> bool:
-        """Check whether a tensor is a correction bias that the Megatron model does not have."""
+        """Whether ``key`` is a correction bias that only exists in the Hugging Face model."""
         is_sigmoid = self.hf_config.scoring_func == "sigmoid"
         return self._without_bias and is_sigmoid and key.endswith(CORRECTION_BIAS)
 
@@ -151,7 +147,7 @@ class KHABridge(MegatronModelBridge):
         converted_weights_dict: dict[str, Tensor],
         hf_state_dict: Any,
     ) -> dict[str, Tensor]:
-        """Add zeros for the correction bias if the Megatron model does not have it."""
+        """Add the correction bias (zeros) if it's missing in Megatron."""
         for name, weight in tuple(converted_weights_dict.items()):
             bias = name.removesuffix("mlp.gate.weight") + CORRECTION_BIAS
             if name.endswith("mlp.gate.weight") and self._is_omitted(bias):
@@ -162,13 +158,13 @@ class KHABridge(MegatronModelBridge):
     def _cast_export_weight_dtype(
         weights: dict[str, Tensor], weight_dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
-        """Cast all tensors except the correction bias."""
+        """Keep the correction bias in float32."""
         cast = MegatronModelBridge._cast_export_weight_dtype(weights, weight_dtype)
         return cast | {key: weights[key] for key in weights if key.endswith(CORRECTION_BIAS)}
 
 
 def _hf_names(task: WeightConversionTask, experts: range) -> list[str]:
-    """Return the Hugging Face names of a task, with each expert name repeated for all experts."""
+    """List the Hugging Face tensors of a task. Expert tensors are listed for all ``experts``."""
     names = task.mapping.hf_param
     found: list[str] = []
     for key in [names] if isinstance(names, str) else names.values():

@@ -1,4 +1,4 @@
-"""Model provider for Megatron-Bridge recipes."""
+"""KHA model provider for Megatron-Bridge."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, make_dataclass
@@ -27,11 +27,10 @@ _Settings: Any = make_dataclass(
     ]
     + [(f"kha_{name}", dict | None, None) for name in mechanism_types()],
 )
-"""Fields of ``KHAConfig`` with the prefix ``kha_``. Mechanisms other than KHA are dictionaries."""
+"""Base class with the fields of ``KHAConfig``, prefixed with ``kha_``."""
 
 
 def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = None) -> Spec:
-    """Build the layer spec for the local pipeline stage."""
     groups = provider._pg_collection
     pp_rank = groups.pp.rank() if groups is not None else None
     return kha_layer_spec(provider, provider.kha, vp_stage, pp_rank)
@@ -39,13 +38,17 @@ def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = Non
 
 @dataclass
 class KHAModelProvider(_Settings, GPTModelProvider):
-    """``GPTModelProvider`` with KHA and other head mechanisms, for use in Megatron-Bridge recipes::
+    """Provider for GPT models with KHA.
 
-        cfg.model = KHAModelProvider(num_layers=18, hidden_size=1536, ..., kha_value="mlp")
+    Use ``kha_query``, ``kha_key`` and ``kha_value`` to select a KHA variant (``linear``, ``mlp`` or
+    ``gate``). Other head mechanisms take a dictionary of settings. All other defaults follow the
+    paper.
 
-    ``kha_query``, ``kha_key`` and ``kha_value`` are ``linear``, ``mlp``, ``gate`` or None. Settings
-    of other mechanisms are passed as dictionaries, e.g. ``kha_gate={"output": "element"}``. Default
-    values are taken from the paper.
+    Example::
+
+        cfg.model = KHAModelProvider(
+            num_layers=18, hidden_size=1536, ..., kha_value="mlp", kha_gate={"output": "element"}
+        )
     """
 
     transformer_layer_spec: Callable[["KHAModelProvider"], Spec] = knocking_layer_spec
@@ -68,7 +71,7 @@ class KHAModelProvider(_Settings, GPTModelProvider):
         super().finalize()
 
 
-# Megatron-Bridge only instantiates allowlisted classes from run_config.yaml. LossScale is part of
-# the provider if a mechanism has an auxiliary loss.
+# Required for loading run_config.yaml. LossScale is only part of it if a mechanism has an auxiliary
+# loss.
 for target in (KHAModelProvider, knocking_layer_spec, LossScale):
     target_allowlist.add_exact(f"{target.__module__}.{target.__name__}")

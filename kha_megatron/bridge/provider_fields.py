@@ -1,7 +1,7 @@
-"""Convert ``kha`` configurations to the fields of a Megatron-Bridge provider and back.
+"""Conversion between Hugging Face configs and Megatron-Bridge providers.
 
-This module does not import Megatron-Bridge. A provider can therefore be any dataclass that has the
-fields of ``TransformerConfig`` and ``GPTModelProvider``.
+This module doesn't import Megatron-Bridge. Any dataclass with the fields of ``GPTModelProvider``
+(and ``TransformerConfig``) can be used as a provider.
 """
 
 from dataclasses import fields
@@ -16,14 +16,18 @@ from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig, read_kha
 
 _TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init", "kha_init_seed"}
-"""Fields that do not affect the output of a trained model."""
+"""Only relevant for training, so these fields may differ between two formats."""
 _UNSUPPORTED = ("attention", "latent_heads")
 _SAME_NAME = ("vocab_size", "seq_length", "moe_router_pre_softmax")
-"""Arguments that are also provider fields, but have no attribute in ``ROWS``."""
+"""Arguments without an attribute in ``ROWS`` that have the same name in the provider."""
 
 
 def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
-    """Convert a Hugging Face configuration to provider fields, or raise CheckpointError."""
+    """Convert a Hugging Face config to keyword arguments for the provider.
+
+    Raises:
+        CheckpointError: If Megatron-Bridge does not support the model, e.g. because it uses MLA.
+    """
     model = from_hf_config(config.to_dict())
     for name, value in (
         ("rope_parameters", model.scaling),
@@ -47,7 +51,7 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
 
 
 def provider_to_hf_config(provider: Any) -> KHAModelConfig:
-    """Convert a provider to a Hugging Face configuration, or raise CheckpointError."""
+    """Convert a provider to a Hugging Face config."""
     if (scale := provider.softmax_scale) is not None:  # has no command-line argument in Megatron
         raise CheckpointError(f"softmax_scale={scale!r} is not supported for kha models.")
     model = from_arguments(_arguments(provider), read_kha(provider), provider.vocab_size)
@@ -55,7 +59,7 @@ def provider_to_hf_config(provider: Any) -> KHAModelConfig:
 
 
 def compare_fields(provider: Any, config: KHAModelConfig) -> list[str]:
-    """Describe the fields in which a provider and a Hugging Face configuration differ."""
+    """Return a human-readable list of fields whose values differ."""
     ours, theirs = to_provider_fields(provider_to_hf_config(provider)), to_provider_fields(config)
     return [
         f"{name} is {ours.get(name)!r} and {theirs.get(name)!r}"
@@ -65,7 +69,7 @@ def compare_fields(provider: Any, config: KHAModelConfig) -> list[str]:
 
 
 def _arguments(provider: Any) -> dict[str, Any]:
-    """Convert the fields of a provider to Megatron's checkpoint arguments."""
+    """Translate provider fields to the names of Megatron's command-line arguments."""
     same = {field.name: getattr(provider, field.name) for field in fields(provider)}
     return same | {
         "swiglu": provider.gated_linear_unit and provider.activation_func is silu,
