@@ -276,7 +276,7 @@ def prepare(
         exclude = (*DEFAULT_EXCLUDE, "test", "tests", "idle_test") if exclude is None else exclude
     globs, exclude = globs or ("*",), DEFAULT_EXCLUDE if exclude is None else exclude
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
-    sources, out = [Path(source).absolute() for source in sources], Path(out).resolve()
+    sources, out = [Path(source).absolute() for source in sources], Path(os.path.realpath(out))
     if vocab_size is not None and tokenizer:
         raise ConfigError("You passed both --vocab-size and --tokenizer; use only one of them.")
     if not 4 <= max_file_bytes <= 1 << 30:  # the longest character; 2**31 tokens overflow

@@ -31,7 +31,7 @@ def check_output_folder(
         only: Patterns of the files that the command may delete. By default, all files.
         inside: Whether the command writes into the directory instead of replacing it.
     """
-    target = folder.resolve()
+    target = Path(os.path.realpath(folder))  # unlike resolve(), does not fail on a symlink loop
     if _siblings(target)[1].is_dir() and not target.exists():
         with _locked(target):
             _clean_up(target)
@@ -83,7 +83,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     Raises:
         OutputError: If a write fails, or if another process is writing ``target``.
     """
-    target = target.resolve()
+    target = Path(os.path.realpath(target))
     staged, replaced = _siblings(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Consoles for results (stdout) and for progress and error messages (stderr)."""
+"""Console output: results go to stdout, progress and errors to stderr."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,22 +16,22 @@ log = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _CONTROL_CODES = {*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}
 VISIBLE = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
-"""Table for ``str.translate`` that replaces control characters such as escape sequences."""
+"""``str.translate`` table that replaces control characters, e.g. ANSI escape sequences."""
 
 
 def error(message: str) -> None:
-    """Print an error message on a single line."""
+    """Print an error message to stderr, on a single line."""
     line = " ".join(message.splitlines()).translate(VISIBLE)
     log.print(f"[bold red]error:[/] {escape(line)}", emoji=False)
 
 
 def print_json(content: Any) -> None:
-    """Print a result as JSON, where NaN and infinity are converted to null."""
+    """Print a result as JSON (NaN and infinity become null)."""
     typer.echo(as_json(content))
 
 
 def number_table(*columns: str, title: str | None = None, names: int = 1) -> Table:
-    """Create a table where all columns after the first ``names`` are right-aligned."""
+    """Create a table for numbers: right-aligned, except for the first ``names`` columns."""
     table = Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
     )
@@ -45,5 +45,5 @@ def print_facts(facts: Mapping[str, str], title: str | None = None) -> None:
     table.add_column()
     table.add_column(overflow="fold")  # do not truncate paths
     for name, value in facts.items():
-        table.add_row(name, escape(value))
+        table.add_row(name, escape(value.translate(VISIBLE)))  # the value may come from a file
     out.print(table)

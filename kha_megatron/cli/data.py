@@ -1,5 +1,6 @@
-"""Commands ``kha-megatron data``: convert text files to training data and check it."""
+"""``kha-megatron data``: tokenize text files for training, and check the result."""
 
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kha_megatron.data import DataReport
     from kha_megatron.data import Progress as Step
 
-data_app = Commands(name="data", help="Convert text to training data.", no_args_is_help=True)
+data_app = Commands(name="data", help="Prepare and check training data.", no_args_is_help=True)
 
 
 @data_app.command()
@@ -36,14 +37,14 @@ def prepare(
         list[Path] | None,
         typer.Option(
             "--from",
-            help="File or directory to read: UTF-8 text, .jsonl or .parquet. Text and .jsonl may "
-            "be compressed (.gz, .zst). Can be repeated. Default: the source code of Python's "
+            help="Input file or directory: UTF-8 text, .jsonl or .parquet. Text and .jsonl files "
+            "can be compressed (.gz, .zst). Can be repeated. Default: the source code of Python's "
             "standard library.",
         ),
     ] = None,
     json_key: Annotated[
         str,
-        typer.Option(help="Field of .jsonl, or column of .parquet, that contains the text."),
+        typer.Option(help="Name of the text field (.jsonl) or text column (.parquet)."),
     ] = "text",
     vocab_size: Annotated[
         int | None,
@@ -51,40 +52,41 @@ def prepare(
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Hugging Face directory of a tokenizer to use instead of training one."),
+        typer.Option(help="Use this Hugging Face tokenizer directory instead of training one."),
     ] = None,
     globs: Annotated[
         list[str] | None,
         typer.Option(
-            "--glob", help="Pattern of file names to take from directories. Default: all."
+            "--glob", help="Only read matching files from directories, e.g. '*.py'. Default: all."
         ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
-            help="Pattern of files and directories to skip. "
+            help="Skip files and directories that match this pattern. "
             "Default: __pycache__, .git, .hg, .svn, site-packages, dist-packages."
         ),
     ] = None,
     workers: Workers = None,
     max_file_bytes: Annotated[
         str,
-        typer.Option(help="Maximum size of a document. Longer documents are split at newlines."),
+        typer.Option(help="Maximum document size. Longer documents are split at newlines."),
     ] = "1MiB",
     tokenizer_sample: Annotated[
         str,
-        typer.Option(help="Size of the text sample to train the tokenizer on."),
+        typer.Option(help="Amount of text to train the tokenizer on."),
     ] = "64MiB",
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUT if it is a prepared directory.")
+        bool, typer.Option("--overwrite", help="Replace OUT if it holds prepared data.")
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Train a tokenizer on text and write Megatron's indexed dataset.
+    """Train a tokenizer and convert text to Megatron's indexed dataset format.
 
-    A text file is one document. In .jsonl files each line is a document, and in
-    .parquet files each row. Empty, unreadable and non-UTF-8 files are skipped
-    and listed. To reuse the tokenizer, pass --tokenizer OUT/tokenizer.
+    Each text file becomes one document, and so does each line of a .jsonl file
+    and each row of a .parquet file. Files that are empty, unreadable or not
+    UTF-8 are skipped and reported. To reuse the tokenizer for another dataset,
+    pass --tokenizer OUT/tokenizer.
 
     Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
@@ -126,10 +128,10 @@ def show(
     ],
     as_json: AsJSON = False,
 ) -> None:
-    """Check a prepared directory and print what it contains.
+    """Check prepared data and print a summary.
 
-    Opens the dataset and the tokenizer as training does, and compares them and
-    the hashes of all files with data.json.
+    Loads the dataset and the tokenizer the way training does, and compares
+    them (and the hashes of all files) with data.json.
 
     Examples:
       kha-megatron data show data/mine
@@ -143,7 +145,7 @@ def show(
 
 @contextmanager
 def progress() -> Iterator[Callable[["Step"], None]]:
-    """Show progress on stderr. Yield the ``on_progress`` of ``kha_megatron.data.prepare``."""
+    """Show progress on stderr. Yields the callback for ``kha_megatron.data.prepare``."""
     display = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -173,7 +175,7 @@ def progress() -> Iterator[Callable[["Step"], None]]:
 
 
 def describe_limitations(report: "DataReport") -> list[str]:
-    """Return one line for each property of prepared data that may surprise the user."""
+    """Return warnings about prepared data, e.g. a smaller vocabulary than requested."""
     lines = []
     for split in USUAL:
         try:
@@ -217,7 +219,9 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
             more = ["..."] if count > len(examples) else []
             rows[f"skipped: {reason}"] = "\n".join([f"{count:,}, {what}:", *examples, *more])
     console.print_facts(rows, title=str(folder))
+    prefix, tokenizer = (shlex.quote(str(folder / name)) for name in (CORPUS, TOKENIZER))
     console.out.print(
-        f"Train with --data-path {escape(str(folder / CORPUS))} "
-        f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {escape(str(folder / TOKENIZER))}"
+        f"Train with --data-path {prefix} --tokenizer-type HuggingFaceTokenizer "
+        f"--tokenizer-model {tokenizer}",
+        markup=False,
     )

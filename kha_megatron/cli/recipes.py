@@ -1,4 +1,4 @@
-"""``kha-megatron recipes``: list recipes and show their arguments."""
+"""``kha-megatron recipes``: list and show recipes."""
 
 import fnmatch
 import shlex
@@ -10,22 +10,30 @@ from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, RecipeName
 from kha_megatron.cli.running import Commands
+from kha_megatron.errors import ConfigError
 from kha_megatron.recipes import Recipe
 
-recipes_app = Commands(name="recipes", help="List available recipes.", no_args_is_help=True)
+recipes_app = Commands(name="recipes", help="List and show training recipes.", no_args_is_help=True)
 
 
 @recipes_app.command("list")
 def list_recipes(
-    pattern: Annotated[str, typer.Argument(help="Pattern for names, e.g. 'table2/*'.")] = "*",
+    pattern: Annotated[str, typer.Argument(help="Only list matching names, e.g. 'table2/*'.")] = "*",
     as_json: AsJSON = False,
 ) -> None:
-    """List all recipes with the final loss reported in the paper.
+    """List recipes, with the final loss from the paper if it was reported.
 
     Examples:
       kha-megatron recipes list 'table5/*'
     """
-    chosen = [r for name, r in recipes.RECIPES.items() if fnmatch.fnmatch(name, pattern)]
+    patterns = pattern, f"{pattern}/*"  # "table2" lists all recipes of Table 2
+    chosen = [
+        recipe
+        for name, recipe in recipes.RECIPES.items()
+        if any(fnmatch.fnmatch(name, each) for each in patterns)
+    ]
+    if not chosen:
+        raise ConfigError(f"No recipe matches {pattern!r}. Run `kha-megatron recipes list`.")
     if as_json:
         console.print_json([recipe_data(recipe) for recipe in chosen])
         return
@@ -36,7 +44,7 @@ def list_recipes(
 
 @recipes_app.command("show")
 def show_recipe(recipe: RecipeName, as_json: AsJSON = False) -> None:
-    """Show the Megatron arguments of a recipe.
+    """Show a recipe and its Megatron arguments.
 
     Examples:
       kha-megatron recipes show table2/mlp-v

@@ -1,10 +1,14 @@
-"""Run commands and convert exceptions into exit codes and single-line error messages.
+"""Run commands and turn exceptions into exit codes and one-line error messages.
 
-The exit code is 0 for success, 1 for failures, 2 for invalid arguments or unreadable files, and
-129, 130 or 143 after SIGHUP, SIGINT or SIGTERM. A :class:`KHAError` defines its own exit code. For
-unexpected exceptions, the traceback is saved to a file, and the exit code is 1.
+- 0: success
+- 1: failure. For unexpected exceptions, the traceback is saved to a file.
+- 2: invalid arguments or unreadable files
+- 129, 130, 143: killed by SIGHUP, SIGINT (Ctrl-C) or SIGTERM
+
+Each :class:`KHAError` defines its own exit code.
 """
 
+import errno
 import os
 import re
 import sys
@@ -24,14 +28,14 @@ from kha_megatron.recipes.processes import interruptible
 
 
 class Commands(typer.Typer):
-    """Command group that supports an ``Examples:`` section in the docstrings of commands."""
+    """Typer app whose commands can have an ``Examples:`` section in their docstrings."""
 
     def command(self, *args: Any, **settings: Any) -> Callable[[Any], Any]:
         return super().command(*args, cls=_Command, **settings)
 
 
 class _Command(TyperCommand):
-    """Command whose help text is wrapped, except for the examples."""
+    """Wraps the help text, but prints the examples as they are."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -49,6 +53,7 @@ def run_app(app: typer.Typer) -> int:
     try:
         with interruptible() as received:
             code = app(standalone_mode=False) or 0
+        sys.stdout.flush()  # so that an error is handled here, and not ignored at exit
         return 128 + received[0] if received else code
     except KHAError as error:
         console.error(str(error))
@@ -65,23 +70,36 @@ def run_app(app: typer.Typer) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno != errno.ENOSPC:
             return _report(error)
-        console.error(f"{error.filename}: {error.strerror}")
+        if error.filename is None:  # the output cannot be flushed at exit either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        console.error(f"{error.filename or 'Could not write the output'}: {error.strerror}")
         return 2
     except Exception as error:
         return _report(error)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # raised by libraries written in Rust
+            raise
+        console.error(f"The tokenizers library failed: {in_one_line(error)[:200]}.")
+        return 2
 
 
 def _report(error: Exception) -> int:
-    """Save the traceback to a file."""
-    with tempfile.NamedTemporaryFile(
-        "w", prefix="kha-megatron-", suffix=".txt", errors="backslashreplace", delete=False
-    ) as file:
-        file.write(f"{sys.argv}\nkha-megatron {__version__}, Python {sys.version}\n\n")
-        traceback.print_exception(error, file=file)
+    """Save the traceback to a file, or print it if that is not possible."""
+    text = f"{sys.argv}\nkha-megatron {__version__}, Python {sys.version}\n\n"
+    text += "".join(traceback.format_exception(error))
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="kha-megatron-", suffix=".txt", errors="backslashreplace", delete=False
+        ) as file:
+            file.write(text)
+        attachment = file.name
+    except OSError:
+        console.log.print(text, markup=False, emoji=False)
+        attachment = "the traceback above"
     console.error(
         f"{type(error).__name__}: {in_one_line(error)[:200]}. This is a bug in kha-megatron. "
-        f"Please open an issue and attach {file.name}"
+        f"Please open an issue and attach {attachment}"
     )
     return 1

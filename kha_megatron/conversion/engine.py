@@ -76,7 +76,7 @@ class Plan(ABC):
             OutputError: If ``target`` contains the source checkpoint or unrelated files, or if it
                 contains a converted model and ``overwrite`` is False.
         """
-        if self.source.path.resolve().is_relative_to(target.resolve()):
+        if self.source.path.resolve().is_relative_to(os.path.realpath(target)):
             raise OutputError(f"{target} contains the source checkpoint. Use another directory.")
         check_output_folder(target, overwrite=overwrite, mark=self.marker, only=self.patterns)
 

@@ -5,6 +5,7 @@ state, both with ``--load`` and with ``--pretrained-checkpoint``.
 """
 
 import math
+import os
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class MegatronPlan(Plan):
             check_room(folder, self.size)
             if source.tokenizer.write_tokenizer(folder / _TOKENIZER):
                 args["tokenizer_type"] = "HuggingFaceTokenizer"
-                args["tokenizer_model"] = str(target.resolve() / _TOKENIZER)
+                args["tokenizer_model"] = os.path.join(os.path.realpath(target), _TOKENIZER)
             release = folder / RELEASE
             release.mkdir()
             with TorchDistWriter(release) as writer:

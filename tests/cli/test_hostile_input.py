@@ -10,6 +10,7 @@ import pytest
 from typer.main import get_command
 
 from kha_megatron import cli
+from kha_megatron.cli import console
 from tests.cli.commands import leaves
 
 NUMBERS = ("9" * 20, "9" * 5000, "3.5")
@@ -147,6 +148,43 @@ def test_an_internal_error_writes_a_report(monkeypatch, capsys, tmp_path):
     (report,) = tmp_path.glob("kha-megatron-*.txt")
     assert str(report) in line
     assert "Traceback" in report.read_text()
+
+
+def test_a_full_output_device_is_an_error():
+    command = [sys.executable, "-m", "kha_megatron", "recipes", "list"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "error: Could not write the output: No space left on device\n"
+
+
+def test_output_into_a_symlink_loop_is_refused(refused, tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    loop = str(tmp_path / "a")
+    assert loop in refused(["data", "prepare", "--out", loop])
+    assert loop in refused(["quickstart", "--output", loop])
+    assert loop in refused(["launch", "quickstart", "--output", loop, "--", "--mock-data"])
+
+
+def test_a_table_does_not_print_escape_sequences(capsys):
+    console.print_facts({"name": "\x1b[31mred"})
+    assert "\x1b" not in capsys.readouterr().out
+
+
+def test_a_panic_of_a_library_is_one_error(monkeypatch, capsys):
+    """A regular expression in ``tokenizer.json`` can raise it, which is not an Exception."""
+    panic = type("PanicException", (BaseException,), {})
+
+    def broken(*_):
+        raise panic("called `Result::unwrap()` on an `Err` value")
+
+    monkeypatch.setattr("kha_megatron.data.verify", broken)
+    monkeypatch.setattr(sys, "argv", ["kha-megatron", "data", "show", "directory"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert "error: The tokenizers library failed: called" in capsys.readouterr().err
 
 
 WORKING = """
