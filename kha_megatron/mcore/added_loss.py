@@ -1,4 +1,4 @@
-"""Add the gradient of an auxiliary loss without changing the logged loss."""
+"""Auxiliary losses that contribute gradients but don't show up in the logged loss."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,15 +7,15 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-# Megatron's schedules call this for every model, but MoEAuxLossAutoScaler for MoE models only.
+# Megatron's schedules call this for all models (MoEAuxLossAutoScaler is for MoE models only).
 _SCALE_FUNCTION = "experimental_attention_variant_loss_scale_func"
 
 
 class LossScale:
-    """Callback that stores the gradient scale of auxiliary losses, which defaults to 1.
+    """Gradient scale for auxiliary losses (1 by default), set by Megatron's schedules.
 
-    Megatron's schedules pass the loss scale, multiplied by CP size and divided by the number of
-    microbatches unless the loss is computed per token. ``others`` is an existing callback to chain.
+    Unless the loss is computed per token, the scale is already multiplied by the CP size and
+    divided by the number of microbatches. Callbacks can be chained with ``others``.
     """
 
     def __init__(self, others: Callable[[Tensor], None] | None = None) -> None:
@@ -32,7 +32,7 @@ class LossScale:
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "LossScale":
-        """Return the instance registered in ``config``, or register a new one."""
+        """Get the instance registered in ``config``, creating it if needed."""
         found = getattr(config, _SCALE_FUNCTION)
         if not isinstance(found, cls):
             found = cls(found)
@@ -53,5 +53,5 @@ class _Added(torch.autograd.Function):
 
 
 def with_loss(carrier: Tensor, loss: Tensor, scale: LossScale) -> Tensor:
-    """Return ``carrier`` and backpropagate the scalar ``loss``, times ``scale``, with it."""
+    """Attach an auxiliary loss to ``carrier``, like Megatron's ``MoEAuxLossAutoScaler``."""
     return _Added.apply(carrier, loss, scale)

@@ -1,7 +1,7 @@
-"""Self-attention with KHA (MHA, MQA and GQA).
+"""Self-attention (MHA, MQA or GQA) with Knocking-Heads Attention.
 
-KHA is applied between the split of the QKV projection and QK-norm (section 4.5.2 of the paper), so
-that linear matrices can be folded into the projection.
+KHA runs right after the QKV projection, before QK-norm (section 4.5.2 of the paper). In this order,
+linear matrices can be folded into the projection.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -40,7 +40,7 @@ class KnockedAttention(Attention):
     """Mixin that adds KHA and other head mechanisms to Megatron's attention classes."""
 
     kind: AttentionKind | None = None  # KHAConfig.attention
-    first_projection = "linear_qkv"  # may contain the fused input norm
+    first_projection = "linear_qkv"  # the input norm may be fused into it
     kha: KHAConfig
 
     def _add_knocking(self, kha: KHAConfig) -> None:
@@ -79,7 +79,7 @@ class KnockedAttention(Attention):
             is_training=lambda: self.training,
             adds_loss=any(mechanism.adds_loss for mechanism in kha.other_mechanisms),
         )
-        self._carried: dict[str, Tensor] = {}  # activations that later stages read
+        self._carried: dict[str, Tensor] = {}  # activations needed by later stages
         if self.input_projections:
             self.normed_input = NormedInput(self, self.first_projection)
         if self._acts_at("output"):
@@ -96,10 +96,10 @@ class KnockedAttention(Attention):
         return any(mechanism.acts_at(stage) for mechanism, _ in self.mechanisms)
 
     def _read_input(self, hidden_states: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Compute the mechanisms' input projections.
+        """Compute the projections of the layer input that mechanisms need (e.g. for gates).
 
-        This method must be called after ``linear_qkv``, because ``normed_input`` captures the
-        output of the fused norm there. ``rows`` is the output of the extra rows of ``linear_qkv``.
+        Must run after ``linear_qkv``, which may contain the input norm. ``rows`` are the outputs of
+        its extra rows.
         """
         self._carried = dict(rows)
         if self.input_projections:
@@ -134,8 +134,10 @@ class KnockedAttention(Attention):
         return super().flash_decode_and_prefill(*args, **kwargs)
 
     def _copy_views(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Copy views if ``offload_core_attention`` is set. Megatron then frees the storage of the
-        core attention's inputs, which the backward pass of gates and KHA still needs."""
+        """Clone views of a larger buffer (only with ``offload_core_attention``).
+
+        Offloading frees the buffer's storage, but gates and KHA need it in their backward pass.
+        """
         if not getattr(self, "offload_core_attention", False):
             return tensors
         return tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in tensors)
@@ -146,15 +148,14 @@ class KnockedAttention(Attention):
 
 
 def _without_stock_gate(kha: KHAConfig, config: TransformerConfig) -> KHAConfig:
-    """Remove the output gate from ``kha`` if Megatron implements it."""
     return kha.without_output_gate() if config.attention_output_gate else kha
 
 
 class KHASelfAttention(KnockedAttention, SelfAttention):
-    """Drop-in replacement for ``SelfAttention`` with KHA.
+    """Drop-in replacement for Megatron's ``SelfAttention`` that applies KHA.
 
     Raises:
-        ConfigError: If ``config`` does not support ``kha``.
+        ConfigError: If the Transformer config is incompatible with ``kha``.
     """
 
     def __init__(
@@ -187,10 +188,10 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         output_gate: bool = False,
         split_qkv: bool = True,
     ) -> tuple[Tensor, ...]:
-        """Compute query, key and value with KHA, and the gate if ``output_gate`` is True.
+        """Project the hidden states to query, key and value, and apply KHA.
 
-        Shapes are the same as in ``SelfAttention``: ``[s, b, heads, D]`` for query and gate,
-        ``[s, b, groups, D]`` for key and value.
+        Also returns the gate if ``output_gate`` is True. All shapes are as in ``SelfAttention``,
+        i.e. ``[sequence, batch, heads, head_dim]``.
         """
         parts = self._project(hidden_states)
         layout = self.split.layout
@@ -210,12 +211,11 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
             return query, key, value
         assert layout.stock_gate is not None
         gate = parts[layout.stock_gate]
-        if self.head_ranks.listeners:  # since Megatron applies this gate, report it here
+        if self.head_ranks.listeners:  # Megatron applies this gate, so report it here
             observe_gate("output", gate.sigmoid, self.head_ranks)
         return query, key, value, gate
 
     def _project(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        """Call ``linear_qkv``, split the output (see :class:`QKVSplit`) and apply KHA."""
         mixed, folded = self.folding(hidden_states)
         parts = self.split(self.split.groups(mixed))
         for projection, knocking in self.knockings.items():
@@ -231,8 +231,9 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
 def _set_key_width(
     submodules: SelfAttentionSubmodules, config: TransformerConfig, width: int
 ) -> SelfAttentionSubmodules:
-    """Set the head dim of queries and keys in the core attention and QK-norms, e.g. for
-    collaborative heads. The softmax scale defaults to ``width ** -0.5``."""
+    """Change the head dim of queries and keys in core attention and QK-norms, e.g. for
+    collaborative heads. The softmax scale becomes ``width ** -0.5`` unless it's set explicitly.
+    """
 
     def core(*, config: TransformerConfig, softmax_scale: float | None, **options: Any) -> Any:
         scale = width**-0.5 if softmax_scale is None else softmax_scale
@@ -252,7 +253,7 @@ def _set_key_width(
 
 
 def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., Module]:
-    """Wrap a ``linear_qkv`` builder to use ``layout`` and to initialize padding rows with zeros."""
+    """Wrap a ``linear_qkv`` builder to create the rows of ``layout``, with zeros as padding."""
 
     def build_linear(
         inputs: int, outputs: int, *, init_method: Any, tp_group: Any, **options: Any
@@ -285,12 +286,15 @@ _UNSUPPORTED: dict[str | None, dict[str, str]] = {
         "cache_mla_latents": "Remove --cache-mla-latents.",
     },
 }
-"""Unsupported options of each attention kind, with the remedy."""
+"""Options that an attention kind doesn't support, and how to fix the command line."""
 
 
 def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
-    """Raise ConfigError if ``config`` does not support ``kha``. ``layers`` is the model's number of
-    layers, or 0 if unknown."""
+    """Raise ConfigError if ``config`` and ``kha`` can't be combined.
+
+    Args:
+        layers (int): Number of layers in the model (0 if unknown).
+    """
     model = ModelConfig.from_config(config, kha)
     kha.check(replace(build_head_facts(model), layers=layers))
     check_layout(model, Layout.from_config(config))
@@ -318,13 +322,14 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
 
 
 def describe_model(models: list[Any], kha: KHAConfig) -> str:
-    """Summarize the KHA layers and added parameters of a model over all pipeline stages.
+    """Summarize the KHA layers of a model in one line, e.g. for logging::
 
-    The result is, for example, ``knocks value=mlp in 12 of 12 layers: 589,824 parameters added``.
-    This function must be called on all ranks. ``models`` are the rank's virtual pipeline stages.
+        knocks value=mlp in 12 of 12 layers: 589,824 parameters added
+
+    The numbers are summed over pipeline stages, so all ranks must call this function.
 
     Raises:
-        ConfigError: If an attention layer of any stage was not built with ``kha``.
+        ConfigError: If some attention layer was not built with ``kha``.
     """
     layers = [layer for model in models for layer in model.decoder.layers]
     every = [a for x in layers if isinstance(a := getattr(x, "self_attention", None), Attention)]

@@ -1,4 +1,4 @@
-"""Load checkpoints across the local and Transformer Engine implementations."""
+"""Load local checkpoints with Transformer Engine, and vice versa."""
 
 import functools
 from typing import Any
@@ -16,10 +16,9 @@ from kha_megatron.checkpoint.megatron import other_names
 
 
 def load_from_either(*, scales: bool) -> None:
-    """Patch ``dist_checkpointing.load`` to accept checkpoints of both transformer implementations.
+    """Patch ``dist_checkpointing.load`` to find norms that have another name in the checkpoint.
 
-    The implementations name some norms differently. If ``scales`` is False, the FP8 state
-    (``_extra_state``) is not loaded, because only delayed scaling needs it.
+    ``scales`` also loads the FP8 state (``_extra_state``), which only delayed scaling needs.
     """
     load = dist_checkpointing.load
 

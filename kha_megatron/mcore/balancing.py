@@ -1,9 +1,13 @@
-"""Auxiliary-loss-free load balancing of MoE experts.
+"""Auxiliary-loss-free load balancing for MoE.
 
-After every batch, the router's bias for each expert moves against the expert's deviation from the
-mean load. The step is either the sign of the deviation (Wang et al. 2024), or the deviation divided
-by the RMS of all deviations (Su 2025; see also section 4.1 of the paper). Below 2^24 tokens, loads
-are exact in float32, so that biases are bitwise equal in all parallel layouts.
+After each batch, the router bias of overloaded experts is decreased, and the bias of underloaded
+experts is increased. There are two update rules:
+
+- ``sign``: fixed step size (Wang et al. 2024);
+- ``rms``: deviation from the mean load, divided by the RMS of all deviations (Su 2025; see also
+  section 4.1 of the paper).
+
+Loads are exact in float32 up to 2^24 tokens, so biases are bitwise equal in all parallel layouts.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,14 +25,17 @@ from kha_megatron.mcore.gradients import wrap_grad_finalization
 Update = Literal["sign", "rms"]
 
 Report = Callable[[list[int], Tensor, Tensor], None]
-"""Callback that receives the numbers of the local MoE layers (counted from 1), and their loads and
-updated biases, both ``[layers, experts]``."""
+"""Called with layer numbers (from 1), loads and updated biases of the local MoE layers. Loads and
+biases have shape ``[num_moe_layers, num_experts]``.
+"""
 
 
 def compute_bias_update(loads: Tensor, update: Update) -> Tensor:
-    """Compute bias updates, without the update rate, from the loads ``[..., experts]``.
+    """Compute the change of each expert's bias, before multiplying by the update rate.
 
-    Loads are numbers of tokens in the global batch. With ``rms``, updates have mean 0 and RMS 1.
+    Args:
+        loads (Tensor): Tokens per expert in the global batch, ``[..., num_experts]``.
+        update (str): ``sign`` or ``rms``. With ``rms``, updates have mean 0 and RMS 1.
     """
     offset = loads.mean(dim=-1, keepdim=True) - loads
     if update == "sign":
@@ -40,10 +47,7 @@ def compute_bias_update(loads: Tensor, update: Update) -> Tensor:
 def balance_experts(
     models: list[torch.nn.Module], update: Update, report: Report | None = None
 ) -> None:
-    """Replace Megatron's updates of the expert biases in ``models`` (virtual pipeline stages).
-
-    This function must be called on all ranks. Each step all-reduces the loads.
-    """
+    """Replace Megatron's update of the expert biases. Must be called on all ranks."""
     rate = get_model_config(models[0]).moe_router_bias_update_rate
 
     @contextmanager
@@ -57,7 +61,7 @@ def balance_experts(
             and module.training
             and not getattr(module, "frozen_expert_bias", False)
         ]
-        # read the loads before Megatron updates the biases and resets the counts
+        # read the loads first, because Megatron's own update resets them
         loads = _stacked([router.local_tokens_per_expert for router in routers])
         biases = _stacked([router.expert_bias for router in routers])
         yield
@@ -77,11 +81,11 @@ def balance_experts(
 
 
 def violation(loads: Tensor) -> Tensor:
-    """Compute MaxVio (Wang et al. 2024): the maximum load divided by the mean load, minus 1."""
+    """Maximal violation (MaxVio, Wang et al. 2024), i.e. ``max(loads) / mean(loads) - 1``."""
     return loads.amax(dim=-1) / loads.mean(dim=-1) - 1
 
 
 def _stacked(rows: list[Tensor]) -> Tensor:
     if rows:
         return torch.stack(rows)
-    return torch.zeros(0, 1, device=torch.cuda.current_device())  # stage without MoE layers
+    return torch.zeros(0, 1, device=torch.cuda.current_device())  # no MoE layers in this stage

@@ -1,4 +1,4 @@
-"""Build the config of a model with KHA from Megatron's training arguments."""
+"""Build Megatron model configs from command-line arguments."""
 
 import argparse
 from functools import partial
@@ -15,7 +15,7 @@ from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
 
 def model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
-    """Build a HybridModel config if ``args`` has a hybrid layer pattern, else a GPTModel config."""
+    """Build a hybrid model config with ``--hybrid-layer-pattern``, or else a GPT config."""
     transformer = core_transformer_config_from_args(args)
     if args.hybrid_layer_pattern:
         config = hybrid_config_from_args(args, config=transformer)

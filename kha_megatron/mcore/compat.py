@@ -1,7 +1,7 @@
-"""Version checks, and workarounds for bugs and limitations of Megatron-Core 0.19.
+"""Version checks and workarounds for Megatron-Core 0.19.
 
-This is the only module that depends on the version of Megatron-Core. The versions :data:`OLDEST` to
-:data:`NEWEST` are supported.
+All code that depends on the version of Megatron-Core is in this file. We support the versions from
+:data:`OLDEST` to :data:`NEWEST`.
 """
 
 import functools
@@ -21,11 +21,11 @@ from kha_megatron.errors import VersionError
 
 OLDEST = NEWEST = (0, 19)
 INSTALL = f"pip install 'megatron-core>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
-"""The command that installs a supported version."""
+"""Command that installs a supported version."""
 
 
 def installed_version() -> str:
-    """Return the version of Megatron-Core on ``sys.path`` without importing it.
+    """Get the version of Megatron-Core without importing it.
 
     Raises:
         VersionError: If Megatron-Core is not installed.
@@ -45,12 +45,12 @@ def installed_version() -> str:
 
 @functools.cache
 def check_version() -> str:
-    """Check that the installed version of Megatron-Core is supported, and return it.
+    """Check that the installed Megatron-Core version is supported, and return it.
 
-    A version newer than :data:`NEWEST` only causes a warning on rank 0.
+    If the version is newer than :data:`NEWEST`, rank 0 only prints a warning.
 
     Raises:
-        VersionError: If Megatron-Core is not installed, or older than :data:`OLDEST`.
+        VersionError: If Megatron-Core is missing or too old.
     """
     found = installed_version()
     major, minor, *_ = re.findall(r"\d+", found)
@@ -72,9 +72,10 @@ def check_version() -> str:
 
 @contextmanager
 def megatron_imports() -> Iterator[None]:
-    """Check Megatron's version, and convert an ImportError in the block to a VersionError.
+    """Context manager for ``import megatron`` that raises VersionError instead of ImportError.
 
-    Megatron ignores an ImportError of the module given by ``--spec``, and trains without the spec.
+    This is needed because Megatron swallows an ImportError from the ``--spec`` module and then
+    trains without the spec.
     """
     found = check_version()
     try:
@@ -86,7 +87,6 @@ def megatron_imports() -> Iterator[None]:
 
 
 def version_of(distribution: str) -> str | None:
-    """Return the installed version of a distribution, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -94,11 +94,11 @@ def version_of(distribution: str) -> str | None:
 
 
 def lacks_te_extension() -> bool:
-    """Check whether Transformer Engine is installed without its compiled PyTorch extension."""
+    """Detect a Transformer Engine installation without the compiled PyTorch extension."""
     modules: dict[str, Any] = sys.modules
     hidden = modules.get("transformer_engine", ...) is None
     if hidden:
-        del modules["transformer_engine"]  # find_spec does not find a hidden package
+        del modules["transformer_engine"]  # find_spec can't find a hidden package
     try:
         spec = util.find_spec("transformer_engine")
     finally:
@@ -106,17 +106,17 @@ def lacks_te_extension() -> bool:
             modules["transformer_engine"] = None
     if spec is None or spec.origin is None:
         return False
-    file = "transformer_engine_torch*.so"  # where Transformer Engine itself looks for it
+    file = "transformer_engine_torch*.so"  # same locations as in Transformer Engine
     patterns = (file, f"transformer_engine/{file}", f"transformer_engine/wheel_lib/{file}")
     parents = Path(spec.origin).parents[1], Path(sysconfig.get_paths()["purelib"])
     return not any(any(parent.glob(pattern)) for parent in parents for pattern in patterns)
 
 
 def hide_incomplete_te() -> None:
-    """Make imports of Transformer Engine fail if its compiled extension is missing.
+    """Hide Transformer Engine if its compiled extension is missing.
 
-    Megatron falls back to its own modules after an ImportError, whereas an installation without the
-    extension raises FileNotFoundError.
+    Importing such an installation raises FileNotFoundError. Megatron only falls back to its local
+    modules on an ImportError.
     """
     modules: dict[str, Any] = sys.modules
     if "transformer_engine" not in modules and lacks_te_extension():
@@ -124,9 +124,10 @@ def hide_incomplete_te() -> None:
 
 
 def use_shipped_dataset_helpers() -> None:
-    """Use the compiled dataset helpers of Megatron's wheel instead of compiling them again.
+    """Don't compile the dataset helpers if they were installed with Megatron's wheel.
 
-    The wheel contains ``helpers_cpp`` but not its Makefile, and Megatron exits if ``make`` fails.
+    The wheel contains ``helpers_cpp``, but not its Makefile. Megatron would call ``make`` anyway
+    and exit with an error.
     """
     from megatron.core.datasets import utils
 
@@ -138,10 +139,11 @@ def use_shipped_dataset_helpers() -> None:
 
 
 def use_forked_writers() -> None:
-    """Fork checkpoint writers instead of spawning them. Only for training on the CPU.
+    """Fork checkpoint writers instead of spawning them (CPU only).
 
-    A spawned writer has to import Megatron again (about 4 s), does not have the CPU runtime, and
-    shares the memory of CPU tensors, which the following iterations modify.
+    There are several problems with spawned writers on CPU: they import Megatron again (about 4 s),
+    the CPU runtime isn't installed in them, and they share memory with the CPU tensors, which
+    training modifies while they are being saved.
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import (
         AsyncCallsQueue,
@@ -157,7 +159,7 @@ def use_forked_writers() -> None:
 
 
 class _AtomicTrackerFiles:
-    """Megatron's file functions, except that a tracker file is replaced atomically."""
+    """Wraps Megatron's file functions to write the tracker file atomically."""
 
     def __init__(self, functions: Any) -> None:
         self._functions = functions
@@ -180,16 +182,16 @@ class _AtomicTrackerFiles:
 
 @functools.cache  # once per process
 def make_saves_safe(ownership: Any = None) -> None:
-    """Make saving crash-safe, loading secure and hashing fast.
+    """Patch Megatron's checkpointing to be safer and faster.
 
-    - When Megatron overwrites a complete checkpoint, the commit marker is removed first, so that a
-      killed save does not leave a mixture of shards that looks complete.
-    - The tracker file is replaced atomically, and the time of the commit is recorded.
-    - If another run has taken over the ``--save`` directory, ``ownership.check()`` stops the save
-      before the first shard and before the commit marker are written.
-    - Non-tensor state is loaded with ``weights_only=True``.
-    - TensorBoard is flushed at each save, so that the curves of a resumed run have no gap.
-    - Hashes are computed by :mod:`kha_megatron.checkpoint.integrity`.
+    - Before overwriting a complete checkpoint, remove its commit marker. Otherwise, a job killed
+      during the save would leave a mix of old and new shards that looks complete.
+    - Write the tracker file atomically, and record the time of the commit.
+    - Before the first shard and before the commit marker, call ``ownership.check()``. It stops the
+      save if another run has taken over the ``--save`` directory.
+    - Load non-tensor state with ``weights_only=True``.
+    - Flush TensorBoard on each save, so that resumed runs have no gaps in their curves.
+    - Hash files with :mod:`kha_megatron.checkpoint.integrity`.
     """
     import torch.distributed as dist
     from megatron.core.dist_checkpointing import serialization
@@ -237,12 +239,12 @@ def make_saves_safe(ownership: Any = None) -> None:
 
 @functools.cache  # once per process
 def let_distributed_optimizer_resume() -> None:
-    """Make DistributedOptimizer resume in float32 and with torch's Adam.
+    """Fix resuming with DistributedOptimizer in float32 or with ``torch.optim.Adam``.
 
-    Megatron copies into float32 parameters in place, which autograd does not allow. In addition,
-    Megatron expects the state of Transformer Engine's or apex's Adam: it needs the state before the
-    first step, shares one ``step`` tensor among all parameters, and looks up ``step`` among tensors
-    that do not contain it, whereas torch's Adam has one ``step`` per parameter.
+    In float32, Megatron copies into parameters in place, which autograd doesn't allow. The other
+    fixes are needed because Megatron assumes the Adam of Transformer Engine or apex: its state must
+    exist before the first step, all parameters share one ``step`` tensor, and ``step`` is looked up
+    in a dict that doesn't have it.
     """
     import torch
     from megatron.core.optimizer import distrib_optimizer
@@ -285,9 +287,9 @@ def let_distributed_optimizer_resume() -> None:
 
 @functools.cache  # once per process
 def save_zeros_as_padding() -> None:
-    """Zero the padding of the distributed optimizer's buckets in a checkpoint.
+    """Zero the padding of optimizer buckets before saving them.
 
-    Megatron saves uninitialized memory there, so the files of two identical runs would differ.
+    Megatron saves uninitialized memory there, so checkpoints of identical runs would differ.
     """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -310,10 +312,10 @@ def save_zeros_as_padding() -> None:
 
 @functools.cache  # once per process
 def let_adams_exchange_states() -> None:
-    """Make torch's Adam load the state of Transformer Engine's or apex's Adam, and vice versa.
+    """Make Adam states of torch and Transformer Engine (or apex) interchangeable.
 
-    Torch stores ``step`` in the state of each parameter and the others store it in each parameter
-    group. Missing settings of a parameter group are added before loading.
+    Torch stores ``step`` per parameter, the other two store it per parameter group. If a setting
+    is missing in a saved parameter group, the current value is used.
     """
     import torch
     from megatron.core import optimizer
@@ -337,15 +339,15 @@ def let_adams_exchange_states() -> None:
 
 @functools.cache  # once per process
 def let_learning_rate_change(keep: bool) -> None:
-    """Make a run resume with a different ``--lr`` or ``--min-lr``.
+    """Allow a run to resume with a different ``--lr`` or ``--min-lr``.
 
-    Megatron looks up parameter groups of a checkpoint by values that include their learning rates,
-    so it finds no group if these have changed. With this patch, groups with the default schedule
-    match if all other values are equal.
+    Megatron looks up parameter groups in the checkpoint by values that include their learning
+    rates, and doesn't find them if you change these. This patch ignores the learning rates of
+    groups with the default schedule.
 
     Args:
-        keep: Whether these groups keep the learning rates stored in the checkpoint
-            (``--use-checkpoint-opt-param-scheduler``) instead of using the new ones.
+        keep (bool): Keep the checkpoint's learning rates instead of using the new ones
+            (``--use-checkpoint-opt-param-scheduler``).
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import MegatronOptimizer
@@ -375,9 +377,9 @@ def let_learning_rate_change(keep: bool) -> None:
 
 
 def skip_fusion_warm_up() -> None:
-    """Skip the warm-up of fused CUDA kernels. Only for training on the CPU.
+    """Skip the warm-up of fused CUDA kernels (CPU only).
 
-    The warm-up draws random numbers, and how many depends on the parallel layout. Without it, the
+    It advances the RNG by an amount that depends on the parallel layout. Without the warm-up, the
     initial weights only depend on the seed.
     """
     from megatron.training import training
@@ -387,10 +389,7 @@ def skip_fusion_warm_up() -> None:
 
 @functools.cache  # once per process
 def let_fsdp2_resume() -> None:
-    """Restore Adam's step count when FSDP2 resumes from a checkpoint.
-
-    Megatron loads the tensors of a sharded optimizer in place, but drops ``step``.
-    """
+    """Restore Adam's ``step`` when resuming with FSDP2 (Megatron drops it)."""
     from megatron.training import checkpointing, training
 
     read, load = checkpointing._load_base_checkpoint, training.load_checkpoint
@@ -422,7 +421,7 @@ def let_fsdp2_resume() -> None:
 
 
 def gpt_config(args: Any, transformer: Any) -> Any:
-    """Call ``gpt_config_from_args`` and apply ``--rope-scaling-factor``, which it ignores."""
+    """Like ``gpt_config_from_args``, but also applies ``--rope-scaling-factor``."""
     from megatron.training.argument_utils import gpt_config_from_args
 
     config = gpt_config_from_args(args, config=transformer)

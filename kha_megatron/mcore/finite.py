@@ -1,10 +1,12 @@
-"""Stop training before the optimizer step if a tensor contains NaN or infinity, and locate it.
+"""Stop training before the optimizer step if there is a NaN or Inf, and report where.
 
-Megatron's ``--check-for-nan-in-loss-and-grad`` checks the loss and the gradient buckets, but it
-does not name a layer or tensor, and skips the first iteration of each run. Here, each layer records
-its largest output magnitude on the device. Once per step, a single number is read that combines
-these magnitudes and the gradient norm, and only if it is not finite, all tensors are searched.
-Training continues if merely the squares of the norm overflow.
+Megatron's ``--check-for-nan-in-loss-and-grad`` checks the loss and the gradient buckets. It doesn't
+tell you which layer or tensor is affected, and it skips the first iteration of each run.
+
+Here, forward hooks record the largest output magnitude of each layer on the device. Once per step,
+these magnitudes and the gradient norm are reduced to a single flag. Only if the flag is set, all
+tensors are searched. (If just the squared norm overflows, the search finds nothing and training
+continues.)
 """
 
 import math
@@ -23,15 +25,15 @@ from kha_megatron.mcore.gradients import gradient_of, wrap_grad_finalization
 from kha_megatron.mcore.knocking import KnockingHeads
 
 _Model = Any
-"""A pipeline stage of a GPTModel or HybridModel, or a module of one."""
-_FIRST, _LAST = -1.0, math.inf  # before and after all layers
+"""A pipeline stage of a GPTModel or HybridModel, or one of its submodules."""
+_FIRST, _LAST = -1.0, math.inf  # sort before and after all layers
 _PARAMETER, _ACTIVATION, _GRADIENT = range(3)
 
 
 class _Finding(NamedTuple):
-    """A tensor with NaN or infinity. The smallest finding over all ranks is reported as the cause.
+    """A tensor with NaN or Inf. The smallest finding over all ranks is reported as the cause.
 
-    Parameters are sorted before activations (in forward order) and gradients (in backward order).
+    Parameters come first, then activations (in forward order), then gradients (in backward order).
     """
 
     kind: int
@@ -45,12 +47,14 @@ class _Site(NamedTuple):
 
 
 def stop_before_non_finite_steps(models: list[_Model]) -> None:
-    """Check every training step and raise ``NonFiniteError`` on all ranks if a check fails.
+    """Raise NonFiniteError on all ranks before an optimizer step with NaN or Inf.
 
-    Every rank must call this function with its pipeline stages before training. The checks read the
-    layer outputs and gradients once per step, and cost one all-reduce and one device
-    synchronization. With ``overlap_grad_reduce`` or FSDP2, gradients are checked after they have
-    been summed over data-parallel ranks. With CUDA graphs, layer outputs are not checked.
+    Must be called on all ranks before training. Each step then costs one pass over layer outputs
+    and gradients, one all-reduce and one device synchronization.
+
+    Note:
+        With ``overlap_grad_reduce`` or FSDP2, gradients are checked after the data-parallel
+        reduction. With CUDA graphs, layer outputs are not checked.
     """
     watched = [pair for model in models for pair in _watched_modules(model)]
     sites = [site for site, _ in watched]
@@ -62,7 +66,7 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
     def checked(chunks: list[_Model], groups: Any) -> Iterator[None]:
         wrapped = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
         overlaps = any(config.overlap_grad_reduce for config in wrapped)
-        if overlaps:  # gradients are complete only after finalization
+        if overlaps:  # gradients aren't complete until finalization
             yield
         summed_by = "--overlap-grad-reduce" if overlaps else None
         if any(isinstance(p, DTensor) for model in models for p in model.parameters()):
@@ -76,7 +80,6 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
 
 
 def _watched_modules(model: _Model) -> list[tuple[_Site, _Model]]:
-    """Return the modules of a pipeline stage whose outputs are checked."""
     found = [((_FIRST, 0), "embedding", getattr(model, "embedding", None))]
     for layer in model.decoder.layers:
         number, name = layer.layer_number - 1, f"decoder.layers.{layer.layer_number - 1}"
@@ -129,13 +132,11 @@ def _check(
 
 
 def find_non_finite_parameter(models: list[_Model]) -> str | None:
-    """Describe the first parameter that contains NaN or infinity.
-
-    Every rank must call this function with its pipeline stages.
+    """Find the first parameter with NaN or Inf. Must be called on all ranks.
 
     Returns:
-        The same text on all ranks, e.g. ``NaN in 1 of 9 elements of parameter ... on rank 0``. None
-        if the parameters of all ranks are finite.
+        A description like ``NaN in 1 of 9 elements of parameter ... on rank 0`` (the same on all
+        ranks), or None if all parameters are finite.
     """
     finite = [torch.isfinite(parameter).all() for _, _, parameter, _ in _parameters(models)]
     bad = ~torch.stack(finite).all()
@@ -146,7 +147,6 @@ def find_non_finite_parameter(models: list[_Model]) -> str | None:
 def _first_on_any_rank(
     bad: Tensor, search: Callable[[], _Finding | None]
 ) -> tuple[int, str] | None:
-    """Run ``search`` if ``bad`` is true on any rank. Returns the kind and location of the cause."""
     flag = bad.int()
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     if not flag.item():
@@ -186,7 +186,7 @@ def _first_finding(
 def _parameters(
     models: Iterable[_Model],
 ) -> Iterator[tuple[tuple[float, int], str, Tensor, Tensor | None]]:
-    """Yield forward order, name in checkpoints, and local shards of parameters and gradients."""
+    """Iterate over ``(order, checkpoint name, parameter, gradient)`` with local shards."""
     for model in models:
         layers = model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0

@@ -1,10 +1,10 @@
 """Fold linear KHA matrices into the QKV weight during training.
 
-Every forward pass computes the folded weight ``W_eff = W T`` inside the autograd graph and calls
-``linear_qkv`` with it. Since parameters, optimizer and checkpoints do not change, each microbatch
-can be folded or not. The following memory traffic (elements per unit of the head dim) decides which
-is faster, for ``t`` tokens per GEMM, hidden size ``K``, and ``r`` of the ``n`` heads of
-``linear_qkv`` with a linear matrix:
+Each forward pass computes the folded weight ``W_eff = W T`` inside the autograd graph and passes it
+to ``linear_qkv``. Parameters, optimizer state and checkpoints stay the same, so we can decide for
+each microbatch whether to fold. The table shows the memory traffic (number of elements, divided by
+the head dim) of both options. Here, ``t`` is the number of tokens per GEMM, ``K`` the hidden size,
+``n`` the number of heads in ``linear_qkv``, and ``r`` how many of these have a linear matrix.
 
 =====================================  ============  ===============
 operation                              unfolded      folded
@@ -14,9 +14,9 @@ no gradient-accumulation fusion                      ``2 K n``
 saved for the backward pass            ``t r``       ``K n``
 =====================================  ============  ===============
 
-With ``fold="auto"``, a microbatch is folded if ``t r > K n``, or 4/3 of this if folding disables
-gradient-accumulation fusion. Fusion would lose the gradients, because ``W_eff`` has no
-``main_grad``.
+With ``fold="auto"``, a microbatch is folded if ``t r > K n``. If gradient-accumulation fusion is
+enabled, folding has to disable it (``W_eff`` has no ``main_grad``, so gradients would be lost), and
+the threshold is 4/3 as high.
 """
 
 from collections.abc import Mapping
@@ -46,10 +46,10 @@ _LINEARS = (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParal
 
 
 class Folding:
-    """Wrapper around an attention's ``linear_qkv`` that folds linear matrices if it is faster.
+    """Calls ``linear_qkv``, with folded matrices if that is faster.
 
     Raises:
-        ConfigError: If ``kha.fold`` is ``always`` but the layer does not support folding.
+        ConfigError: If ``kha.fold`` is ``always`` but the layer can't be folded.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Folding:
                     setattr(attention.linear_qkv, name, False)
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, frozenset[Projection]]:
-        """Return the output of ``linear_qkv`` and the projections that were folded into it."""
+        """Return the output of ``linear_qkv``, and which projections were folded."""
         linear, folds = self.attention.linear_qkv, self.folds(hidden_states)
         if folds != self.was_folded and hasattr(linear, "is_first_microbatch"):
             linear.is_first_microbatch = True  # Transformer Engine caches the weight in FP8
@@ -93,7 +93,7 @@ class Folding:
 
     @cached_property
     def owners(self) -> tuple[int | None, ...]:
-        """Index of the matrix for each local head, or None if the head has no linear matrix."""
+        """Matrix index for each of the local heads in ``linear_qkv`` (None if it has no matrix)."""
         ranks = self.attention.tp_group.size()
         each, rank = len(self.heads) // ranks, get_pg_rank(self.attention.tp_group)
         known: dict[str, int] = {projection: i for i, projection in enumerate(self.knockings)}
@@ -101,7 +101,7 @@ class Folding:
 
     @property
     def least_tokens(self) -> float:
-        """Number of tokens per microbatch above which folding is faster."""
+        """Folding is faster if a microbatch has more tokens than this."""
         config = self.attention.config
         folded_heads = sum(head in self.knockings for head in self.heads)
         unfused = self.attention.training and config.gradient_accumulation_fusion

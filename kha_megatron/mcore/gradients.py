@@ -1,4 +1,4 @@
-"""Helpers for code that runs between the backward pass and the optimizer step."""
+"""Utilities for code between the backward pass and the optimizer step."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,10 +12,10 @@ from torch import Tensor
 def wrap_grad_finalization(
     models: Sequence[Any], around: Callable[..., AbstractContextManager[None]]
 ) -> None:
-    """Run a context manager around ``finalize_model_grads``, which all-reduces the gradients.
+    """Run a context manager around ``finalize_model_grads`` (Megatron's gradient all-reduce).
 
-    ``around`` is called in every step with the wrapped model chunks, and with the schedule's
-    process groups or None.
+    In each step, ``around`` is called with the wrapped model chunks and the schedule's process
+    groups (or None).
     """
     config = get_model_config(models[0])
     finalize = config.finalize_model_grads_func or finalize_model_grads
@@ -28,6 +28,6 @@ def wrap_grad_finalization(
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Return ``main_grad`` if the parameter has one, else ``grad``. With FSDP2, it is a DTensor."""
+    """Get ``main_grad`` or, if there is none, ``grad``. With FSDP2, this is a DTensor."""
     gradient = getattr(parameter, "main_grad", None)
     return parameter.grad if gradient is None else gradient

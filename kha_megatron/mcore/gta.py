@@ -1,9 +1,11 @@
-"""Grouped-Tied Attention (GTA) with KHA (Zadouri et al. 2025, arXiv 2505.21487).
+"""Grouped-Tied Attention (GTA) with KHA.
 
-Each KV head has one tied state of ``D`` features, which serves as the value. Its first half is also
-the no-position half of the key, whereas the rotary half of ``D / 2`` features is shared by all
-groups. Since KHA is applied to the tied state, a KV cache needs ``G D + D / 2`` elements per token.
-In keys and queries, the rotary half comes first, as Megatron's ``--rotary-percent 0.5`` expects.
+See Zadouri et al. 2025 (arXiv 2505.21487). Each KV head has a single "tied" state that serves as
+the value. Keys have two halves: the first half is rotary and shared by all KV heads, and the second
+half is the first half of the tied state. KHA is applied to the tied state, so a KV cache only needs
+``num_kv_heads * head_dim + head_dim / 2`` elements per token.
+
+The rotary half comes first because Megatron's ``--rotary-percent 0.5`` expects it there.
 """
 
 from dataclasses import replace
@@ -33,10 +35,10 @@ from kha_megatron.mcore.knocking import parameter_device
 
 
 class RotaryKeyProjection(MegatronModule):
-    """Projection of ``[s, b, h]`` to the shared rotary half of the keys, ``[s, b, 1, D / 2]``.
+    """Projects hidden states to the rotary half of the keys, which all KV heads share.
 
-    The weight ``[D / 2, h]`` is replicated on all TP ranks. Gradients are summed over the ranks
-    inside autograd and must not be reduced again by Megatron.
+    The output has shape ``[sequence, batch, 1, head_dim / 2]``. The weight is replicated on all TP
+    ranks, and its gradient is summed inside autograd. Megatron must not reduce it again.
     """
 
     def __init__(self, config: TransformerConfig, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -48,7 +50,7 @@ class RotaryKeyProjection(MegatronModule):
             torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config))
         )
         if config.perform_initialization:
-            config.init_method(self.weight)  # with the RNG state that TP ranks share
+            config.init_method(self.weight)  # the RNG state is the same on all TP ranks
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not self.config.sequence_parallel:
@@ -60,9 +62,9 @@ class RotaryKeyProjection(MegatronModule):
 
 
 class KHAGroupedTiedAttention(KHASelfAttention):
-    """Self-attention with tied keys and values. KHA on values applies to the tied state.
+    """Self-attention with tied keys and values. KHA on values is applied to the tied state.
 
-    For each group, ``linear_qkv`` ``[(H + G) * D, h]`` contains the query heads and the tied state.
+    Per KV head, ``linear_qkv`` contains the rows of the query heads and of the tied state.
     """
 
     kind = "gta"
@@ -106,9 +108,10 @@ class KHAGroupedTiedAttention(KHASelfAttention):
 
 
 def separate_input_norm(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
-    """Return a layer spec whose input norm is not fused into ``linear_qkv``.
+    """Return a layer spec with a separate input norm instead of one fused into ``linear_qkv``.
 
-    ``linear_k_rope`` reads the normalized input, too. The norm is saved as ``input_layernorm``.
+    This is because ``linear_k_rope`` needs the normalized input, too. In checkpoints, the norm is
+    named ``input_layernorm``.
     """
     attention = layer.self_attention
     renamed = dict(layer.sharded_state_dict_keys_map or {})

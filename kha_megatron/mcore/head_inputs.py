@@ -1,4 +1,4 @@
-"""Projections of the normalized layer input for head mechanisms, e.g. gates and routers."""
+"""Projections of the normalized layer input, e.g. for gates and routers."""
 
 from typing import Any
 
@@ -15,10 +15,11 @@ from kha_megatron.mcore.knocking import MechanismWeight
 
 
 class InputProjection(MechanismWeight):
-    """Input projection with weight ``[features, hidden]`` or ``[heads, features, hidden]``.
+    """Linear projection of the layer input, with one weight per head or one for all heads.
 
-    With sequence parallelism, the gradient of the weight is all-reduced, because each TP rank has
-    only a part of the tokens. ``HeadTensor.per_head`` and ``gradient`` determine the output:
+    With sequence parallelism, the gradient of the weight is all-reduced, because each TP rank only
+    sees some of the tokens. The output shape depends on ``HeadTensor.per_head`` and ``gradient``
+    (``s``: sequence, ``b``: batch, ``f``: features):
 
     ==========  ==========================  ===================================================
     per head    ``[s, b, local heads, f]``  used by the local heads
@@ -29,7 +30,7 @@ class InputProjection(MechanismWeight):
     """
 
     def forward(self, hidden: Tensor | None = None) -> Tensor:
-        """Project ``hidden``, or return the weight if ``hidden`` is None."""
+        """Project ``hidden``. If it's None, return the weight."""
         if hidden is None:
             return super().forward()
         group, is_sharded = self.tp_group, self.config.sequence_parallel
@@ -44,24 +45,24 @@ class InputProjection(MechanismWeight):
         if self.tensor.gradient == "heads":
             return self._sum_over_heads(score).unsqueeze(-2)
         if self.tensor.gradient == "whole" and is_sharded:
-            # the gradient is complete on every rank, so backward only splits it
+            # every rank has the full gradient, so backward only splits it
             score = gather_from_sequence_parallel_region(
                 score, tensor_parallel_output_grad=False, group=group
             )
         return score
 
     def _sum_over_heads(self, x: Tensor) -> Tensor:
-        """Gather ``x`` over the sequence and sum its gradient over TP ranks."""
+        """All-gather the sequence. In the backward pass, sum the gradient over TP ranks."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(x, group=self.tp_group)
         return copy_to_tensor_model_parallel_region(x, group=self.tp_group)
 
 
 class NormedInput:
-    """Accessor for the attention's normalized input, even if the norm is fused.
+    """Gives access to the normalized input of an attention module.
 
-    A Transformer Engine module with a fused norm is configured to return the normalized input, too.
-    A hook on the projection ``name`` then removes the additional result.
+    If Transformer Engine fuses the norm into the projection ``name``, we make this module return
+    the normalized input as well. A forward hook then strips it from the result.
     """
 
     def __init__(self, attention: Module, name: str) -> None:

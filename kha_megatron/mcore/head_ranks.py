@@ -1,4 +1,4 @@
-"""Collectives of head mechanisms over Megatron's process groups."""
+"""Tensor- and context-parallel communication for head mechanisms."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,15 @@ from kha_megatron.mcore.settings import training_arguments
 
 
 class HeadRanks(Ranks):
-    """Collectives over the tensor- and context-parallel ranks of one layer.
+    """Implementation of :class:`Ranks` for one layer of a Megatron model.
 
     Args:
-        config: The model's config itself, because :class:`LossScale` is registered in it.
-        layer_number: Global layer number, counted from 1.
-        groups: Process group collection with ``tp`` and ``cp``.
-        is_training: Function that returns whether the layer is in training mode.
-        adds_loss: Whether a mechanism calls :meth:`add_loss`.
+        config (TransformerConfig): The model's config. Don't pass a copy, because
+            :class:`LossScale` is registered in this object.
+        layer_number (int): Global layer number, starting at 1.
+        groups (ProcessGroupCollection): Must contain ``tp`` and ``cp``.
+        is_training (callable): Returns whether the layer is in training mode.
+        adds_loss (bool): Whether some mechanism calls :meth:`add_loss`.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class HeadRanks(Ranks):
 
     @property
     def trains(self) -> bool:
-        """Whether the layer is training. False in the first forward pass with recomputation."""
+        """Whether the layer is training (False in the first forward pass if it's recomputed)."""
         return self.is_training() and torch.is_grad_enabled()
 
     @property

@@ -1,4 +1,4 @@
-"""Hooks on projections that adapters, e.g. LoRA, may replace."""
+"""Forward hooks that still work after a projection is replaced (e.g. by LoRA)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,11 +8,13 @@ from torch.nn import Module
 
 
 class ProjectionHook:
-    """Hook around the ``forward`` of a layer's submodule ``name``, e.g. ``linear_proj``.
+    """Wraps the ``forward`` of a submodule such as ``linear_proj``.
 
-    ``hook`` maps the submodule's outputs, or its positional inputs if ``before`` is True. The layer
-    calls :meth:`follow` before each forward pass, in case the submodule has been replaced. Note
-    that Megatron does not capture modules with a forward pre-hook in CUDA graphs.
+    ``hook`` maps the outputs, or the tuple of positional inputs with ``before=True``. Call
+    :meth:`follow` before each forward pass, in case an adapter has replaced the submodule.
+
+    Note: We don't use PyTorch's own hooks, because Megatron doesn't capture modules that have a
+    forward pre-hook in CUDA graphs.
     """
 
     def __init__(
@@ -23,7 +25,7 @@ class ProjectionHook:
         self.follow(layer)
 
     def follow(self, layer: Module) -> None:
-        """Move the hook to the layer's current submodule."""
+        """Move the hook if the submodule has been replaced."""
         module: Any = getattr(layer, self._name, None)  # absorbed projections of MLA are deleted
         if module is self._module or module is None:
             return

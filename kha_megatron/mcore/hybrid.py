@@ -1,8 +1,8 @@
 """Hybrid models (``--hybrid-layer-pattern``) with KHA.
 
-Attention (``*``), dense MLP (``-``) and MoE (``E``) layers are built from the two halves of a GPT
-layer, so that they support the same options and checkpoints as GPT models. All other layer types,
-e.g. Mamba (``M``), are Megatron's own.
+The attention (``*``), MLP (``-``) and MoE (``E``) layers are halves of our GPT layers. This way,
+they have the same options and checkpoint format as GPT models. Other layer types, such as Mamba
+(``M``), come from Megatron.
 """
 
 import copy
@@ -31,10 +31,9 @@ with megatron_imports():
 
 
 class KHAHybridStack(HybridStack):
-    """``HybridStack`` with KHA in its attention layers.
+    """``HybridStack`` with KHA in its attention layers. Submodules are built from ``config``.
 
-    ``submodules`` are built from ``config``. ``kha`` can also be the name of a spec, see
-    :mod:`kha_megatron.mcore.settings`.
+    ``kha`` is a KHAConfig or the name of a spec (see :mod:`kha_megatron.mcore.settings`).
     """
 
     def __init__(
@@ -89,7 +88,7 @@ def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None
 
 
 def _gpt_layers(config: TransformerConfig, kha: KHAConfig) -> TransformerBlockSubmodules:
-    """Return a block spec with one dense and one MoE layer."""
+    """Build a GPT block spec with two layers: one dense, one MoE."""
     both = copy.copy(config)
     both.num_layers, both.moe_layer_freq = 2, [0, 1]
     both.pipeline_model_parallel_size, both.pipeline_model_parallel_layout = 1, None
@@ -116,6 +115,5 @@ def _submodules(
 
 
 def _part(module: type, layer: ModuleSpec, *names: str) -> ModuleSpec:
-    """Return a layer spec with the submodules ``names`` of a GPT layer."""
     part = {n: getattr(layer.submodules, n) for n in (*names, "sharded_state_dict_keys_map")}
     return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**part))

@@ -1,20 +1,23 @@
-"""Log metrics of shared matrices, gates and heads to TensorBoard and W&B during training.
+"""Log KHA metrics to TensorBoard and W&B during training.
 
 =============================  =====================================================================
-``kha-distance/P-M``           Distance of matrix ``M`` of projection ``P`` from its initialization
-                               (see :func:`kha_megatron.heads.diagnostics.measure`).
-``kha-gate-openness/P``        Mean of ``2 * sigmoid(x @ W_gate)``, which is 1 at initialization.
-``kha-gate-spread/P``          Standard deviation of the same, which is 0 at initialization.
-``kha-attention-sink/head-H``  Average attention weight of the first token.
-``kha-attention-sink/mean``    Mean over all heads.
+``kha-distance/P-M``           Distance of matrix ``M`` (e.g. ``gate``) of projection ``P`` (e.g.
+                               ``value``) from its initialization. See
+                               :func:`kha_megatron.heads.diagnostics.measure`.
+``kha-gate-openness/P``        Mean of the gate ``2 * sigmoid(x @ W_gate)`` (initially 1).
+``kha-gate-spread/P``          Standard deviation of the gate (initially 0).
+``kha-attention-sink/head-H``  Average attention to the first token.
+``kha-attention-sink/mean``    The same, averaged over heads.
 ``kha-NAME``                   Metrics of head mechanisms, e.g. ``kha-gate-score``,
                                ``kha-gate-shut`` and ``kha-moh-load``.
 =============================  =====================================================================
 
-Each name ends with ``/layer-L``, the global layer index from 0. Except for distances, metrics are
-computed on the first microbatch of each data-parallel rank. Since fused attention does not return
-the attention weights, sinks are computed from a sample of queries of the first sequence. Sinks are
-not available for windowed attention, learnable sinks, packed sequences and talking heads.
+Names end with ``/layer-L``, where layers are counted from 0. Only the first microbatch on each
+data-parallel rank is measured (distances don't depend on the data).
+
+Fused attention doesn't return the attention weights, so we recompute them for a few queries of the
+first sequence. This isn't possible with windowed attention, learnable sinks, packed sequences or
+talking heads.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,15 +57,14 @@ def watch_heads(
     iteration: Callable[[], int],
     write: Write,
 ) -> None:
-    """Register hooks that log the metrics of this module every ``interval`` iterations.
+    """Register hooks that log the metrics above every ``interval`` iterations.
 
-    This function must be called on all ranks before training. With CUDA graphs, only the distances
-    of matrices are logged.
+    Must be called on all ranks before training. With CUDA graphs, only ``kha-distance`` is logged.
 
     Args:
-        models: The rank's virtual pipeline stages, before they are wrapped in DDP.
-        iteration: Function that returns the current iteration, counted from 1.
-        write: Called on all ranks with the metrics and the iteration.
+        models (Sequence): Model chunks on this rank, before they are wrapped in DDP.
+        iteration (callable): Returns the current iteration, starting at 1.
+        write (callable): Called on all ranks with a dict of metrics and the iteration.
     """
     if get_model_config(models[0]).cuda_graph_impl == "full_iteration":
         raise ConfigError("--kha-log-interval does not support --cuda-graph-impl full_iteration.")
@@ -78,7 +80,7 @@ def watch_heads(
 
 
 class _Instruments:
-    """Hooks that accumulate local sums for each metric and layer."""
+    """Hooks that accumulate a sum and a count per metric and layer."""
 
     def __init__(
         self, models: Sequence[_Model], kha: KHAConfig, is_due: Callable[[], bool]
@@ -119,7 +121,7 @@ class _Instruments:
                 knocking.register_forward_hook(partial(self._add_gate, layer, projection))
 
     def _is_first_call(self, module: _Model, layer: int, name: str) -> bool:
-        """Return False for later microbatches of a step and for recomputation."""
+        """Whether this is the first microbatch of the step (and not a recomputation)."""
         if not module.training or not self.is_due() or (layer, name) in self.measured:
             return False
         self.measured.add((layer, name))
@@ -148,7 +150,7 @@ class _Instruments:
 
     @torch.no_grad()
     def _add_sink(self, layer: int, attention: Any, query: Tensor, key: Tensor) -> None:
-        """Accumulate the sinks of one sequence ``[s, heads, D]`` with keys ``[s, groups, D]``."""
+        """Add one sequence's attention-sink statistics to the running totals."""
         group = attention.pg_collection.cp
         length = len(query) * group.size()
         held, at = token_positions(length, group), sink_queries(length, query.device)
@@ -183,7 +185,7 @@ class _Instruments:
 
     @torch.no_grad()
     def read(self) -> dict[str, float]:
-        """Average the metrics over all ranks and reset the sums."""
+        """Average the metrics over all ranks and reset the running totals."""
         for layer, attention in self.attentions.items():
             for projection, knocking in _knockings(attention):
                 weight = knocking.weight.detach()
@@ -192,7 +194,7 @@ class _Instruments:
                 for matrix, distance in zip(MATRICES[knocking.variant], distances, strict=True):
                     self._add(layer, f"{_DISTANCE}/{projection}-{matrix}", distance, 1)
         self.measured.clear()
-        # names differ only between pipeline stages
+        # only pipeline stages can have different names
         stages: list[Any] = [None] * mpu.get_pipeline_model_parallel_world_size()
         group = mpu.get_pipeline_model_parallel_group()
         dist.all_gather_object(stages, list(self.sums), group=group)
@@ -209,7 +211,7 @@ class _Instruments:
             if count != 0
         }
         for name in means:
-            if name.startswith(_SPREAD):  # contains the mean of squares
+            if name.startswith(_SPREAD):  # still the mean of squares
                 variance = means[name] - means[name.replace(_SPREAD, _OPENNESS)] ** 2
                 means[name] = max(variance, 0.0) ** 0.5  # rounding may make it negative
         return means

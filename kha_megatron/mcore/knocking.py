@@ -1,9 +1,10 @@
 """Modules that own the parameters of head mechanisms.
 
-A matrix that all heads share is replicated on every TP rank, but its gradient is a partial sum over
-the local heads. ``copy_to_tensor_model_parallel_region`` on the weight all-reduces the gradient
-inside autograd. To avoid a second reduction by Megatron, the parameter must not have a
-``sequence_parallel`` attribute, nor ``q_layernorm`` or ``k_layernorm`` in its name.
+Matrices shared by all heads are replicated on every TP rank, but the gradient on a rank only covers
+its local heads. ``copy_to_tensor_model_parallel_region`` all-reduces it inside autograd.
+
+Note: Megatron must not reduce the gradient again. It would do so if the parameter had a
+``sequence_parallel`` attribute, or ``q_layernorm`` or ``k_layernorm`` in its name.
 """
 
 import zlib
@@ -31,15 +32,15 @@ from kha_megatron.heads.knock import Variant
 
 
 class MechanismWeight(MegatronModule):
-    """Module for one parameter of a head mechanism.
+    """Owns one parameter of a head mechanism.
 
-    Code that needs the weight must call the module, because ``forward`` sets up the gradient
-    reduction and runs hooks that wait for parameter all-gathers.
+    Don't read ``module.weight`` directly. Call the module instead, since ``forward`` sets up the
+    gradient reduction and runs the hooks that wait for parameter all-gathers.
 
     Args:
-        tensor: Description of the parameter. It is sharded over ``tp_group`` if it is per head.
-        layer_number: Global layer number, counted from 1.
-        init_seed: Seed of random initialization, combined with the layer number and tensor name.
+        tensor (HeadTensor): Describes the parameter. Sharded over ``tp_group`` if it's per head.
+        layer_number (int): Global layer number, starting at 1.
+        init_seed (int): Mixed with the layer number and tensor name to get the random seed.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class MechanismWeight(MegatronModule):
         name = tensor.name.removeprefix("knock_")
         self.seed = zlib.crc32(f"{init_seed}/{layer_number}/{name}".encode())
         ranks = tensor.ranks(tp_group.size())
-        # Megatron-FSDP uses this attribute to tell sharded from replicated modules
+        # tells Megatron-FSDP whether the module is sharded or replicated
         self.tensor_model_parallel = ranks > 1
         shape = (tensor.shape[0] // ranks, *tensor.shape[1:])
         self.weight = torch.nn.Parameter(
@@ -68,7 +69,7 @@ class MechanismWeight(MegatronModule):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize the weight independently of the parallel layout and RNG state."""
+        """Initialize the weight, independently of the RNG state and parallel layout."""
         whole: Tensor = self.weight
         if self.tensor_model_parallel:
             whole = torch.empty(self.tensor.shape, dtype=whole.dtype, device=whole.device)
@@ -79,7 +80,7 @@ class MechanismWeight(MegatronModule):
                 self.weight.copy_(whole.chunk(self.tp_group.size())[get_pg_rank(self.tp_group)])
 
     def forward(self) -> Tensor:
-        """Return the local weight: ``[n, D, D]`` if heads share it, else ``[heads, ...]``."""
+        """Return the weight for the local heads, or the whole weight if all heads share it."""
         if self.tensor_model_parallel:
             return self.weight
         rule = self.tensor.gradient
@@ -112,8 +113,10 @@ class MechanismWeight(MegatronModule):
         )
 
     def _rows(self, key: str, offsets: tuple[tuple[int, int, int], ...]) -> ShardedTensorFactory:
-        """Shard an FSDP2 parameter for a checkpoint. Uneven shards are split into rows, because
-        Megatron supports only equal shards."""
+        """Build the checkpoint entry of an FSDP2 parameter.
+
+        Megatron only supports shards of equal size, so uneven shards are split into rows.
+        """
         weight: Any = self.weight
         with torch.no_grad():  # must be the optimizer's tensor
             held = weight.to_local()
@@ -149,7 +152,7 @@ class MechanismWeight(MegatronModule):
         return ShardedTensorFactory(key, held, cut, joined, replica)
 
     def keep_at_next_load(self) -> None:
-        """Keep the current value when the next checkpoint is loaded, e.g. one without KHA."""
+        """Don't overwrite this weight in the next load (e.g. from a checkpoint without KHA)."""
 
         def own_value(prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
             del self.sharded_state_dict
@@ -162,8 +165,6 @@ class MechanismWeight(MegatronModule):
 
 
 class MechanismWeights(Mapping[str, Tensor]):
-    """Mapping from tensor names to the weights of one mechanism. Each access calls the module."""
-
     def __init__(self, modules: Mapping[str, MechanismWeight]) -> None:
         self._modules = dict(modules)
 
@@ -178,10 +179,10 @@ class MechanismWeights(Mapping[str, Tensor]):
 
 
 class KnockingHeads(MechanismWeight):
-    """Shared matrices of a layer's query, key or value heads (section 3.2 of the paper).
+    """The shared matrices for a layer's query, key or value heads (section 3.2 of the paper).
 
-    ``weight`` ``[n, D, D]`` stacks the matrices of ``variant`` (see ``heads.knock.MATRICES``), so
-    that the gradients need only one all-reduce.
+    ``weight`` stacks all matrices of ``variant`` into ``[num_matrices, head_dim, head_dim]``, so we
+    only need one all-reduce for the gradients. See ``heads.knock.MATRICES`` for their names.
     """
 
     def __init__(self, *args: Any, variant: Variant, **kwargs: Any) -> None:
@@ -189,7 +190,7 @@ class KnockingHeads(MechanismWeight):
         self.variant: Variant = variant
 
     def forward(self, x: Tensor | None = None) -> Tensor:
-        """Apply the matrices to every head of ``x`` ``[..., D]``, or return them if x is None."""
+        """Apply the matrices to every head in ``x``. If it's None, return the matrices."""
         weight = super().forward()
         return weight if x is None else fused_knock(x, weight, self.variant)
 

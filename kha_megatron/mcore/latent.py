@@ -1,11 +1,11 @@
-"""Multi-latent attention (MLA) with KHA, and Grouped Latent Attention (GLA, Zadouri et al. 2025).
+"""KHA for multi-latent attention (MLA) and Grouped Latent Attention (GLA).
 
-KHA is applied to values and to the no-position parts of queries and keys, directly after the
-up-projections. At inference, the linear matrices are folded into the up-projections, so that the
-cache still contains the latents.
+KHA is applied directly after the up-projections, to values and to the non-rotary parts of queries
+and keys. At inference, we fold the linear matrices into the up-projections so that the latents can
+still be cached.
 
-GLA splits the latent into heads. Each latent head is normalized separately and used by one group of
-query heads. ``kv_lora_rank`` is the total size of all latent heads.
+In GLA (Zadouri et al. 2025), the latent is split into heads. Each latent head has its own norm and
+is used by one group of query heads. Note that ``kv_lora_rank`` is the size of all latent heads.
 """
 
 from dataclasses import replace
@@ -40,10 +40,10 @@ from kha_megatron.mcore.knocking import parameter_device
 
 
 class LatentUpProjection(ColumnParallelLinear):
-    """GLA's replacement for ``linear_kv_up_proj``, with ``latent_heads`` latent heads.
+    """Replaces ``linear_kv_up_proj`` in GLA.
 
-    The keys and values of each head are projected from the latent head of its group, so that the
-    weight is ``[output_size / tp, latent_features / latent_heads]``.
+    Since each latent head is only projected to the keys and values of its own group, the weight has
+    just ``latent_features / latent_heads`` columns.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LatentUpProjection(ColumnParallelLinear):
 
 
 class LatentNorm(MegatronModule):
-    """RMSNorm over each latent head, computed in float32."""
+    """RMSNorm over each latent head (in float32)."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class LatentNorm(MegatronModule):
 
 
 def use_grouped_latents(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
-    """Replace the key/value norm and up-projection of MLA with those of GLA."""
+    """Turn an MLA spec into a GLA spec, by replacing the KV norm and up-projection."""
     up = submodules.linear_kv_up_proj
     norm = submodules.kv_layernorm
     if norm not in (None, IdentityOp) or "LayerNorm" in getattr(up, "__name__", ""):
@@ -108,7 +108,7 @@ _Hooked = tuple[Tensor, Tensor | None]
 
 
 class _KnockedLatentAttention(KnockedAttention):
-    """Base class for Megatron's MLA classes with KHA."""
+    """Common base class of our MLA variants."""
 
     config: MLATransformerConfig
     first_projection = "linear_qkv_down_proj"  # exists in the fused class only
@@ -153,9 +153,9 @@ class _KnockedLatentAttention(KnockedAttention):
         return x.unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Call Megatron's method and sum the gradient of the rotary key over TP ranks.
+        """Same as in Megatron, except that gradients of the rotary key are summed over TP ranks.
 
-        All heads share this key, but Megatron sums its gradient only with sequence parallelism.
+        All heads share this key, but Megatron only sums its gradient with sequence parallelism.
         Without the sum, the replicas of the down-projection would diverge.
         """
         query, latent = super()._qkv_down_projection(hidden_states)
@@ -175,9 +175,8 @@ class _KnockedLatentAttention(KnockedAttention):
     def _count_query_norm_once(self) -> None:
         """Average the gradients of the query latent's norm over TP ranks.
 
-        Megatron sums the gradients of all parameters named ``q_layernorm``. Without sequence
-        parallelism, this norm already has complete gradients, which the sum would multiply by
-        ``tp``.
+        Megatron sums the gradients of all parameters named ``q_layernorm``. Unless sequence
+        parallelism is used, each rank already has the full gradient of this norm.
         """
         norm = getattr(self, "q_layernorm", None)
         if norm is not None and not self.config.sequence_parallel:
@@ -185,7 +184,7 @@ class _KnockedLatentAttention(KnockedAttention):
                 parameter.average_gradients_across_tp_domain = True
 
     def prepare_for_absorption(self) -> None:
-        """Fold the matrices into the up-projection before Megatron absorbs and deletes it."""
+        """Fold the matrices into the up-projection, since Megatron is about to delete it."""
         if not hasattr(self, "up_k_weight"):
             nope, rows = self.config.qk_head_dim, self.config.qk_head_dim + self.config.v_head_dim
             weight = self.linear_kv_up_proj.weight

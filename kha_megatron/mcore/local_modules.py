@@ -1,4 +1,4 @@
-"""Local norm and core attention that support sequence and context parallelism."""
+"""Local norm and core attention, extended for sequence and context parallelism."""
 
 import copy
 from typing import Any
@@ -19,7 +19,7 @@ from kha_megatron.errors import ConfigError
 class TorchNorm(torch.nn.Module):
     """``WrappedTorchNorm`` with support for sequence parallelism.
 
-    Megatron all-reduces the gradients of parameters that have the attribute ``sequence_parallel``.
+    Setting ``sequence_parallel`` on the parameters makes Megatron all-reduce their gradients.
     """
 
     def __new__(
@@ -36,10 +36,11 @@ class TorchNorm(torch.nn.Module):
 class GatheredDotProductAttention(DotProductAttention):
     """``DotProductAttention`` that supports context parallelism by all-gathering keys and values.
 
-    Note that the gathered tensors use the memory that context parallelism would save. On a CPU,
-    causal attention uses ``scaled_dot_product_attention``. ``v_channels`` is the head dim of values
-    if it differs from that of keys. The attention mask is ``[b or 1, 1, s / cp, s]`` (True means
-    masked), or None for a causal mask.
+    Note that this gives up the memory savings of context parallelism. On a CPU, causal attention
+    uses PyTorch's ``scaled_dot_product_attention``.
+
+    The attention mask is ``[batch or 1, 1, local queries, keys]`` (True means masked), or None if
+    it's causal. Set ``v_channels`` if values have a different head dim than keys.
     """
 
     def __init__(
@@ -117,10 +118,10 @@ class GatheredDotProductAttention(DotProductAttention):
 
 
 def token_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Tensor:
-    """Return the positions of the local tokens in a sequence of ``length`` tokens.
+    """Get the positions of this rank's tokens in a sequence of ``length`` tokens.
 
-    Megatron splits a sequence into ``2 * cp`` chunks. Rank ``i`` has chunks ``i`` and
-    ``2 * cp - 1 - i``.
+    With context parallelism, Megatron cuts sequences into ``2 * cp`` chunks and gives chunks ``i``
+    and ``2 * cp - 1 - i`` to rank ``i``.
     """
     positions = torch.arange(length, device=torch.cuda.current_device())
     rank, size = cp_group.rank(), cp_group.size()

@@ -1,4 +1,4 @@
-"""Split the output of ``linear_qkv`` without applying QK-norm, which must come after KHA."""
+"""Split the output of ``linear_qkv``. QK-norm is left to the caller, because KHA comes first."""
 
 import torch
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
@@ -9,7 +9,7 @@ from kha_megatron.model.qkv import QKVLayout
 
 
 class QKVSplit:
-    """Callable that splits the local output of ``linear_qkv`` according to ``layout``."""
+    """Splits the local output of ``linear_qkv`` according to a :class:`QKVLayout`."""
 
     def __init__(self, layout: QKVLayout, tp_group: torch.distributed.ProcessGroup) -> None:
         self.layout, self.tp_group = layout, tp_group
@@ -19,9 +19,9 @@ class QKVSplit:
         self.wanted = layout.head_slices(rank, ranks)
 
     def groups(self, mixed: Tensor) -> Tensor:
-        """Reshape ``[s, b, rows / tp]`` to ``[s, b, groups, rows of a group]``.
+        """Reshape the output to ``[sequence, batch, groups, rows of a group]``.
 
-        If several ranks share a group, the rows of all ranks are gathered.
+        With fewer KV heads than TP ranks, several ranks share a group, so rows are gathered first.
         """
         if self.is_shared:
             mixed = all_gather_last_dim_from_tensor_parallel_region(mixed, group=self.tp_group)
@@ -29,7 +29,7 @@ class QKVSplit:
         return mixed.unflatten(-1, (-1, self.layout.group_rows))
 
     def __call__(self, groups: Tensor) -> dict[str, Tensor]:
-        """Split the groups into the parts ``[s, b, local heads or groups, D]`` of the layout."""
+        """Split the groups into named tensors ``[sequence, batch, local heads, features]``."""
         layout = self.layout
         widths = [part.heads * part.features for part in layout.parts.values()]
         widths.insert(layout.parts_before_padding, layout.padding.stop - layout.padding.start)

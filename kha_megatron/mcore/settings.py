@@ -1,7 +1,7 @@
-"""KHA settings of stock Megatron scripts, which select a layer spec with ``--spec``.
+"""KHA settings for stock Megatron scripts (``--spec``).
 
-The spec name is a preset, or ``kha``. The environment variable ``KHA_CONFIG`` contains additional
-:class:`~kha_megatron.config.KHAConfig` fields, either as JSON or as the path to a JSON file::
+The spec name is a preset or ``kha``. To set other :class:`~kha_megatron.config.KHAConfig` fields,
+use the environment variable ``KHA_CONFIG``, which can be JSON or the path to a JSON file::
 
     KHA_CONFIG='{"value": "mlp", "init_seed": 5}' ... --spec kha_megatron.mcore.specs kha
     KHA_CONFIG=/shared/kha.json ...                   --spec kha_megatron.mcore.specs kha_mlp
@@ -28,7 +28,7 @@ FROM_ENVIRONMENT = "kha"  # spec that reads all settings from KHA_CONFIG
 
 
 def named_config(name: str) -> KHAConfig:
-    """Build the config of the spec ``name`` and the environment variable ``KHA_CONFIG``.
+    """Build the KHA config for a spec name, including the fields set in ``KHA_CONFIG``.
 
     Raises:
         ConfigError: If ``KHA_CONFIG`` is invalid, conflicts with the preset or has no mechanism.
@@ -78,9 +78,9 @@ def publish(
     multi_latent: bool = False,
     logs: bool,
 ) -> None:
-    """Add the KHA config to Megatron's training arguments, which are saved in checkpoints.
+    """Add the KHA config to Megatron's args, so that it's saved in checkpoints.
 
-    If ``logs`` is True, rank 0 of the pipeline stage logs the config.
+    With ``logs=True``, the first rank of the pipeline stage also logs it.
 
     Raises:
         ConfigError: If another rank uses a different config.
@@ -94,7 +94,7 @@ def publish(
 
 
 def training_arguments() -> Any:
-    """Return Megatron's training arguments, or an empty namespace outside of its training loop."""
+    """Get Megatron's args. Outside of its training loop, the result is an empty namespace."""
     training = sys.modules.get("megatron.training.global_vars")
     try:
         return training.get_args() if training else SimpleNamespace()
@@ -105,7 +105,7 @@ def training_arguments() -> Any:
 def _check_same_everywhere(name: str, kha: KHAConfig) -> None:
     if not torch.distributed.is_initialized():
         return
-    # use a store, because some pipeline stages may have no layers to call a collective
+    # not a collective, because pipeline stages without layers may not get here
     store = torch.distributed.distributed_c10d._get_default_store()
     mine = json.dumps(kha.to_dict() | {"fold": kha.fold}, sort_keys=True)
     first = store.compare_set(f"kha_megatron/{name}", "", mine).decode()

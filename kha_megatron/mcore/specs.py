@@ -1,8 +1,11 @@
 """Layer specs with KHA for GPT and hybrid models.
 
-Stock Megatron scripts select a spec by name, e.g. ``--spec kha_megatron.mcore.specs kha_mlp``. In
-Python, use :func:`kha_layer_spec` or :func:`kha_hybrid_stack_spec` to build a spec, or
-:func:`with_kha` to add KHA to an existing one.
+With stock Megatron scripts, you can select a spec by name::
+
+    --spec kha_megatron.mcore.specs kha_mlp
+
+In Python, build one with :func:`kha_layer_spec` or :func:`kha_hybrid_stack_spec`, or use
+:func:`with_kha` to convert an existing spec.
 """
 
 from dataclasses import fields, is_dataclass, replace
@@ -50,7 +53,7 @@ _LOCAL: dict[type, type] = {
     WrappedTorchNorm: TorchNorm,
     DotProductAttention: GatheredDotProductAttention,
 }
-"""Replacements for local modules that do not support sequence or context parallelism."""
+"""Local modules that don't support sequence or context parallelism, and their replacements."""
 
 _LATENT: dict[type, type] = {
     MLASelfAttention: KHAMLASelfAttention,
@@ -59,16 +62,16 @@ _LATENT: dict[type, type] = {
 
 
 def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
-    """Return a copy of ``spec`` with KHA in all self-attention layers.
+    """Return a copy of a layer spec or block spec with KHA in all self-attention layers.
 
-    Local norms and core attentions are replaced with modules that also support sequence and context
+    Local (non-TE) norms and core attentions are replaced as well, to support sequence and context
     parallelism and latent attention.
 
     Raises:
-        ConfigError: If ``spec`` contains no attention class that supports ``kha``.
+        ConfigError: If ``spec`` has no attention module that supports ``kha``.
     """
-    rewritten: dict[int, Any] = {}  # by id, so that shared objects are copied only once
-    replaced: list[Any] = []  # kept alive so that ids stay unique
+    rewritten: dict[int, Any] = {}  # by id, to copy shared objects only once
+    replaced: list[Any] = []  # keeps objects alive so that ids stay unique
     found = False
 
     def rewrite(node: Any) -> Any:
@@ -107,7 +110,6 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
 
 
 def _knocked(module: Any, kha: KHAConfig) -> type | None:
-    """Return the KHA version of an attention class, or None if there is none."""
     if module is SelfAttention and kha.attention != "gla":
         return KHAGroupedTiedAttention if kha.attention == "gta" else KHASelfAttention
     return _LATENT.get(module) if isinstance(module, type) and kha.attention != "gta" else None
@@ -116,10 +118,14 @@ def _knocked(module: Any, kha: KHAConfig) -> type | None:
 def kha_layer_spec(
     config: Any, kha: KHAConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Spec:
-    """Build the ``transformer_layer_spec`` of a ``GPTModel`` with KHA.
+    """Build the ``transformer_layer_spec`` for a ``GPTModel`` with KHA.
 
-    ``config`` is a ``TransformerConfig``, or the ``GPTModelConfig`` of Megatron's training package.
-    By default, the pipeline stage is read from Megatron's ``parallel_state``.
+    Args:
+        config (TransformerConfig): Model config. You can also pass the ``GPTModelConfig`` of
+            Megatron's training package.
+        kha (KHAConfig): Head mechanisms to add.
+        vp_stage (int, optional): Virtual pipeline stage.
+        pp_rank (int, optional): Pipeline rank. Read from ``parallel_state`` by default.
 
     Raises:
         ConfigError: If ``config`` does not support ``kha``.
@@ -155,16 +161,16 @@ def _stock_spec(
 
 
 class KHATransformerLayer(BaseTransformerLayer):
-    """Placeholder that builds the actual ``TransformerLayer`` when the config is known.
+    """Builds a ``TransformerLayer`` with KHA (``--spec`` only).
 
-    Stock scripts import the ``--spec`` object before the config exists, so that only this class can
-    choose between local and Transformer Engine modules, and between dense and MoE layers.
+    Stock scripts import the ``--spec`` object before there is a config. Local or TE modules, and
+    dense or MoE layers, can't be selected until this class is instantiated.
     """
 
     def __new__(
         cls,
         config: TransformerConfig,
-        layer_number: int = 1,  # in this pipeline stage
+        layer_number: int = 1,  # within the pipeline stage
         pg_collection: ProcessGroupCollection | None = None,
         vp_stage: int | None = None,
         *,
@@ -194,8 +200,8 @@ class KHATransformerLayer(BaseTransformerLayer):
 
 
 def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
-    """Build the ``hybrid_stack_spec`` of a ``HybridModel``. ``kha`` can also be a spec name."""
-    # an import path, so that GPT models do not import Megatron's hybrid layers
+    """Build the ``hybrid_stack_spec`` for a ``HybridModel`` (``kha`` can be a spec name)."""
+    # import path instead of a class, to avoid importing hybrid layers for GPT models
     stack = ("kha_megatron.mcore.hybrid", "KHAHybridStack")
     return ModuleSpec(module=stack, params={"kha": kha})
 

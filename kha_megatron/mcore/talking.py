@@ -1,10 +1,11 @@
-"""Core attention of talking heads (arXiv 2003.02436) with tensor and context parallelism.
+"""Core attention for talking heads (arXiv 2003.02436) with tensor and context parallelism.
 
-Since talking heads mix the logits of all heads, tensor parallelism shards the queries by sequence
-instead of by head. Two all-to-alls reshard the queries and the outputs, and keys and values are
-all-gathered. Each rank materializes ``H L^2 / tp`` logits.
+Talking heads mix the logits of different heads, so we can't shard attention by head. With TP, the
+queries are sharded by sequence instead: an all-to-all for the queries, an all-gather for keys and
+values, and another all-to-all for the output. Note that logits are materialized, i.e.
+``num_heads * sequence^2 / tp_size`` elements per rank.
 
-In shapes, ``h`` is the number of local heads, ``H`` of all heads, ``g`` of local KV heads.
+In the shapes below, ``H`` is the number of heads and ``h`` the number of heads on this TP rank.
 """
 
 from collections.abc import Mapping
@@ -49,7 +50,7 @@ class TalkingAttention(GatheredDotProductAttention):
         self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
 
     def set_mechanism(self, mechanism: TalkingHeads, matrices: Mapping[str, Tensor]) -> None:
-        """Set the mechanism and its ``[H, H]`` matrices before the first forward pass."""
+        """Must be called before the first forward pass. Matrices are ``[H, H]``."""
         self.talking, self.matrices = mechanism, matrices
 
     def forward(
@@ -61,10 +62,9 @@ class TalkingAttention(GatheredDotProductAttention):
         attn_mask_type: AttnMaskType | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Compute attention with the mask ``[b or 1, 1, s or 1, k]``, where True means masked.
+        """Compute attention.
 
-        Raises:
-            ConfigError: If the sequence is packed or exceeds ``talking.max_tokens``.
+        The mask has shape ``[batch or 1, 1, queries or 1, keys]`` (True means masked).
         """
         if kwargs.get("packed_seq_params") is not None:
             raise ConfigError("Talking heads do not support packed sequences (--sft).")
@@ -87,7 +87,7 @@ class TalkingAttention(GatheredDotProductAttention):
         return self._shard_heads(output.permute(2, 0, 1, 3), len(query))
 
     def _mask(self, given: Tensor | None, causal: bool, queries: int, keys: int) -> Tensor | None:
-        """Build the mask ``[b or 1, 1, s / tp, k]`` for the local part of the queries."""
+        """Build the attention mask for this rank's part of the queries."""
         ranks, rank = self.tp_group.size(), get_pg_rank(self.tp_group)
         each = -(-queries // ranks)
         rows = torch.arange(each, device=torch.cuda.current_device()) + rank * each
@@ -102,7 +102,7 @@ class TalkingAttention(GatheredDotProductAttention):
         return hidden
 
     def _shard_queries(self, x: Tensor) -> Tensor:
-        """All-to-all from ``[s, b, h, D]`` to ``[s / tp, b, H, D]``."""
+        """Reshard ``[queries, batch, h, head_dim]`` to ``[queries / tp, batch, H, head_dim]``."""
         ranks = self.tp_group.size()
         if ranks == 1:
             return x
@@ -112,7 +112,7 @@ class TalkingAttention(GatheredDotProductAttention):
         return x.unflatten(0, (-1, batch)).unflatten(-1, (-1, features))
 
     def _shard_heads(self, x: Tensor, queries: int) -> Tensor:
-        """All-to-all from ``[s / tp, b, H, D]`` to ``[s, b, h * D]``."""
+        """Undo :meth:`_shard_queries` for the output, and merge heads and features."""
         if self.tp_group.size() == 1:
             return x.flatten(2)
         batch = x.shape[1]
@@ -120,14 +120,14 @@ class TalkingAttention(GatheredDotProductAttention):
         return x.unflatten(0, (-1, batch))[:queries]
 
     def _all_heads(self, x: Tensor) -> Tensor:
-        """All-gather the heads of ``[k, b, g, D]`` and reduce-scatter the gradients."""
+        """All-gather the heads of keys or values (reduce-scatter in the backward pass)."""
         if self.tp_group.size() == 1:
             return x
         whole = all_gather_last_dim_from_tensor_parallel_region(x.flatten(2), group=self.tp_group)
         return whole.unflatten(-1, (-1, x.shape[-1]))
 
     def _dropout(self, weights: Tensor) -> Tensor:
-        # use the RNG state that differs between TP ranks, which is the default with SP
+        # needs a different RNG state on each TP rank, which SP already has by default
         if self.config.sequence_parallel:
             return self.attention_dropout(weights)
         with get_cuda_rng_tracker().fork():

@@ -1,7 +1,7 @@
-"""CPU runtime for Megatron-Core, to check results without a GPU.
+"""CPU runtime for Megatron-Core, for tests without a GPU.
 
-:func:`install` redirects CUDA devices to the CPU in the whole process, so that all parallelisms run
-with gloo. It must be called before Megatron is imported::
+:func:`install` redirects CUDA to the CPU in the current process. All kinds of parallelism run with
+gloo. You have to call it before importing Megatron::
 
     from kha_megatron.mcore import cpu
 
@@ -23,10 +23,10 @@ MEGATRON_FLAGS: dict[str, str | None] = {
     "--no-bias-dropout-fusion": None,
     "--no-rope-fusion": None,
 }
-"""Megatron arguments for the CPU runtime. Flags without a value map to None."""
+"""Megatron arguments needed for the CPU runtime (None if a flag takes no value)."""
 
 ENVIRONMENT: dict[str, str] = {
-    "OMP_NUM_THREADS": "1",  # avoids oversubscription, because ranks share the cores
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # checked by Megatron with TP or CP
+    "OMP_NUM_THREADS": "1",  # ranks share the CPU cores
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron checks this with TP or CP
 }
-"""Default environment variables of every rank."""
+"""Environment variables to set for each rank, unless they are already set."""

@@ -1,4 +1,4 @@
-"""Replacements for collectives that Megatron uses in ways that only NCCL supports."""
+"""Make collectives work with gloo where Megatron relies on NCCL-only features."""
 
 import functools
 from collections.abc import Callable
@@ -12,7 +12,6 @@ from torch import Tensor
 
 
 def patch() -> None:
-    """Replace collectives of ``torch.distributed`` in this process."""
     dist.all_to_all_single = dist.distributed_c10d.all_to_all_single = _with_listed_sizes(
         dist.all_to_all_single
     )
@@ -25,7 +24,7 @@ def patch() -> None:
 
 
 def _without_a_device(coalescing: Callable[..., Any]) -> Callable[..., Any]:
-    """Run collectives immediately, because gloo does not support coalescing by device."""
+    """Disable coalescing by device, which gloo doesn't support."""
 
     @contextmanager
     def manager(group=None, device=None, async_ops=False):
@@ -39,7 +38,7 @@ def _without_a_device(coalescing: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_listed_sizes(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert split sizes to lists, as Megatron does for CUDA tensors only."""
+    """Convert split sizes to lists. Megatron itself only does this for CUDA tensors."""
 
     def as_list(sizes: Any) -> Any:
         return sizes.tolist() if isinstance(sizes, Tensor) else sizes
@@ -55,8 +54,8 @@ def _with_listed_sizes(all_to_all: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
-# With expert tensor parallelism, ranks have different numbers of tokens. Since gloo supports only
-# equal sizes in the following collectives, use one broadcast or reduction per rank.
+# Ranks have different numbers of tokens with expert tensor parallelism, but gloo only supports
+# equal sizes here. We use one broadcast or reduce per rank instead.
 
 
 def _uneven_all_gather(all_gather: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,7 +87,7 @@ def _uneven_reduce_scatter(reduce_scatter: Callable[..., Any]) -> Callable[..., 
 
 
 def _of_bytes(all_gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Gather coalesced tensors as bytes, because gloo corrupts them if their dtypes differ."""
+    """All-gather coalesced tensors as bytes. With mixed dtypes, gloo would corrupt them."""
     coalescing = dist.distributed_c10d._world.pg_coalesce_state
 
     def as_bytes(tensor: Tensor) -> Tensor:

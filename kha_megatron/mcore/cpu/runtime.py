@@ -1,6 +1,6 @@
-"""Patches of torch that redirect CUDA devices, streams and random generators to the CPU.
+"""Redirect CUDA devices, streams and random generators to the CPU.
 
-Functions are patched one by one, because a ``TorchFunctionMode`` would slow down every operation.
+Functions are patched individually, since a ``TorchFunctionMode`` would slow down every operation.
 """
 
 import functools
@@ -22,7 +22,7 @@ from kha_megatron.mcore.cpu import collectives
 
 _CPU = torch.device("cpu")
 _HIDDEN = ("apex", "flash_attn", "transformer_engine")
-"""Packages that require a GPU and that Megatron uses if installed."""
+"""GPU-only packages that Megatron would use if they are installed."""
 
 _LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")  # torch.X_like
 _NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")  # Tensor.new_X
@@ -31,19 +31,18 @@ _installed = False
 
 
 def is_installed() -> bool:
-    """Return whether the CPU runtime is installed in this process."""
     return _installed
 
 
 def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
-    """Redirect CUDA to the CPU and hide packages that require a GPU. Later calls are no-ops.
+    """Redirect CUDA to the CPU and hide GPU-only packages. Does nothing if called again.
 
     Args:
-        despite_cuda: Whether to install on a machine with CUDA devices, too.
-        quiet: Whether to suppress the log message on rank 0.
+        despite_cuda (bool): Install even if the machine has CUDA devices.
+        quiet (bool): Don't log a message on rank 0.
 
     Raises:
-        ConfigError: If a CUDA device is present, or Megatron has already been imported.
+        ConfigError: If there is a CUDA device, or Megatron was already imported.
     """
     global _installed
     if _installed:
@@ -73,8 +72,8 @@ def _is_cuda(device: Any) -> bool:
 
 
 def _rewrite_devices() -> None:
-    """Patch all functions of torch that have a device argument."""
-    # this list must be read before the functions are replaced
+    """Patch all torch functions that take a device."""
+    # read this list before replacing any function
     makers = {function.__name__ for function in _device_constructors()} & set(dir(torch))
     for name in makers | {f"{name}_like" for name in _LIKE}:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -117,7 +116,7 @@ def _on_cpu(function: Any) -> Any:
 
 
 class _Stream:
-    """No-op stream and event, since CPU operations run in order."""
+    """No-op replacement for streams and events. CPU operations run in order anyway."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._time = time.time()
@@ -147,9 +146,6 @@ class _Stream:
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
-    """Return replacements for attributes of ``torch.cuda``. They must be distinct objects, because
-    ``torch._dynamo`` uses them as keys."""
-
     def nothing() -> Any:
         return lambda *args, **kwargs: None
 
@@ -207,7 +203,7 @@ def _patch_torch() -> None:
 
     torch.compile = uncompiled
 
-    # the tracker forks the CPU generator, so that this warning does not apply
+    # this warning doesn't apply, because the tracker forks the CPU generator
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -230,7 +226,7 @@ def _patch_device_mesh() -> None:
 
 
 def _patch_data_loader() -> None:
-    # new iterators draw a seed from the CPU generator, which the model uses, too
+    # new iterators draw a seed from the CPU generator, but the model also uses it
     iterator = torch.utils.data.dataloader._BaseDataLoaderIter
     initialise = iterator.__init__
 
