@@ -1,5 +1,5 @@
-"""Pre-training a GPT or hybrid model with Knocking-Heads Attention on Megatron's own training loop.
+"""Pre-train GPT and hybrid models with Knocking-Heads Attention, using Megatron's training loop.
 
-``torchrun ... -m kha_megatron.training`` takes all of Megatron's arguments and the ``--kha-*``
-ones; ``kha-megatron data prepare`` makes its data from text files.
+``torchrun ... -m kha_megatron.training`` accepts all of Megatron's arguments and the ``--kha-*``
+arguments. You can prepare data with ``kha-megatron data prepare``.
 """

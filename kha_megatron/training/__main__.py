@@ -1,7 +1,9 @@
-"""Entry point: ``torchrun --nproc-per-node 8 -m kha_megatron.training --kha-preset kha_mlp ...``.
+"""Training entry point. Example::
 
-The exit code is 2 for invalid input, which is reported in one line on stderr, and 17 (as in
-Megatron) if training was stopped because of NaN or infinity.
+    torchrun --nproc-per-node 8 -m kha_megatron.training --kha-preset kha_mlp ...
+
+Exits with 2 if the input is invalid (with a one-line error on stderr) and with 17, like Megatron,
+if it finds NaN or Inf.
 """
 
 import os
@@ -17,7 +19,7 @@ PROGRAM_START = time.time()
 
 @record
 def main() -> None:
-    """Select the device, which has to happen before Megatron is imported, and train."""
+    """Select the device, then train. The device must be selected before Megatron is imported."""
     from kha_megatron.training.arguments import choose_device
 
     try:
@@ -29,7 +31,7 @@ def main() -> None:
 
         run(PROGRAM_START)
     except KHAError as error:
-        # print once per machine, because a file may be missing on one of them only
+        # once per node, since e.g. a file may be missing on only one of them
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""Command-line arguments that ``kha_megatron.training`` adds to Megatron's parser."""
+"""Command-line arguments for training with KHA."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ _UNSUPPORTED = (
     "rampup_batch_size",
     "yaml_cfg",
 )
-"""Arguments that would be ignored by this entry point or by Megatron."""
+"""Arguments that this entry point or Megatron would ignore."""
 
 _UNFUSED = "--no-gradient-accumulation-fusion"
 _CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS, "kha_fold": FOLDS}
@@ -61,7 +61,7 @@ _HELP = {
 
 
 def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add all arguments of this entry point to Megatron's parser (``extra_args_provider``)."""
+    """Add all of our arguments to Megatron's parser (as its ``extra_args_provider``)."""
     group = parser.add_argument_group("kha training")
     group.add_argument(
         "--device",
@@ -115,7 +115,7 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the argument group ``kha`` with the settings of the head mechanisms."""
+    """Add the ``kha`` group, i.e. arguments that configure head mechanisms."""
     group = parser.add_argument_group(
         "kha",
         "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
@@ -137,8 +137,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 def choose_device(argv: list[str]) -> None:
     """Apply ``--device``. Must be called before Megatron is imported.
 
-    For ``cpu``, this installs the CPU runtime. Flags that are required on the CPU, or because apex
-    is not installed, are appended to ``argv`` and logged on rank 0.
+    With ``--device cpu``, this installs the CPU runtime and appends the Megatron flags needed for
+    it to ``argv``. On CUDA without apex, it disables gradient-accumulation fusion.
 
     Raises:
         ConfigError: If there is no CUDA device, or if ``--fp8-format`` would be ignored.
@@ -187,10 +187,10 @@ def _prepare_for_cuda(argv: list[str], layers: str) -> None:
 
 
 def kha_from_args(args: argparse.Namespace) -> KHAConfig:
-    """Build the KHA configuration from parsed command-line arguments.
+    """Build the KHA config from parsed arguments.
 
     Raises:
-        ConfigError: If no KHA argument is given, a name is unknown, or ``KHA_CONFIG`` is set.
+        ConfigError: If there is no KHA argument, a name is unknown, or ``KHA_CONFIG`` is set.
     """
     if os.environ.get(CONFIG_VARIABLE):
         raise ConfigError(
@@ -206,12 +206,12 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
 
 
 def check_args(args: argparse.Namespace) -> None:
-    """Check parallel layout, dataset and options before Megatron is initialized.
+    """Check arguments, parallel layout and dataset, so that errors show up before Megatron starts.
 
     Raises:
-        ConfigError: If the model or batch is not divisible by the parallel sizes, or if an option
-            would be ignored or give wrong results.
-        DataError: If the dataset is missing, cannot be split or belongs to another tokenizer.
+        ConfigError: If sizes aren't divisible, or if an option would be ignored or give wrong
+            results.
+        DataError: If the dataset is missing, can't be split, or was made with another tokenizer.
     """
     for name in _UNSUPPORTED:
         if getattr(args, name):

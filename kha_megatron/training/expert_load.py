@@ -1,9 +1,13 @@
-"""Log the load of experts per MoE layer to TensorBoard and W&B, under ``expert-load/``.
+"""Log MoE load balance to TensorBoard and W&B.
 
-- ``violation-layer-3``: ``max / mean - 1`` of the experts' tokens (MaxVio of Wang et al. 2024);
-- ``least-layer-3``: ``min / mean`` of the experts' tokens;
-- ``bias-range-layer-3``: the largest bias minus the smallest;
-- ``violation``: mean of the violations over layers.
+For each MoE layer (e.g. layer 3), we log:
+
+- ``expert-load/violation-layer-3``: ``max / mean - 1`` over tokens per expert, also known as MaxVio
+  (Wang et al. 2024)
+- ``expert-load/least-layer-3``: ``min / mean`` over tokens per expert
+- ``expert-load/bias-range-layer-3``: largest minus smallest expert bias
+
+``expert-load/violation`` is the mean violation over layers.
 """
 
 import torch
@@ -18,12 +22,12 @@ _NAMES = ("violation", "least", "bias-range")
 
 
 def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None:
-    """Write the loads of one batch at the interval of Megatron's TensorBoard log, on every rank.
+    """Log one batch. Must be called on all ranks; does nothing between TensorBoard log steps.
 
     Args:
-        layers: numbers of this rank's MoE layers, from 1.
-        loads: ``[n, E]`` tokens of each expert in the whole batch.
-        biases: ``[n, E]`` after the batch.
+        layers (list[int]): Numbers of the MoE layers on this rank, starting at 1.
+        loads (Tensor): Tokens per expert in the global batch, ``[num_layers, num_experts]``.
+        biases (Tensor): Updated expert biases, in the same shape.
     """
     args = get_args()
     iteration = args.curr_iteration + 1

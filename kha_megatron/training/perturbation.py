@@ -1,4 +1,4 @@
-"""Perturb the initial weights for null runs (``kha-megatron compare --null``)."""
+"""Initial perturbations for null runs (``kha-megatron compare --null``)."""
 
 from typing import Any
 
@@ -10,13 +10,13 @@ from kha_megatron.errors import ConfigError
 
 @torch.no_grad()
 def perturb_embedding(models: list[Any], size: float, seed: int) -> None:
-    """Multiply every weight of the token embedding by ``1 + size * N(0, 1)``, in place.
+    """Multiply each weight of the token embedding by ``1 + size * N(0, 1)``, in place.
 
-    Ranks that hold the same weights, data-parallel ones or the first and last stage of tied
-    embeddings, draw the same numbers. Call before the models are wrapped.
+    Call this before the models are wrapped. Ranks with the same weights (data-parallel ranks, and
+    the first and last pipeline stage if embeddings are tied) draw the same noise.
 
     Raises:
-        ConfigError: no weight changes, because the dtype is too coarse.
+        ConfigError: If ``size`` is too small to change any weight in this dtype.
     """
     for model in models:
         if model.pre_process:

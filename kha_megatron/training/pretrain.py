@@ -1,6 +1,6 @@
-"""Pre-train a GPT or hybrid model with KHA on ``megatron.training.pretrain``.
+"""Pre-training loop, based on ``megatron.training.pretrain``.
 
-Import only after :func:`kha_megatron.training.arguments.choose_device`.
+Note: call :func:`kha_megatron.training.arguments.choose_device` before importing this module.
 """
 
 import argparse
@@ -69,11 +69,6 @@ _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def run(program_start: float) -> None:
-    """Train according to ``sys.argv``.
-
-    Args:
-        program_start: ``time.time()`` at the start of the process, for Megatron's start-up report.
-    """
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     end_children_with_the_rank()
     compat.use_shipped_dataset_helpers()
@@ -100,7 +95,7 @@ def run(program_start: float) -> None:
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
     args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
-    args.verify_integrity &= args.ckpt_format == "torch_dist"  # Megatron has it for no other
+    args.verify_integrity &= args.ckpt_format == "torch_dist"  # only supported for torch_dist
     if args.verify_integrity and (remote := object_store(args)):
         announce(f"Writing and checking no hashes in the object store of {remote}.")
         args.verify_integrity = False
@@ -135,14 +130,14 @@ def run(program_start: float) -> None:
 
 
 def _claim_save_directory(args: argparse.Namespace) -> Ownership | None:
-    """Make this run the only writer of ``--save`` until rank 0 exits. Call this on every rank."""
+    """Claim ``--save``, so that no other run writes to it until rank 0 exits."""
     if not args.save or "://" in args.save or not is_first_rank():
         return None
     return claim(Path(args.save))
 
 
 def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
-    """Build Megatron's model configuration, with the hooks that run before the model is wrapped."""
+    """Build Megatron's model config and register our hooks on the unwrapped model."""
     config = model_config(args, kha)
 
     def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
@@ -155,7 +150,7 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
             report = None if captured else report_expert_load
             balance_experts(models, "rms" if by_rms else "sign", report)
         stop_on_non_finite_weights(models, args)
-        if args.check_for_nan_in_loss_and_grad:  # last: nothing may change before the check
+        if args.check_for_nan_in_loss_and_grad:  # must wrap the bias update
             stop_before_non_finite_steps(models)
         if args.kha_log_interval:
             watch_heads(
@@ -174,7 +169,6 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
 
 
 def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build the train, validation and test datasets on the ranks that read them."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     sizes = args.per_dataset_sequences_path
@@ -211,16 +205,16 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()
 
 
-_build_datasets.is_distributed = True  # type: ignore[attr-defined]  # every rank calls it; it decides where to build
+_build_datasets.is_distributed = True  # type: ignore[attr-defined]  # all ranks call it
 
 
 def _masks_are_data(args: argparse.Namespace) -> bool:
-    """Return True if attention masks depend on the text, and are not just causal."""
+    """Whether attention masks depend on the text, i.e. aren't just causal."""
     return args.create_attention_mask_in_dataloader and args.reset_attention_mask
 
 
 def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
-    """Return this rank's ``[b, s]`` tokens, labels, loss mask, attention mask and position ids."""
+    """Get this rank's tokens, labels, loss mask, attention mask and position ids."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * len(_BATCH)
     args = get_args()
@@ -248,7 +242,7 @@ def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch.setdefault("cu_seqlens", None)  # its absence is not taken for plain sequences
+    batch.setdefault("cu_seqlens", None)  # None for plain sequences
     batch = get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
@@ -256,10 +250,7 @@ def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
 
 
 def _check_token_ids(sample: dict[str, Tensor]) -> None:
-    """Raise DataError if a batch contains token ids outside the vocabulary.
-
-    Embedding rows that only pad the vocabulary would otherwise train without an error.
-    """
+    """Raise DataError for ids that would silently train the padding rows of the embedding."""
     args = get_args()
     size = max(get_tokenizer().vocab_size, args.vocab_size or 0)
     largest = max(int(sample[name].max()) for name in ("tokens", "labels"))
@@ -271,7 +262,7 @@ def _check_token_ids(sample: dict[str, Tensor]) -> None:
 
 
 def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return the sum of the losses of this rank's tokens, their number, and both for the report."""
+    """Sum the loss over this rank's tokens. Returns the sum, token count, and both for logging."""
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * loss_mask)
     num_tokens = loss_mask.sum().detach().to(torch.int)
@@ -297,7 +288,6 @@ def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, 
 
 
 def _forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
-    """Run one microbatch and return the per-token losses and the function that sums them."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")

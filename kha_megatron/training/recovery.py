@@ -1,7 +1,7 @@
-"""Recover from runs that were killed during a save, and explain failed saves and loads.
+"""Resume after a job was killed during a save, and explain failed saves and loads.
 
-Megatron exits with code 0 if the tracker file contains no number, and starts from scratch if there
-is no tracker file. The file is therefore repaired before Megatron reads it.
+The tracker file has to be repaired before Megatron reads it. If it contains no number, Megatron
+exits with code 0. If it's missing, Megatron starts from scratch.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ from kha_megatron.checkpoint.tracker import (
 )
 from kha_megatron.errors import CheckpointError, OutputError
 
-_WAIT = 60  # seconds for a shared file system to show what rank 0 wrote
+_WAIT = 60  # seconds until rank 0's changes must be visible on a shared file system
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SCHEDULE = re.compile(
     r"OptimizerParamScheduler: class input value (.+) and checkpoint\s*value (.+) for (.+) do not "
@@ -36,14 +36,14 @@ _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def repair_tracker(args: Namespace) -> None:
-    """Make the tracker file name the newest complete checkpoint, if ``--save`` equals ``--load``.
+    """Point the tracker file to the newest complete checkpoint.
 
-    Every rank must call this function before Megatron is initialized. Rank 0 repairs the file and
-    the other ranks wait until they can see the change.
+    Only done if ``--save`` and ``--load`` are the same directory. Call this on every rank before
+    Megatron is initialized. Rank 0 writes the file, and the others wait until they see the change.
 
     Raises:
-        CheckpointError: If a rank does not see the repaired file within a minute.
-        OutputError: If the tracker file cannot be written.
+        CheckpointError: If a rank doesn't see the change within a minute.
+        OutputError: If the tracker file can't be written.
     """
     if args.ckpt_format != "torch_dist" or not args.load or not args.save:
         return
@@ -70,7 +70,7 @@ def repair_tracker(args: Namespace) -> None:
 
 
 def warn_of_a_fresh_start(args: Namespace) -> None:
-    """Warn if ``--save`` already contains a checkpoint, but ``--load`` is not set."""
+    """Warn about a missing ``--load`` if ``--save`` already contains a checkpoint."""
     if args.load or not args.save or "://" in args.save:
         return
     if found := newest(Path(args.save)):
@@ -81,9 +81,9 @@ def warn_of_a_fresh_start(args: Namespace) -> None:
 
 
 def end_children_with_the_rank() -> None:
-    """Make the Linux kernel kill the forked children (writers, data loaders) of a rank that dies.
+    """Kill forked children (checkpoint writers, data loaders) when their rank dies. Linux only.
 
-    Otherwise a checkpoint writer could continue to write into the directory of the next run.
+    An orphaned writer could otherwise write into the checkpoint directory of the next run.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
@@ -92,11 +92,11 @@ def end_children_with_the_rank() -> None:
 
 @contextmanager
 def explain_failures(args: Namespace) -> Iterator[None]:
-    """Convert exceptions of failed saves and loads to errors with a one-line message.
+    """Turn exceptions from failed saves and loads into one-line errors.
 
     Raises:
-        OutputError: If a checkpoint could not be written.
-        CheckpointError: If a checkpoint could not be read, or has another learning-rate schedule.
+        OutputError: If a checkpoint can't be written, e.g. because the disk is full.
+        CheckpointError: If a checkpoint can't be read, or has another learning-rate schedule.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -1,4 +1,4 @@
-"""Find the checkpoint that training resumes from, and check that it matches the run."""
+"""Find the checkpoint to resume from, and check that it matches the current run."""
 
 from argparse import Namespace
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from kha_megatron.model.recorded import check_same_heads, read_kha_config
 from kha_megatron.model.run import parse_kha_config
 
 _STATELESS = ("tensorwise", "blockwise", "mxfp8")
-"""FP8 recipes that do not keep scaling factors between steps."""
+"""FP8 recipes without state, i.e. without scaling factors to save."""
 
 _BUFFERS = {
     "tensor_model_parallel_size": 1,
@@ -35,30 +35,29 @@ _BUFFERS = {
     "expert_model_parallel_size": 1,
     "transformer_impl": "transformer_engine",
 }
-"""Arguments, with Megatron's defaults, that determine the positions of parameters in the buffers of
-the distributed optimizer."""
+"""Arguments (and Megatron's defaults) that affect the layout of distributed optimizer buffers."""
 
 
 def path_to_load(args: Namespace) -> Path | None:
-    """Return the checkpoint that Megatron's ``load_checkpoint`` will load.
+    """Find the checkpoint that Megatron's ``load_checkpoint`` is going to load.
 
-    Megatron loads from ``--load`` if this directory has a tracker file or ``--ckpt-step`` is given,
-    and from ``--pretrained-checkpoint`` otherwise. A global non-persistent checkpoint has
-    precedence if it is at least as new.
+    It's in ``--load`` if that directory has a tracker file (or ``--ckpt-step`` is set), and in
+    ``--pretrained-checkpoint`` otherwise. A global non-persistent checkpoint wins if it's at least
+    as new.
 
     Returns:
-        Directory of the checkpoint. None if training starts from scratch, or if the checkpoint is
-        in an object store.
+        Path to the checkpoint directory. None when starting from scratch or loading from an object
+        store.
 
     Raises:
-        CheckpointError: If the tracker file does not name the newest complete checkpoint and is not
-            repaired, because this run does not save into the same directory.
+        CheckpointError: If the tracker file doesn't name the newest complete checkpoint and can't
+            be repaired, because this run doesn't save to the same directory.
     """
     directory = _directory_to_load(args)
     if directory is None or _is_remote(directory):
         return None
     path, chosen = Path(directory), None
-    if args.ckpt_step:  # 0 is none, as in Megatron
+    if args.ckpt_step:  # 0 means unset, as in Megatron
         chosen = path / folder_name(args.ckpt_step)
     elif (
         starts_from_pretrained(args)
@@ -76,7 +75,7 @@ def path_to_load(args: Namespace) -> Path | None:
 
 
 def object_store(args: Namespace) -> str | None:
-    """Return the first checkpoint directory that is a URL of an object store, e.g. ``msc://``."""
+    """Return the first checkpoint directory that's an object-store URL (e.g. ``msc://``)."""
     return next(filter(_is_remote, (args.load, args.save, args.pretrained_checkpoint)), None)
 
 
@@ -89,7 +88,7 @@ def _directory_to_load(args: Namespace) -> str | None:
 
 
 def starts_from_pretrained(args: Namespace) -> bool:
-    """Check whether ``--pretrained-checkpoint`` is used because ``--load`` has no checkpoint."""
+    """Whether to load ``--pretrained-checkpoint`` because ``--load`` has no checkpoint yet."""
     return bool(args.pretrained_checkpoint) and not _is_tracked(args.load)
 
 
@@ -98,9 +97,9 @@ def _is_tracked(directory: str | Path | None) -> bool:
 
 
 def _tracked_iteration(directory: Path) -> Path:
-    """Return the checkpoint named by the tracker file.
+    """Resolve the tracker file, but raise an error if it's invalid.
 
-    Megatron would exit with code 0, or start from scratch, if the tracker file is not valid.
+    Megatron would exit with code 0 or start from scratch in this case.
     """
     verdict = select_iteration(directory) if directory.is_dir() else None
     if verdict and verdict.problem and verdict.newest:
@@ -112,10 +111,9 @@ def _tracked_iteration(directory: Path) -> Path:
 
 
 def restored_kha(args: Namespace) -> KHAConfig | None:
-    """Return the KHA configuration stored in the checkpoint, for ``--use-checkpoint-args``.
+    """Read the KHA config from the checkpoint if ``--use-checkpoint-args`` is set.
 
-    Returns:
-        None if the configuration is given on the command line or not stored in a checkpoint.
+    ``--kha-*`` arguments take precedence, in which case this returns None.
     """
     asked = parse_kha_config(vars(args))
     if not args.use_checkpoint_args or asked or not (path := path_to_load(args)):
@@ -125,10 +123,10 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
 
 
 def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
-    """Check that the checkpoint has the same KHA configuration and optimizer layout as this run.
+    """Check that the KHA config and optimizer layout match the checkpoint.
 
     Raises:
-        CheckpointError: If the configuration or layout differs, or the checkpoint is corrupted.
+        CheckpointError: If they don't match, or if the checkpoint is corrupted.
     """
     if (path := path_to_load(args)) is None:
         return
@@ -141,7 +139,7 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
         return
     if saved.get("use_distributed_optimizer") and saved.get("dist_ckpt_optim_fully_reshardable"):
         return
-    # Megatron would give main weights and moments to other parameters without an error
+    # otherwise Megatron would silently assign main weights and moments to the wrong parameters
     before, here = ({n: a.get(n, d) for n, d in _BUFFERS.items()} for a in (saved, vars(args)))
     if before != here:
         name = next(name for name in _BUFFERS if before[name] != here[name])
@@ -154,18 +152,15 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
 
 
 def path_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
-    """Return the checkpoint without KHA that a run with ``--kha-upcycle`` is initialized from.
+    """Find the checkpoint (without KHA) that ``--kha-upcycle`` initializes the model from.
 
-    The shared matrices are initialized to the identity, so the initial loss equals that of the
-    model without KHA. As with ``--finetune``, optimizer, RNG state, schedule and iteration are
-    reset.
-
-    Returns:
-        None if ``--kha-upcycle`` is not set, or if the run resumes from one of its own checkpoints.
+    Shared matrices start as the identity, so the initial loss is the same as without KHA. The
+    optimizer, RNG state, schedule and iteration are reset, as with ``--finetune``. Returns None if
+    the run isn't upcycled or already has a checkpoint of its own.
 
     Raises:
-        ConfigError: If restarting with the same command line would not resume the run.
-        CheckpointError: If the checkpoint already has KHA, is corrupted or incomplete.
+        ConfigError: If the same command line couldn't resume the run later.
+        CheckpointError: If the checkpoint already has KHA, or is corrupted or incomplete.
     """
     if not args.kha_upcycle:
         return None
@@ -188,7 +183,7 @@ def path_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
 
 
 def loads_fp8_scales(args: Namespace) -> bool:
-    """Check whether FP8 scaling factors are loaded, which only exist with delayed scaling."""
+    """Whether to load FP8 scaling factors (delayed scaling only)."""
     wanted = _has_fp8_scales(vars(args))
     if not wanted or _is_remote(_directory_to_load(args)):
         return wanted  # assumed for an object store; loading fails if the checkpoint has none
@@ -207,7 +202,7 @@ def _has_fp8_scales(args: Mapping[str, Any]) -> bool:
 
 @cache
 def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, Any]]:
-    """Read the KHA configuration and Megatron's arguments from a checkpoint."""
+    """Read the KHA config and Megatron's args from a checkpoint."""
     if not (path / COMMIT_MARK).is_file() and (path / METADATA).is_file():
         folder = TorchDistFolder(path, FileChecks(path, {}))
         if "args" in folder.objects:  # written by FSDP in PyTorch's own format

@@ -1,4 +1,4 @@
-"""Write scalars of a training run to TensorBoard and W&B."""
+"""TensorBoard and W&B logging."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 
 def write_scalars(values: Mapping[str, float], iteration: int) -> None:
-    """Write values by name. Only Megatron's last rank has writers."""
+    """Log a dict of scalars. Only Megatron's last rank has writers, so others do nothing."""
     if (tensorboard := get_tensorboard_writer()) is not None:
         for name, value in values.items():
             tensorboard.add_scalar(name, value, iteration)

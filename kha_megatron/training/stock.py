@@ -1,4 +1,4 @@
-"""Functions that a patched Megatron calls (``patches/``) in its own scripts and reports."""
+"""Functions that a patched Megatron (see ``patches/``) calls in its own scripts and reports."""
 
 import argparse
 from dataclasses import replace
@@ -15,24 +15,24 @@ from kha_megatron.model.run import HEAD_FIELDS
 from kha_megatron.training.arguments import add_model_arguments, kha_from_args
 
 SPEC = ["kha_megatron.training.stock", "layer_spec"]
-"""Value of ``--spec`` that selects :func:`layer_spec`."""
+"""``--spec`` value for :func:`layer_spec`."""
 
-_BYTES = 2  # of an activation, as Megatron's theoretical memory report assumes
+_BYTES = 2  # per activation, as in Megatron's theoretical memory report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the argument group ``kha`` to the parser of Megatron's own scripts."""
+    """Add the ``kha`` argument group to the parser of a stock Megatron script."""
     add_model_arguments(parser).set_defaults(kha_stock=True)
     return parser
 
 
 def use_arguments(args: argparse.Namespace) -> None:
-    """Set ``--spec`` according to the ``--kha-*`` arguments, if there are any.
+    """Set ``--spec`` if there are any ``--kha-*`` arguments.
 
     Raises:
-        ConfigError: If the arguments contradict ``--spec`` or the model, or a name is unknown.
+        ConfigError: If they conflict with ``--spec`` or the model, or a name is unknown.
     """
-    if not args.kha_stock:  # our own entry point, or called before
+    if not args.kha_stock:  # used by our own entry point, or already called
         return
     args.kha_stock = False
     if all(getattr(args, row.argument) == row.default for row in HEAD_FIELDS):
@@ -57,7 +57,7 @@ def use_arguments(args: argparse.Namespace) -> None:
 
 
 def resolved(args: argparse.Namespace) -> KHAConfig:
-    """Return the KHA configuration that was stored by :func:`use_arguments`."""
+    """Get the KHA config that :func:`use_arguments` stored in ``args``."""
     kha = KHAConfig.from_entries(vars(args))
     if kha is None:
         raise ConfigError(f"--spec {' '.join(SPEC)} requires --kha-preset.")
@@ -65,7 +65,7 @@ def resolved(args: argparse.Namespace) -> KHAConfig:
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Build the layer spec for the arguments of this run."""
+    """Build the layer spec that ``--spec`` selects."""
     from megatron.training import get_args
 
     from kha_megatron.mcore.specs import kha_layer_spec
@@ -78,18 +78,18 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 
 def forward_flops_per_token(args: argparse.Namespace) -> int:
-    """Return the additional forward FLOPs per token of KHA in one causal attention layer."""
+    """Extra forward FLOPs per token for KHA in one (causal) attention layer."""
     kha, sizes = _kha(args), _sizes(args)
     return kha.flops(sizes) + args.seq_length * kha.pair_flops(sizes) // 2
 
 
 def parameters_per_layer(args: argparse.Namespace) -> int:
-    """Return the number of parameters that KHA adds to one attention layer."""
+    """Number of parameters that KHA adds to an attention layer."""
     return _kha(args).parameters(_sizes(args))
 
 
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
-    """Return the activation memory of KHA in bytes, per layer, rank and microbatch."""
+    """Activation memory of KHA in bytes (per layer, rank and microbatch)."""
     kha, sizes = _kha(args), _sizes(args).on_rank(args.tensor_model_parallel_size)
     between = kha.sharded_activations(sizes)
     if args.sequence_parallel:
@@ -99,7 +99,7 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
 
 
 def _kha(args: argparse.Namespace) -> KHAConfig:
-    """Return the KHA configuration without the output gate, which Megatron itself counts."""
+    """Get the KHA config, except for the output gate, which Megatron counts itself."""
     return (KHAConfig.from_entries(vars(args)) or KHAConfig()).without_output_gate()
 
 

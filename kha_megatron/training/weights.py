@@ -1,4 +1,4 @@
-"""Keep NaN and infinity out of checkpoints, and stop a run that only skips optimizer steps."""
+"""Keep NaN and Inf out of checkpoints, and stop runs that skip every optimizer step."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -13,14 +13,13 @@ from kha_megatron.training.resume import path_to_load
 
 
 def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
-    """Check the parameters before each save, after each load, and at each skipped step.
+    """Check parameters for NaN and Inf before each save, after each load and on skipped steps.
 
-    With dynamic loss scaling (``--fp16``), Megatron skips a step whose gradients overflow and does
-    not check for NaN. A NaN in a parameter would then skip all remaining steps.
+    With dynamic loss scaling (``--fp16``), Megatron skips a step if gradients overflow, but it
+    doesn't check for NaN. A single NaN in the parameters would make it skip all remaining steps.
 
     Args:
-        models: Pipeline stages of this rank, before Megatron wraps them. Call this on every rank.
-        args: Megatron's arguments.
+        models (list): Model chunks on this rank, not wrapped yet. Must be called on all ranks.
     """
     save, load, train_step = training.save_checkpoint, training.load_checkpoint, training.train_step
 
@@ -66,7 +65,7 @@ def _remedy(args: Namespace) -> str:
 
 
 def _describe_loaded(args: Namespace) -> str:
-    """Return the end of an error that names the newest checkpoint whose weights were checked."""
+    """Build the end of an error message, with another checkpoint to load if there is one."""
     path = path_to_load(args)
     if path is None:
         return f"of the checkpoint in {args.load}. Load another one."
