@@ -1,1 +1,1 @@
-"""Estimate parameters, FLOPs, memory and communication, and search for parallel layouts."""
+"""Planner: parameter counts, FLOPs, memory and communication estimates, and layout search."""

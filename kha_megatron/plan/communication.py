@@ -1,21 +1,19 @@
-"""Estimate the communication volume of one rank in an optimizer step.
+"""Communication volume estimates.
 
-All collectives are assumed to use the ring algorithm. On ``n`` ranks, an all-gather, reduce-scatter
-or all-to-all of ``S`` bytes sends ``(n - 1) / n * S`` bytes, and an all-reduce twice as many. The
-number of collectives follows Megatron's implementation:
+We count the collectives that Megatron issues and assume ring algorithms: an all-gather,
+reduce-scatter or all-to-all sends ``(ranks - 1) / ranks`` of the tensor, and an all-reduce twice as
+much. Small messages are ignored.
 
-- **tensor**: attention, MLP, embedding, logits and loss (Korthikanti et al. 2022, section 4.2), the
-  QKV all-gather if there are fewer KV heads than ranks, and gradients of replicated parameters.
-- **KHA**: one gradient all-reduce per head-shared matrix, layer and microbatch, the output of
-  shared gates and routers, and the collectives of mechanisms (``Mechanism.communication``).
-- **context**: keys, values and their gradients in a ring (Transformer Engine's ``p2p``).
-- **pipeline**: point-to-point activations and gradients (Narayanan et al. 2021, section 2.2), and
-  the gradient of the tied embedding.
-- **expert**: the all-to-all dispatcher, including the all-gather over expert-tensor-parallel ranks.
-- **data**: a reduce-scatter of fp32 gradients and an all-gather of the weights (ZeRO-1), or a
-  gradient all-reduce without the distributed optimizer.
-
-With full recomputation, the forward pass is counted twice. Small messages are ignored.
+- TP: attention, MLP, embedding and loss, see section 4.2 of https://arxiv.org/abs/2205.05198.
+  Also includes gradients of replicated parameters, and the all-gather of QKV that Megatron does if
+  there are fewer KV heads than ranks.
+- KHA: gradient all-reduces for the shared matrices (once per microbatch), outputs of shared gates
+  and routers, and whatever a mechanism returns from ``Mechanism.communication``.
+- CP: keys and values, and their gradients (``--cp-comm-type p2p``)
+- PP: point-to-point messages, plus the gradient of tied embeddings
+- EP: all-to-all dispatcher, including the all-gather over ETP ranks
+- DP: reduce-scatter (fp32 gradients) and all-gather (weights). Without the distributed optimizer,
+  it's a gradient all-reduce.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -25,15 +23,15 @@ from kha_megatron.plan.rank import Rank
 
 @dataclass(frozen=True, kw_only=True)
 class Communication:
-    """Number of bytes sent by one rank per step and type of parallelism."""
+    """Bytes that one rank sends per optimizer step."""
 
     tensor: float = 0
-    kha: float = 0  # tensor parallelism of head mechanisms, not included in tensor
+    kha: float = 0  # TP communication for head mechanisms, not included in tensor
     context: float = 0
     pipeline: float = 0
     expert: float = 0
     data: float = 0
-    kha_data: float = 0  # data parallelism of head-shared matrices, not included in data
+    kha_data: float = 0  # DP communication for head mechanisms, not included in data
 
     @property
     def total(self) -> float:
@@ -41,12 +39,11 @@ class Communication:
 
 
 def _ring(ranks: int) -> float:
-    """Fraction of a tensor that each rank sends in an all-gather or reduce-scatter."""
     return (ranks - 1) / ranks
 
 
 def estimate_communication(rank: Rank) -> Communication:
-    """Estimate the number of bytes that a rank sends in one optimizer step."""
+    """Estimate the communication volume of a rank (see the module docstring)."""
     setup, layout, counts = rank.setup, rank.layout, rank.counts
     microbatches, layers = rank.microbatches, rank.layers
     moe = sum(map(rank.model.is_moe, layers))
@@ -81,7 +78,7 @@ def estimate_communication(rank: Rank) -> Communication:
 
 
 def _parallel_region(rank: Rank) -> float:
-    """Count the collectives around a column-parallel and a row-parallel layer."""
+    """A column-parallel layer followed by a row-parallel layer."""
     size, once = rank.tokens * rank.token_bytes, _ring(rank.layout.tp)
     if rank.layout.sequence_parallel:
         return once * size * (2 * rank.forwards + 3)
@@ -98,7 +95,7 @@ def _attention_region(rank: Rank) -> float:
 
 
 def _shared_projections(rank: Rank) -> float:
-    """Count the output of projections that are shared by heads or replicated on all ranks."""
+    """Outputs of gates and routers that are computed once for all heads."""
     sent, once = 0.0, _ring(rank.layout.tp)
     for tensor in rank.setup.kha.tensors(rank.model.head_sizes):
         if not tensor.reads_input or tensor.per_head or tensor.gradient == "tokens":
@@ -112,7 +109,7 @@ def _shared_projections(rank: Rank) -> float:
 
 
 def _head_exchange(rank: Rank) -> float:
-    """Count the collectives of mechanisms, which are repeated if attention is recomputed."""
+    """Collectives issued by the mechanisms themselves (including recomputation)."""
     model, tp = replace(rank.model, kha=rank.setup.kha), rank.layout.tp
     sizes = replace(model.head_sizes, head_dim=model.normed_dim, value_dim=model.head_dim)
     sent = 0
@@ -129,14 +126,14 @@ def _embedding_and_loss(rank: Rank) -> float:
         sent += 2 * once * size
     if rank.is_last:
         sent += once * size * (3 if rank.layout.sequence_parallel else 2)
-        sent += 3 * 2 * once * 4 * rank.tokens  # maximum, target logit and sum of exponentials
+        sent += 3 * 2 * once * 4 * rank.tokens  # three all-reduces in vocab-parallel cross entropy
     return sent
 
 
 def _replicated_parameters(rank: Rank) -> int:
-    """Count replicated parameters whose gradients Megatron all-reduces over tensor-parallel ranks.
+    """Number of replicated parameters whose gradients are all-reduced over TP ranks, excluding KHA.
 
-    Without sequence parallelism, these are only the QK-norms. KHA is counted separately.
+    With sequence parallelism these are all norms and routers, otherwise only the QK-norms.
     """
     model, counts = rank.model, rank.counts
     if not rank.layout.sequence_parallel:
@@ -150,7 +147,7 @@ def _pipeline(rank: Rank) -> float:
         return 0
     passes = rank.microbatches * (rank.layout.vpp or 1)
     first, last = rank.stage == 0, rank.is_last
-    # the last virtual stage has no next stage, and the first one no previous stage
+    # nothing to send after the last virtual stage, or (in backward) before the first one
     messages = 2 * passes - rank.microbatches * (first + last)
     sent = messages * rank.sharded_tokens * rank.token_bytes
     if rank.model.tied_embeddings and (first or last):

@@ -1,8 +1,10 @@
-"""Compute parameters, KV cache size and FLOPs of a model in closed form.
+"""Parameter counts, FLOPs and KV cache size, computed in closed form.
 
-Active parameters exclude the experts that a token is not routed to, and include a tied embedding
-once. These definitions reproduce the numbers in the paper (880M in Table 3, 1.01B in section 4.1).
-In this module, KHA includes all head mechanisms, Megatron's output gate and padding rows.
+The definitions are chosen to match the paper (880M in Table 3, 1.01B in section 4.1). For example,
+a tied embedding is counted once, and active parameters only include the experts a token uses.
+
+Note: "KHA" refers to all head mechanisms here, and also includes Megatron's own output gate and any
+padding rows of the QKV projection.
 """
 
 import itertools
@@ -22,25 +24,25 @@ _UNITS = {"M": 10**6, "B": 10**9}
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Counts of one attention layer without KHA."""
+    """Size and cost of one attention layer, excluding KHA."""
 
-    weights: int  # parameters of linear layers, i.e. multiply-adds per token
+    weights: int  # linear layers (parameters, or multiply-adds per token)
     norms: int  # parameters of norms
-    pair: int  # multiply-adds per query-key pair over all heads
-    cache: int  # elements per token in the KV cache
+    pair: int  # multiply-adds per query-key pair
+    cache: int  # KV cache elements per token
 
 
 def count_attention(model: ModelConfig, kha: KHAConfig | None = None) -> Attention:
-    """Count one attention layer, excluding additional rows of mechanisms."""
+    """Count an attention layer of any type."""
     if model.multi_latent_attention:
         return count_latent_attention(model)
     return count_grouped_attention(model, kha or KHAConfig())
 
 
 def count_grouped_attention(model: ModelConfig, kha: KHAConfig) -> Attention:
-    """Count MHA, MQA, GQA or GTA (Zadouri et al. 2025, section 3.3.1).
+    """Count MHA, MQA, GQA or GTA (see section 3.3.1 of https://arxiv.org/abs/2505.21487).
 
-    If a mechanism has its own query or key projection, the projection has a single head.
+    Collaborative heads replace the query and key projections by smaller ones with a single head.
     """
     d, head, sizes = model.hidden_size, model.kv_channels, model.head_sizes
     tied = model.kha_attention == "gta"
@@ -64,14 +66,14 @@ def count_grouped_attention(model: ModelConfig, kha: KHAConfig) -> Attention:
 
 
 def count_latent_attention(model: ModelConfig) -> Attention:
-    """Count MLA or GLA (Zadouri et al. 2025, section 3.3.2)."""
+    """Count MLA or GLA (see section 3.3.2 of https://arxiv.org/abs/2505.21487)."""
     d, n = model.hidden_size, model.num_attention_heads
     query_rank, rank = model.q_lora_rank or 0, model.kv_lora_rank
     key, position, value = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
     queries = n * (key + position)
     weights = query_rank * (d + queries) if query_rank else d * queries
     weights += d * (rank + position)
-    weights += rank // model.latent_heads * n * (key + value)  # for one group of query heads
+    weights += rank // model.latent_heads * n * (key + value)  # each latent head serves one group
     weights += n * value * d
     return Attention(
         weights=weights,
@@ -85,13 +87,13 @@ def count_latent_attention(model: ModelConfig) -> Attention:
 class Parameters:
     """Number of parameters on one rank."""
 
-    dense: int  # all parameters except experts, including KHA
+    dense: int  # everything but experts, including KHA
     experts: int
-    kha: int  # all mechanisms, including padding rows
-    kha_rows: int  # part of kha in the sharded QKV projection
-    kha_summed: int  # part of kha with a gradient all-reduce after each microbatch
-    linear: int  # linear layers and experts without KHA, which support FP8
-    embedding: int  # embedding and output layer
+    kha: int  # including padding rows
+    kha_rows: int  # part of kha that is in the QKV projection
+    kha_summed: int  # part of kha with a TP all-reduce in each microbatch
+    linear: int  # weights that can be FP8, excluding KHA
+    embedding: int  # including the output layer
 
     @property
     def total(self) -> int:
@@ -101,9 +103,9 @@ class Parameters:
 def count_parameters(
     model: ModelConfig, kha: KHAConfig, layout: Layout, stage: int = 0
 ) -> Parameters:
-    """Count the parameters of each rank in pipeline stage ``stage``.
+    """Count the parameters on a rank of the given pipeline stage.
 
-    Note that tensor parallelism is only supported for grouped-query attention.
+    Note that this doesn't support MLA, GLA or GTA with TP > 1.
     """
     tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
     attention = count_attention(model, kha)
@@ -163,23 +165,22 @@ def count_active_parameters(model: ModelConfig, kha: KHAConfig) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Counts:
-    """Parameters and KV cache size of a model. Note that the paper's counts exclude KHA."""
+    """Parameters and KV cache size. Unlike in the paper, the totals include KHA."""
 
-    total: int  # all parameters, including KHA
-    active: int  # active parameters per token, including KHA
+    total: int  # including KHA
+    active: int  # per token, including KHA
     kha: int
-    mechanisms: Mapping[str, int]  # kha by mechanism, where "filling" refers to padding rows
-    cache_per_layer: int  # KV cache elements per token and layer (Table 3)
-    cache_bytes: int  # KV cache size per token in bf16
+    mechanisms: Mapping[str, int]  # kha by mechanism, plus "filling" for padding rows
+    cache_per_layer: int  # in elements per token, see Table 3
+    cache_bytes: int  # per token in bf16
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Matmul FLOPs of the forward pass for one sequence. The backward pass takes twice as many.
+    """Forward FLOPs of the matmuls for one sequence. Multiply by 3 to include the backward pass.
 
-    As in the paper, ``scores`` are not halved for causal masks and ``kha`` is not folded. The
-    skippable FLOPs are the part of ``projections`` and ``scores`` that kernels could avoid by
-    skipping inactive heads.
+    We follow the conventions of the paper: no discount for causal masks, and KHA is not folded into
+    the projections. ``skippable_*`` is what a kernel could save by skipping inactive heads (MoH).
     """
 
     projections: int
@@ -193,12 +194,12 @@ class Flops:
 
     @property
     def attention(self) -> int:
-        """FLOPs of attention without KHA (eq. 10)."""
+        """Attention FLOPs, excluding KHA (equation 10)."""
         return self.projections + self.scores
 
     @property
     def layers(self) -> int:
-        """FLOPs of all layers without KHA (eq. 11)."""
+        """FLOPs of all layers, excluding KHA (equation 11)."""
         return self.attention + self.mlp + self.router
 
     @property
@@ -207,17 +208,17 @@ class Flops:
 
     @property
     def share_of_layers(self) -> float:
-        """FLOPs of KHA relative to ``layers`` (0.55 % in the paper)."""
+        """Relative overhead of KHA (0.55% in the paper)."""
         return self.kha / self.layers
 
     @property
     def share_of_attention(self) -> float:
-        """FLOPs of KHA relative to ``attention`` (1.17 % in the paper)."""
+        """Overhead of KHA relative to attention alone (1.17% in the paper)."""
         return self.kha / self.attention
 
 
 def get_countable_model(model: ModelConfig | None) -> ModelConfig:
-    """Return ``model``, or raise ConfigError if it has components that cannot be counted."""
+    """Make sure that this module supports the model. Raises ConfigError if it doesn't."""
     if model is None:
         raise ConfigError("Cannot count the parameters of a model without --num-layers.")
     unsupported = {
@@ -231,7 +232,6 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
 
 
 def count_model(model: ModelConfig, kha: KHAConfig) -> Counts:
-    """Count the parameters and the KV cache size of a model."""
     whole, cache = count_parameters(model, kha, Layout()), count_attention(model, kha).cache
     sizes = model.head_sizes
     own = {m.name: model.layers * m.parameters(sizes) for m in kha.mechanisms}
@@ -248,10 +248,9 @@ def count_model(model: ModelConfig, kha: KHAConfig) -> Counts:
 
 
 def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
-    """Compute the forward FLOPs for one sequence of ``length`` tokens.
+    """Compute forward FLOPs for a sequence of ``length`` tokens.
 
-    This generalizes equations 10 to 12 of the paper, which assume MHA with head dim ``d / n`` and a
-    dense MLP of width ``3 d``.
+    Equations 10 to 12 in the paper are a special case (MHA and a dense MLP).
     """
     attention = count_attention(model, kha)
     layers, hidden = model.layers, model.hidden_size
@@ -282,10 +281,12 @@ def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
 
 
 def format_like_paper(number: int, example: str) -> tuple[str, str]:
-    """Format a count with the same number of digits as ``example``, a count from the paper.
+    """Format a parameter count like one in the paper, e.g. ``880M``, and compare the two.
 
-    Also returns whether the count was ``rounded`` or ``cut``, because the paper does both. If
-    neither reproduces ``example``, the relative error is returned instead.
+    The paper rounds some counts and truncates others, so we try both.
+
+    Returns:
+        The formatted number, and either ``rounded``, ``cut`` or the relative error.
     """
     digits, unit = example[:-1], example[-1]
     scaled, step = Decimal(number) / _UNITS[unit], Decimal(digits)

@@ -1,15 +1,19 @@
-"""Estimate the GPU memory of one rank.
+"""GPU memory estimates.
 
-Activations follow Korthikanti et al. 2022, section 4, extended to GQA, gated MLPs and experts. The
-estimate assumes Transformer Engine's fused modules with flash attention, no dropout or biases,
-evenly loaded experts and unfolded KHA-Linear. It ignores norm statistics, communication buffers,
-the CUDA context and fragmentation. Note that only parameters, gradients, optimizer states and the
-activations of KHA's PyTorch implementation are tested against real models.
+Bytes per parameter:
 
-In mixed precision, each parameter takes 2 bytes for the bf16 weight, 4 bytes for the fp32 main
-gradient and 12 bytes for Adam (fp32 weight and two moments), which the distributed optimizer shards
-over the data-parallel replicas (ZeRO-1, Rajbhandari et al. 2020). FP8 adds an FP8 copy of linear
-weights and its transpose. In fp32, the sizes are 4, 4 and 8 bytes.
+=========  ======  ========  ==========================
+precision  weight  gradient  Adam (sharded with ZeRO-1)
+=========  ======  ========  ==========================
+fp32       4       4         8
+bf16       2       4         12
+fp8        2 + 2   4         12
+=========  ======  ========  ==========================
+
+For activations, we extend section 4 of https://arxiv.org/abs/2205.05198 to GQA, gated MLPs and MoE.
+This assumes Transformer Engine with flash attention, no dropout, and balanced experts. Temporary
+buffers, fragmentation and the CUDA context are not included, so leave some headroom. Activations
+other than those of KHA have not been compared with real models yet.
 """
 
 from dataclasses import dataclass
@@ -19,7 +23,7 @@ from kha_megatron.plan.rank import Rank
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Memory of one rank in bytes."""
+    """Memory usage of a rank in bytes."""
 
     weights: float = 0
     gradients: float = 0
@@ -32,7 +36,7 @@ class Memory:
 
 
 def estimate_memory(rank: Rank) -> tuple[Memory, Memory]:
-    """Estimate the memory of a rank without KHA, and the additional memory of KHA."""
+    """Estimate peak memory. Returns the memory of the base model and the overhead of KHA."""
     setup, layout, counts = rank.setup, rank.layout, rank.counts
     activations, kha_activations = _estimate_activations(rank)
     states = 8 if setup.precision == "fp32" else 12
@@ -55,8 +59,10 @@ def estimate_memory(rank: Rank) -> tuple[Memory, Memory]:
 
 
 def count_in_flight(pp: int, vpp: int | None, microbatches: int, stage: int) -> int:
-    """Return the maximum number of microbatches in flight, i.e. one more than the warmup steps of
-    Megatron's pipeline schedules (``get_pp_rank_microbatches``)."""
+    """Maximum number of microbatches in flight.
+
+    Megatron runs this many minus one as warmup, see ``get_pp_rank_microbatches``.
+    """
     warm_up = pp - stage - 1
     if vpp:
         warm_up = 2 * warm_up + (vpp - 1) * pp
@@ -64,7 +70,7 @@ def count_in_flight(pp: int, vpp: int | None, microbatches: int, stage: int) -> 
 
 
 def _estimate_activations(rank: Rank) -> tuple[float, float]:
-    """Estimate the peak size of tensors saved for backward, without KHA and of KHA alone."""
+    """Same as :func:`estimate_memory`, but only for activations."""
     setup, model, layout, chunks = rank.setup, rank.model, rank.layout, rank.chunks
     per_layer = {
         moe: _estimate_layer_activations(rank, moe) for moe in set(map(model.is_moe, rank.layers))
@@ -72,7 +78,7 @@ def _estimate_activations(rank: Rank) -> tuple[float, float]:
     kha_per_layer = estimate_kha_activations(rank)
     total = kha_total = 0.0
     for number in range(count_in_flight(layout.pp, layout.vpp, rank.microbatches, rank.stage)):
-        # in interleaved schedules, pp microbatches at a time pass through each virtual stage
+        # interleaved schedule: a virtual stage processes pp microbatches before the next one runs
         for layer in chunks[number // layout.pp % len(chunks)] if layout.vpp else chunks[0]:
             if setup.recompute == "full":
                 total += rank.sharded_tokens * rank.token_bytes
@@ -83,14 +89,14 @@ def _estimate_activations(rank: Rank) -> tuple[float, float]:
         total += max(per_layer.values())
         kha_total += kha_per_layer
     if rank.is_last:
-        # input and output of the final norm, logits and their softmax in fp32
+        # final norm (input and output), logits, and fp32 softmax
         logits = rank.tokens * model.padded_vocab(layout.tp) / layout.tp
         total += 2 * rank.sharded_tokens * rank.token_bytes + (4 + rank.element_size) * logits
     return total, kha_total
 
 
 def estimate_kha_activations(rank: Rank) -> float:
-    """Estimate the size of tensors saved for backward by KHA, in bytes per layer and microbatch."""
+    """Bytes that KHA saves for the backward pass (per layer and microbatch)."""
     kha, keys = rank.setup.kha, rank.setup.batch.seq_length
     elements = kha.activations(rank.heads) + keys * kha.pair_activations(rank.heads)
     between = rank.sharded_tokens * kha.sharded_activations(rank.heads)
@@ -98,14 +104,14 @@ def estimate_kha_activations(rank: Rank) -> float:
 
 
 def _estimate_layer_activations(rank: Rank, moe: bool) -> float:
-    """Estimate the size of the other tensors saved for backward in one layer and microbatch."""
+    """Bytes that the rest of a layer saves for the backward pass."""
     setup, model, layout, width = rank.setup, rank.model, rank.layout, rank.element_size
     tokens, share = rank.tokens, rank.sharded_tokens
     queries, groups = rank.heads.query_heads, rank.heads.kv_heads
-    input_size = 1 if setup.precision == "fp8" else width  # input of a linear layer
+    input_size = 1 if setup.precision == "fp8" else width  # for inputs of linear layers
     hidden, features = model.hidden_size, model.head_dim
 
-    saved = share * hidden * (width + input_size)  # inputs of the norm and the projection
+    saved = share * hidden * (width + input_size)  # inputs of norm and QKV projection
     if model.qk_layernorm:
         saved += tokens * (queries + groups) * features * width
     saved += tokens * (2 * queries + 2 * groups) * features * width  # core attention

@@ -1,4 +1,4 @@
-"""Inputs of the memory and communication estimates."""
+"""Common inputs for the memory and communication estimates."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,7 +16,7 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Training setup, excluding the parallel layout."""
+    """Everything about a training job except for its parallel layout."""
 
     model: ModelConfig
     kha: KHAConfig
@@ -27,13 +27,13 @@ class Setup:
 
     @property
     def element_size(self) -> int:
-        """Size of activations and of non-FP8 weights in bytes."""
+        """Bytes per element in activations and weights (FP8 copies not included)."""
         return 4 if self.precision == "fp32" else 2
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a pipeline stage, whose index starts at 0."""
+    """A rank in a given pipeline stage (0-based)."""
 
     setup: Setup
     layout: Layout
@@ -49,12 +49,12 @@ class Rank:
 
     @property
     def token_bytes(self) -> int:
-        """Size of one token's hidden state in bytes."""
+        """Bytes per hidden state."""
         return self.model.hidden_size * self.element_size
 
     @cached_property
     def chunks(self) -> list[list[int]]:
-        """Layer indices of each virtual stage."""
+        """Layer indices for each virtual stage of this rank."""
         return self.layout.stage_layers(self.model.layers, self.stage)
 
     @cached_property
@@ -71,26 +71,24 @@ class Rank:
 
     @cached_property
     def microbatches(self) -> int:
-        """Number of microbatches per step."""
         return self.setup.batch.microbatches(self.layout.dp)
 
     @cached_property
     def tokens(self) -> float:
-        """Number of local tokens per microbatch inside tensor-parallel regions."""
+        """Local tokens per microbatch in attention and MLP (not sharded by SP)."""
         batch = self.setup.batch
         return batch.seq_length * batch.micro_batch_size / self.layout.cp
 
     @property
     def sharded_tokens(self) -> float:
-        """Number of local tokens outside of these regions, where sequence parallelism applies."""
+        """Local tokens per microbatch in norms and residual connections (sharded by SP)."""
         return self.tokens / self.layout.tp if self.layout.sequence_parallel else self.tokens
 
     @property
     def forwards(self) -> int:
-        """Number of times that the forward pass is computed."""
+        """Forward passes per microbatch (2 with full recomputation)."""
         return 2 if self.setup.recompute == "full" else 1
 
     @property
     def is_last(self) -> bool:
-        """Whether the rank has the output layer."""
         return self.stage == self.layout.pp - 1

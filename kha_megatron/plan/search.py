@@ -1,7 +1,11 @@
-"""Search for parallel layouts with low memory and communication.
+"""Search for parallel layouts.
 
-Layouts that fit into GPU memory are listed first. They are sorted by pipeline bubble (in steps of
-five percentage points, which is the accuracy of the estimate), communication volume and memory.
+All valid layouts are ranked by the following criteria:
+
+1. whether they fit into GPU memory
+2. pipeline bubble, in steps of 5% because the estimate isn't more accurate than that
+3. communication volume
+4. memory
 """
 
 import itertools
@@ -21,10 +25,10 @@ from kha_megatron.plan.memory import Memory, estimate_memory
 from kha_megatron.plan.rank import Precision, Rank, Recompute, Setup
 
 USABLE_MEMORY = 0.9
-"""Maximum fraction of GPU memory to use, since the estimate excludes e.g. the CUDA context."""
+"""Leave some headroom for everything that isn't part of the estimate (e.g. the CUDA context)."""
 
 GPUS_PER_NODE = 8
-"""Maximum tensor- and context-parallel size, unless a larger size is given explicitly."""
+"""TP and CP are limited to this size unless the user asks for more."""
 
 MAX_GPUS = 131_072
 
@@ -33,15 +37,15 @@ SIZES = ("tp", "pp", "vpp", "cp", "ep", "etp")
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
-    """Valid layout and its estimated cost."""
+    """A valid layout with its estimated cost."""
 
     layout: Layout
     microbatches: int  # per step
-    stage: int  # pipeline stage with the highest memory usage
-    memory: Memory  # on this stage, without KHA
+    stage: int  # pipeline stage that needs the most memory
+    memory: Memory  # of that stage, excluding KHA
     kha_memory: Memory
-    communication: Communication  # on the pipeline stage that sends the most
-    idle: float  # pipeline bubble as a fraction of the step time
+    communication: Communication  # of the pipeline stage that sends the most
+    idle: float  # pipeline bubble / step time
 
     @property
     def total_memory(self) -> float:
@@ -57,10 +61,10 @@ def build_setup(
     precision: Precision | None = None,
     recompute: Recompute = "none",
 ) -> Setup:
-    """Build the planner's setup from a run. The arguments override settings of the run.
+    """Extract what the planner needs from a run. Optional arguments override the run's settings.
 
     Raises:
-        ConfigError: If the planner does not support the model.
+        ConfigError: If the planner doesn't support the model, or there is no batch size.
     """
     model, batch = get_countable_model(run.model), run.batch
     if model.attention_type != "gqa" or batch is None:
@@ -85,18 +89,17 @@ def build_setup(
 def plan_layouts(
     setup: Setup, gpus: int, gpu_memory: float, fixed: Mapping[str, int | None]
 ) -> list[PlannedLayout]:
-    """Find all valid layouts for a number of GPUs and estimate their cost.
+    """Find all valid layouts and rank them, best first.
 
     Args:
+        setup: Training setup.
+        gpus: Total number of GPUs.
         gpu_memory: Memory per GPU in bytes.
-        fixed: Required sizes by name (see :data:`SIZES`). Sizes that are missing or None are
-            searched.
-
-    Returns:
-        The layouts, sorted from best to worst.
+        fixed: Sizes that are already decided, e.g. ``{"tp": 4}``. We search over all others
+            (see :data:`SIZES`).
 
     Raises:
-        ConfigError: If there is no valid layout.
+        ConfigError: If no layout is valid.
     """
     setup.kha.check(build_head_facts(setup.model, setup.batch))
     if not 1 <= gpus <= MAX_GPUS:
@@ -123,7 +126,7 @@ def plan_layouts(
 
 
 def get_layout_arguments(layout: Layout, model: ModelConfig) -> dict[str, Any]:
-    """Return the Megatron arguments for a layout by name."""
+    """Convert a layout to Megatron arguments, e.g. ``{"tensor_model_parallel_size": 4}``."""
     sizes = [n for n in SIZES if model.num_experts or n not in ("ep", "etp")]
     whole = replace(layout, etp=layout.expert_tp)
     return {
@@ -135,7 +138,7 @@ def get_layout_arguments(layout: Layout, model: ModelConfig) -> dict[str, Any]:
 
 
 def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
-    """Return whether the layout uses at most :data:`USABLE_MEMORY` of the GPU memory."""
+    """Check if the layout fits into GPU memory, with some headroom."""
     return plan.total_memory <= USABLE_MEMORY * gpu_memory
 
 
@@ -151,7 +154,7 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
     context = sizes("cp", [n for n in whole if n <= GPUS_PER_NODE])
     experts = sizes("ep", [n for n in whole if n == 1 or not (model.experts or 1) % n])
     for tp, pp, cp, ep in itertools.product(tensor, pipeline, context, experts):
-        # with tp == 1, there is only one expert-tensor-parallel size
+        # etp is either 1 or tp by default
         for etp in sizes("etp", sorted({1, tp}) if model.num_experts else [tp]):
             loss_as_layer = bool(model.layers % pp) and not (model.layers + 1) % pp
             deepest = max(1, (model.layers + loss_as_layer) // pp) if pp > 1 else 1
@@ -170,7 +173,7 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
 
 
 def _plan(setup: Setup, layout: Layout, work: Flops) -> PlannedLayout:
-    # stages after the second one need less memory, because fewer microbatches are in flight
+    # The other stages have fewer microbatches in flight than the second, so they need less memory.
     stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     ranks = [Rank(setup, layout, stage) for stage in stages]
     costs = [estimate_memory(rank) for rank in ranks]
@@ -188,8 +191,10 @@ def _plan(setup: Setup, layout: Layout, work: Flops) -> PlannedLayout:
 
 
 def _estimate_bubble(layout: Layout, layers: int, microbatches: int, work: Flops) -> float:
-    """Estimate the pipeline bubble as a fraction of the step time (Narayanan et al. 2021, section
-    2.2). The step time depends on the slowest stage, e.g. the last one for large vocabularies."""
+    """Estimate pipeline bubble / step time, see section 2.2 of https://arxiv.org/abs/2104.04473.
+
+    The slowest stage determines the step time. For large vocabularies, that's the last one.
+    """
     per_layer = (work.forward - work.logits) / layers
     stages = [
         per_layer * sum(map(len, layout.stage_layers(layers, stage))) for stage in range(layout.pp)
