@@ -1,4 +1,4 @@
-"""Train several variants of a recipe and compare their losses."""
+"""Implementation of ``kha-megatron compare``."""
 
 from kha_megatron.compare.page import render_page
 from kha_megatron.compare.report import build_report

@@ -1,4 +1,4 @@
-"""Draw loss curves as inline SVG and KHA matrices as PNG."""
+"""Plots for comparison reports (requires matplotlib)."""
 
 import io
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib() -> Any:
-    """Import matplotlib's ``Figure`` class, or raise MissingDependencyError."""
+    """Import ``Figure``. Raises MissingDependencyError if matplotlib isn't installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -28,19 +28,18 @@ def require_matplotlib() -> Any:
 
 @dataclass(frozen=True)
 class Line:
-    """One curve in a line chart."""
+    """Data of a curve in :func:`draw_line_chart`."""
 
     name: str
     colour: str  # matplotlib color, e.g. C0
-    points: Sequence[tuple[float, float, float | None]]  # x, y and half width of the error band
+    points: Sequence[tuple[float, float, float | None]]  # x, y, error (half the width of the band)
 
 
 def draw_line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = False) -> str:
-    """Draw a line chart as an ``<svg>`` element.
+    """Draw a line chart and return it as an ``<svg>`` element.
 
-    Args:
-        title: Label for screen readers, which must be unique within a page.
-        zero: Whether to also draw a line at y = 0.
+    The title isn't visible. We use it as a label for screen readers and as a seed for element ids,
+    so don't use the same title twice on a page. With ``zero=True``, a dashed line is drawn at y=0.
     """
     figure = require_matplotlib()(figsize=(6, 4), layout="constrained")
     from matplotlib import rc_context
@@ -69,8 +68,8 @@ def draw_line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bo
 def _y_range(
     points: Sequence[tuple[float, float, float | None]], zero: bool
 ) -> tuple[float, float]:
-    # Ignore the first tenth of the iterations, where the loss is very high, and let error bands at
-    # most triple the range.
+    # The loss is very high in the beginning, so skip the first 10% of the iterations. Wide error
+    # bands can increase the range by a factor of 3 at most.
     start = max(x for x, _, _ in points) / 10
     shown = [(y, half or 0.0) for x, y, half in points if x >= start]
     means = [y for y, _ in shown] + [0.0] * zero
@@ -84,11 +83,13 @@ def _y_range(
 def draw_matrices(
     weights: "Mapping[tuple[int, Projection], Tensor]", kha: KHAConfig, folder: Path
 ) -> None:
-    """Draw one PNG per projection and matrix, e.g. ``value_up.png``.
+    """Plot all KHA matrices to PNG files, e.g. ``value_up.png``.
 
     Args:
-        weights: Stacked matrices ``[n, D, D]`` by layer and projection.
-        folder: Existing output directory.
+        weights: KHA weights by (layer, projection). Each has shape (num_matrices, head_dim,
+            head_dim).
+        kha: KHA config of the model.
+        folder: Output directory. Must exist.
     """
     for projection, variant in kha.variants.items():
         for i, matrix in enumerate(MATRICES[variant]):
@@ -103,12 +104,14 @@ def draw_matrices(
 def draw_matrix_grid(
     matrices: "Mapping[int, Tensor]", out_png: Path, *, title: str, diverging: bool = False
 ) -> None:
-    """Draw a grid with one matrix per layer, as in Figure 3 of the paper.
+    """Plot one matrix per layer in a grid, similar to Figure 3 in the paper.
 
     Args:
-        matrices: ``[D, D]`` matrices by layer, whose rows are input features.
-        diverging: Whether to use a diverging color map that includes all values, which is suitable
-            for gates. Otherwise values are clipped to [0, 1]. Non-finite values are magenta.
+        matrices: Maps layer indices to square matrices. Rows correspond to input features.
+        out_png: Output file.
+        title: Title of the figure.
+        diverging: By default, the colors range from 0 to 1. Set this for matrices with negative
+            entries (e.g. gates) to get a symmetric range. NaN and inf are always magenta.
     """
     columns = min(len(matrices), 6)
     rows = math.ceil(len(matrices) / columns)

@@ -1,4 +1,4 @@
-"""Compute the cost of a variant and diagnostics of its trained matrices."""
+"""Cost and diagnostics of a trained variant."""
 
 import os
 from dataclasses import asdict, replace
@@ -18,13 +18,16 @@ from kha_megatron.plan.counts import compute_flops, count_model, get_countable_m
 
 
 def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
-    """Compute the number of parameters and the training FLOPs per token.
+    """Compute parameter counts and training FLOPs per token.
 
     Returns:
-        Parameters (``total``, ``active``, ``kha``) and FLOPs (``flops``, ``kha_flops``), where
-        ``spared_flops`` could be saved by skipping inactive heads. If the model is not supported,
-        ``uncounted`` is the reason. ``unfused`` is the reason why fused attention kernels do not
-        support the variant, or None.
+        A dictionary with these keys:
+
+        - ``total``, ``active``, ``kha``: number of parameters
+        - ``flops``, ``kha_flops``: training FLOPs per token
+        - ``spared_flops``: FLOPs that a kernel could save by skipping inactive heads
+        - ``unfused``: why the variant can't use fused attention kernels (None if it can)
+        - ``uncounted``: error message, replaces the counts if the model is not supported
     """
     model = replace(run, vocab_size=vocab_size).model
     kernels = {"unfused": model and run.kha.unfused_reason(model.head_sizes)}
@@ -45,18 +48,18 @@ def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
 
 
 def describe_device(run: Run) -> str:
-    """Return the number and type of devices that were used for a run."""
+    """Describe the hardware for the report, e.g. ``8 x NVIDIA H100 80GB HBM3``."""
     if run.training.device == "cpu" or not torch.cuda.is_available():
         return f"CPU, {os.cpu_count()} cores"
     return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
 
 
 def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict[str, Any]]:
-    """Compute diagnostics of all KHA matrices and draw one PNG per projection and matrix.
+    """Compute diagnostics of the KHA matrices in a checkpoint, and plot them to ``folder``.
 
     Returns:
-        One entry per projection and matrix, with the PNG's file name in ``picture`` and the
-        diagnostics of each layer in ``layers``.
+        A list of JSON entries, e.g. ``{"projection": "value", "variant": "mlp", "matrix": "up",
+        "picture": "value_up.png", "layers": [{"layer": 0, ...}, ...]}``. Empty without KHA.
     """
     kha = read_kha_config(checkpoint)
     if kha is None or not kha.variants:

@@ -1,4 +1,4 @@
-"""Render the report as a self-contained HTML page without scripts."""
+"""HTML version of the report. The page is self-contained and doesn't use JavaScript."""
 
 import base64
 import shlex
@@ -11,11 +11,12 @@ from kha_megatron.compare.statistics import LAST_SHARE
 
 
 def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str:
-    """Render a report as HTML. All strings of the report are escaped.
+    """Render a report as HTML.
 
     Args:
-        report: Result of :func:`kha_megatron.compare.report.build_report`.
-        pictures: PNG files of the matrices by ``RUN/FILE``.
+        report: Report from :func:`kha_megatron.compare.report.build_report`.
+        pictures: Content of PNG files by path, e.g. ``kha_mlp-seed1/value_up.png``. The images are
+            embedded into the page.
     """
     from jinja2 import Environment
     from markupsafe import Markup

@@ -1,4 +1,4 @@
-"""Build the content of ``report.json`` from the results of finished runs."""
+"""Aggregate the results of all runs into ``report.json``."""
 
 import platform
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,12 @@ _METRICS = {
     "loss": ("delta", lambda result: compute_final_loss(result["losses"])),
     "held_out": ("held_out_delta", lambda result: result.get("held_out")),
 }
-"""Metrics by report key, with the key of the difference and a function that reads the value."""
+"""Maps a metric to the key for its difference from the reference, and a function to read it."""
 
 
 @dataclass(frozen=True)
 class _Results:
-    """Results of the finished runs by variant and seed."""
+    """Results of all finished runs."""
 
     by_run: Mapping[tuple[str, int], dict[str, Any]]
     reference: str
@@ -40,8 +40,7 @@ class _Results:
     def pairs(
         self, name: str, seeds: Sequence[int] | None = None
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Pair the results of a variant and the reference for all seeds that both have finished.
-        The reference itself has no pairs."""
+        """Get (variant, reference) pairs of results. Skips seeds that aren't finished for both."""
         found = [
             (self.by_run.get((name, s)), self.by_run.get((self.reference, s)))
             for s in seeds or self.seeds
@@ -49,7 +48,7 @@ class _Results:
         return [(own, base) for own, base in found if name != self.reference and own and base]
 
     def differences(self, key: str, name: str, seeds: Sequence[int] | None = None) -> list[float]:
-        """Compute the difference from the reference for each seed."""
+        """Subtract the reference from a variant, seed by seed."""
         read = _METRICS[key][1]
         values = [(read(own), read(base)) for own, base in self.pairs(name, seeds)]
         return [own - base for own, base in values if own is not None and base is not None]
@@ -62,13 +61,15 @@ def build_report(
     failures: Mapping[str, str] | None = None,
     command: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Build a JSON-serializable report, in which variants are compared with the reference by seed.
+    """Build the report as a JSON-serializable dictionary.
+
+    It can be built before all runs have finished, but needs at least one result.
 
     Args:
-        comparison: The planned comparison.
-        results: Content of ``result.json`` by variant and seed, for at least one finished run.
-        failures: Error messages of failed runs by run name.
-        command: Command line that reproduces the comparison.
+        comparison: The comparison.
+        results: Maps (variant, seed) to the content of ``result.json``.
+        failures: Maps run names to error messages, if any.
+        command: Command line to show in the report.
     """
     found = _Results(results, comparison.variants[0].name, comparison.seeds)
     null = {key: found.differences(key, NULL) for key in _METRICS}
@@ -120,7 +121,6 @@ def _finished_run(name: str, result: dict[str, Any], found: _Results) -> dict[st
 
 
 def _variant(name: str, found: _Results, floors: Mapping[str, NoiseFloor]) -> dict[str, Any]:
-    """Build the table entries and curves of a variant."""
     own = [found.by_run[name, seed] for seed in found.seeds if (name, seed) in found.by_run]
     entry: dict[str, Any] = {"seeds": len(own)}
     if not own:
@@ -169,7 +169,7 @@ def _verdict(name: str, delta: Estimate, floor: NoiseFloor | None) -> str:
 
 
 def _curve(histories: Sequence[Sequence[tuple[float, float | None]]]) -> list[list[float | None]]:
-    """Return the iteration, mean over seeds and half width of each non-empty bin."""
+    """Average over seeds. Returns a list of ``[iteration, mean, half_width]``."""
     curve: list[list[float | None]] = []
     for points in zip(*histories, strict=True):
         if known := [y for _, y in points if y is not None]:

@@ -1,10 +1,13 @@
-"""Plan, start and finish the runs of a comparison.
+"""Training runs of a comparison.
 
-Each run has a directory ``OUT/runs/VARIANT-seedN/`` with its arguments (``run.json``), checkpoints
-and TensorBoard files. ``result.json`` is written when the run has finished.
+Runs with the same seed see the same batches and start from the same weights (KHA is initialized to
+the identity without using random numbers), so it makes sense to compare their losses directly.
 
-For a given seed, all variants are trained on the same batches and from the same initial weights,
-because both depend on Megatron's ``--seed`` and identity initialization uses no random numbers.
+A run's directory is ``OUTPUT/runs/VARIANT-seedN``. In addition to checkpoints and TensorBoard files
+it contains:
+
+- ``run.json``: Megatron arguments, written when the run starts
+- ``result.json``: losses and diagnostics, written when it finishes
 """
 
 import json
@@ -31,7 +34,7 @@ from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 RUNS = "runs"
 RUN, RESULT = "run.json", "result.json"
 _INDEX = "index"
-"""Directory for Megatron's dataset index, so that parallel runs do not write to the same files."""
+"""Dataset index. Each run has its own, otherwise parallel runs could overwrite each other's."""
 _MIN_CHECKPOINTS = 4
 _SET_BY = dict.fromkeys(SETTINGS, "--variants") | dict.fromkeys(
     (
@@ -40,19 +43,19 @@ _SET_BY = dict.fromkeys(SETTINGS, "--variants") | dict.fromkeys(
     ),
     "--output and --seeds",
 )
-"""Megatron arguments that are set by an option of ``compare``."""
+"""Users can't pass these flags to Megatron. The values are the options to use instead."""
 _EVALUATION = ("--eval-iters", "--eval-interval", "--full-validation")
 _ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
-"""Relative perturbation in null runs by dtype. The default is 1e-6."""
+"""Relative perturbation of the initial weights in null runs (1e-6 for fp32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Training run of one variant and seed."""
+    """A single training run."""
 
     variant: ModelVariant
     seed: int
-    recipe: Recipe  # including the KHA configuration of the variant
+    recipe: Recipe  # with the variant's KHA config
     overrides: tuple[str, ...]
     data: Path | None
     ranks: int | None
@@ -63,31 +66,31 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Name of the run and its directory, e.g. ``kha_mlp-seed1``."""
+        """Directory name, e.g. ``kha_mlp-seed1``."""
         return self.folder.name
 
     @cached_property
     def config(self) -> Run:
-        """Megatron arguments, except for output directories."""
+        """Run configuration, except that output directories aren't set yet."""
         placed: dict[str, Any] = {"device": self.device} if self.device else {}
         return self.recipe.run_for(self.overrides, data=self.data, **placed)
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """Content of ``result.json``, or None if the run has not finished."""
+        """The parsed ``result.json``. None if the run hasn't finished yet."""
         file = self.folder / RESULT
         return json.loads(file.read_bytes()) if file.exists() else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Planned runs of all variants and seeds. The first variant is the reference."""
+    """A grid of runs, variants x seeds. The first variant is the reference."""
 
     recipe: Recipe
     variants: tuple[ModelVariant, ...]
     seeds: tuple[int, ...]
     folder: Path
-    runs: tuple[Trial, ...]  # in training order, with all variants of the first seed first
+    runs: tuple[Trial, ...]  # in the order they are trained, i.e. seed by seed
 
 
 def plan_comparison(
@@ -103,21 +106,18 @@ def plan_comparison(
     null: bool = False,
     held_out: int = 0,
 ) -> Comparison:
-    """Plan a comparison and check the arguments of all runs, without writing any files.
-
-    See :func:`kha_megatron.recipes.prepare_job` for the arguments that are not listed here.
+    """Plan all runs of a comparison and validate their arguments. Doesn't write any files.
 
     Args:
-        variants: Variants to train. The first one is the reference.
-        seeds: Number of seeds, starting at 1.
-        output: Output directory of the comparison.
-        null: Whether to also train the reference from perturbed weights, to estimate the noise
-            floor.
-        held_out: Number of validation sequences to evaluate at the end of training, rounded up to
-            whole batches.
+        variants: Variants to train, starting with the reference.
+        seeds: Number of seeds. Runs are numbered from 1.
+        output: Output directory. An interrupted comparison is continued if its arguments match.
+        null: Whether to add a null run to estimate the noise floor. This is a second run of the
+            reference with slightly perturbed initial weights.
+        held_out: Number of validation sequences for evaluation after training, rounded up to full
+            batches. 0 to disable.
 
-    Raises:
-        OutputError: If ``output`` contains other files, or runs with different arguments.
+    All other arguments are passed to :func:`kha_megatron.recipes.prepare_job`.
     """
     set_by = _SET_BY | dict.fromkeys(_EVALUATION if held_out else (), "--held-out")
     if taken := [flag for flag in parse(overrides) if flag in set_by]:
@@ -175,7 +175,7 @@ def plan_comparison(
 
 
 def _check_arguments(run: Trial) -> None:
-    """Check that the run was not started with different arguments before."""
+    """Make sure a run isn't resumed with different arguments."""
     if not (run.folder / RUN).exists():
         return
     old = json.loads((run.folder / RUN).read_bytes())["arguments"]
@@ -189,16 +189,19 @@ def _check_arguments(run: Trial) -> None:
 
 
 def start_run(run: Trial) -> tuple[Job, int]:
-    """Prepare the directory of a new or interrupted run. Returns the job and its first iteration.
+    """Prepare a run for training, or for resuming from its last checkpoint.
+
+    Returns:
+        The job to launch, and the iteration it starts from.
 
     Raises:
-        OutputError: If ranks of a previous command are still running.
+        OutputError: If the run is still in use by another process.
     """
     with owned(run.folder / CHECKPOINTS):
         last = newest(run.folder / CHECKPOINTS)
         earlier = run.folder / RUN
         starts = json.loads(earlier.read_bytes())["starts"] if last and earlier.exists() else 0
-        # the directory may contain incomplete checkpoints or an incomplete index
+        # clean up, because the previous job may have been killed while writing
         shutil.rmtree(run.folder if last is None else run.folder / _INDEX, ignore_errors=True)
     index = str((run.folder / _INDEX).absolute())
     job = prepare_job(
@@ -216,9 +219,9 @@ def start_run(run: Trial) -> tuple[Job, int]:
 
 
 def finish_run(run: Trial) -> None:
-    """Write ``result.json`` after a successful run.
+    """Write ``result.json`` and delete files that are no longer needed.
 
-    To save disk space, this also deletes the dataset index and all but the last checkpoint.
+    Only the last checkpoint is kept. The dataset index is deleted as well.
     """
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
     from kha_megatron.compare import measure

@@ -1,5 +1,7 @@
-"""Detect loss spikes. See ``kha-megatron spikes --help`` for the definition of a spike, because the
-paper only shows examples (Figures 1 and 2).
+"""Loss spike detection.
+
+The paper shows spikes in Figures 1 and 2 but doesn't define them. We use a running median with a
+threshold, see ``kha-megatron spikes --help`` for details.
 """
 
 import math
@@ -13,11 +15,11 @@ from kha_megatron.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeDefinition:
-    """Parameters of spike detection."""
+    """Thresholds for :func:`find_spikes`."""
 
-    window: int = 64  # number of values outside of spikes from which level and noise are computed
-    deviations: float = 6.0  # threshold above the level, as a multiple of the noise
-    margin: float = 0.1  # minimum threshold in nats per token
+    window: int = 64  # number of previous values to compute level and noise from
+    deviations: float = 6.0  # threshold in standard deviations of the noise
+    margin: float = 0.1  # minimum threshold in nats
 
     def __post_init__(self) -> None:
         finite = all(0 <= x < math.inf for x in (self.deviations, self.margin))
@@ -26,30 +28,30 @@ class SpikeDefinition:
 
     @property
     def warmup(self) -> int:
-        """Number of initial values that cannot start a spike."""
+        """No spikes are reported before this many values have been seen."""
         return self.window // 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """A loss spike. ``start``, ``peak`` and ``end`` are iterations."""
+    """A loss spike."""
 
     start: int
-    peak: int  # where the loss is highest, or first not finite
-    end: int | None  # first iteration at which the loss has recovered
+    peak: int  # iteration with the highest (or first non-finite) loss
+    end: int | None  # first iteration after the spike
     level: float  # loss before the spike
-    height: float  # difference between peak and level, infinite for non-finite losses
+    height: float  # peak loss - level, can be inf
 
     @property
     def recovery(self) -> int | None:
-        """Number of iterations until the loss has recovered."""
+        """Length of the spike in iterations. None if the loss doesn't recover."""
         return None if self.end is None else self.end - self.start
 
 
 def find_spikes(
     history: Iterable[tuple[int, float]], definition: SpikeDefinition | None = None
 ) -> list[Spike]:
-    """Find all spikes in ``history``, which contains pairs of iteration and loss."""
+    """Find loss spikes in a sequence of (iteration, loss) pairs."""
     definition = definition or SpikeDefinition()
     recent: deque[float] = deque(maxlen=definition.window)
     values, found = iter(history), []
@@ -57,8 +59,8 @@ def find_spikes(
         level = median(recent) if len(recent) >= definition.warmup else math.inf
         height = loss - level if math.isfinite(loss) else math.inf
         threshold = definition.margin
-        if height > threshold and level < math.inf:  # avoid computing the noise for each value
-            # for normal noise, 1.4826 times the median absolute deviation is the standard deviation
+        if height > threshold and level < math.inf:  # the noise is slow to compute
+            # 1.4826 * MAD is a robust estimate of the standard deviation (for Gaussian noise)
             noise = 1.4826 * median(abs(value - level) for value in recent)
             threshold = max(threshold, definition.deviations * noise)
         if height <= threshold or level == math.inf:

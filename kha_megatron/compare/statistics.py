@@ -1,4 +1,4 @@
-"""Statistics over seeds: means, confidence intervals and noise floor."""
+"""Mean, confidence interval and noise floor over seeds."""
 
 import math
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ from statistics import fmean, stdev
 
 CONFIDENCE = 0.95
 LAST_SHARE = 0.05
-"""Fraction of the iterations over which the final loss is averaged."""
+"""The final loss is the average over this fraction of the iterations."""
 
 Losses = Sequence[float | None]
-"""Loss of each iteration, starting at 1. None if the loss was not recorded."""
+"""Losses starting from iteration 1. Missing values are None."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean over seeds and half width of its 95 % confidence interval, which requires two seeds."""
+    """A mean over seeds with its 95% confidence interval (``mean ± half_width``)."""
 
     mean: float
     half_width: float | None
@@ -23,14 +23,18 @@ class Estimate:
 
     @property
     def sign(self) -> int:
-        """Sign of the mean if the confidence interval excludes 0, otherwise 0."""
+        """1 or -1 if the mean is significantly different from 0, else 0."""
         if self.half_width is None or abs(self.mean) <= self.half_width:
             return 0
         return 1 if self.mean > 0 else -1
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Estimate a mean and its confidence interval (Student's t) from one value per seed."""
+    """Compute the mean and its confidence interval (Student's t).
+
+    Args:
+        values: One value per seed. There is no confidence interval for a single seed.
+    """
     n = len(values)
     if n < 2:
         return Estimate(fmean(values), None, n)
@@ -39,7 +43,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
 @dataclass(frozen=True)
 class NoiseFloor:
-    """Size of loss differences that are caused by rounding alone."""
+    """How much losses differ just because of rounding errors."""
 
     rms: float
     largest: float
@@ -47,13 +51,13 @@ class NoiseFloor:
 
     @classmethod
     def estimate(cls, differences: Sequence[float]) -> "NoiseFloor":
-        """Estimate the noise floor from the difference between null run and reference per seed."""
+        """Estimate the noise floor from ``null - reference``, one value per seed."""
         rms = math.sqrt(fmean(d * d for d in differences))
         return cls(rms, max(map(abs, differences)), len(differences))
 
 
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Compute the two-sided quantile of Student's t distribution."""
+    """Two-sided quantile of the t distribution, e.g. 12.71 for 1 degree of freedom."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):  # bisection to float64 precision
         middle = (low + high) / 2
@@ -62,7 +66,7 @@ def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 
 def _within(angle: float, freedom: int) -> float:
-    """Compute P(|T| < sqrt(freedom) tan(angle)) (Abramowitz and Stegun, 26.7.3 and 26.7.4)."""
+    """P(|T| < sqrt(freedom) * tan(angle)), see Abramowitz and Stegun, 26.7.3 and 26.7.4."""
     odd = freedom % 2
     term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)
     for k in range(1 + odd, freedom, 2):
@@ -73,17 +77,17 @@ def _within(angle: float, freedom: int) -> float:
 
 
 def select_last(losses: Losses) -> Losses:
-    """Return the losses of the last 5 % of the iterations."""
+    """Get the losses that count towards the final loss."""
     return losses[-max(1, math.ceil(len(losses) * LAST_SHARE)) :]
 
 
 def compute_final_loss(losses: Losses) -> float:
-    """Average the recorded losses of the last 5 % of the iterations."""
+    """Average loss over the last 5% of the iterations."""
     return fmean(loss for loss in select_last(losses) if loss is not None)
 
 
 def average_bins(losses: Losses, points: int = 150) -> list[tuple[float, float | None]]:
-    """Average losses over at most ``points`` bins, and return the middle and mean of each bin."""
+    """Downsample a loss curve. Returns (iteration, mean) for up to ``points`` bins."""
     size = math.ceil(len(losses) / points)
     bins = []
     for start in range(0, len(losses), size):

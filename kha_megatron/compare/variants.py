@@ -1,4 +1,4 @@
-"""Parse the ``--variants`` argument of ``kha-megatron compare``."""
+"""Parsing of ``kha-megatron compare --variants``."""
 
 import re
 import shlex
@@ -13,31 +13,31 @@ RANDOM_INIT = "random-init"
 NULL = "null"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 SETTINGS = tuple(row.flag for row in HEAD_FIELDS if row.argument in HEAD_ARGUMENTS)
-"""Flags that a variant can set. Note that ``--kha-attention`` is part of the recipe."""
+"""Flags that can be used in a variant. ``--kha-attention`` has to be set in the recipe."""
 
 
 @dataclass(frozen=True)
 class ModelVariant:
-    """Named KHA configuration."""
+    """A KHA config with a name."""
 
     name: str  # also used as directory name
     kha: KHAConfig
-    perturbs: bool = False  # whether to perturb the initial weights, for null runs
+    perturbs: bool = False  # True for null runs
 
 
 def add_null_variant(variants: tuple[ModelVariant, ...]) -> tuple[ModelVariant, ...]:
-    """Insert a null run of the reference, which is used to estimate the noise floor."""
+    """Add a null run (same config as the reference, but with perturbed weights)."""
     reference, *others = variants
     return reference, ModelVariant(NULL, reference.kha, perturbs=True), *others
 
 
 def parse_variants(text: str) -> tuple[ModelVariant, ...]:
-    """Parse variants, e.g. ``baseline,kha_mlp+gate_output,mine=--kha-key linear --kha-value mlp``.
+    """Parse a comma-separated list of variants.
 
-    ``random-init`` is ``kha_mlp`` with ``--kha-init random``, an ablation from the paper.
+    A variant is either a preset, several presets joined by ``+``, ``random-init`` (the ablation in
+    the paper: ``kha_mlp`` with random initialization), or ``NAME=FLAGS``::
 
-    Raises:
-        ConfigError: If a variant is unknown, or there are fewer than two different variants.
+        baseline,kha_mlp+gate_output,mine=--kha-key linear --kha-value mlp
     """
     variants = tuple(_parse_variant(word.strip()) for word in text.split(",") if word.strip())
     if len({variant.name for variant in variants}) < max(2, len(variants)):
