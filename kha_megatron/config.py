@@ -1,5 +1,6 @@
-"""Configuration of a layer's head mechanisms. Each mechanism is a field of :class:`KHAConfig`."""
+"""Configuration of KHA and the other head mechanisms."""
 
+import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -26,34 +27,36 @@ from kha_megatron.heads.knock import PROJECTIONS, KnockSettings
 AttentionKind = Literal["gta", "gla"]
 
 CONFIG_VARIABLE = "KHA_CONFIG"
-"""Environment variable that holds the settings of layer specs as JSON."""
+"""Environment variable with settings for layer specs (JSON, or the path to a JSON file)."""
 
 ATTENTIONS: tuple[AttentionKind, ...] = get_args(AttentionKind)
-"""Attention types that Megatron does not have: Grouped-Tied and Grouped Latent Attention (arXiv
-2505.21487)."""
+"""Attention types that Megatron doesn't have: Grouped-Tied and Grouped Latent Attention
+(https://arxiv.org/abs/2505.21487)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KHAConfig(KnockSettings):
-    """Configuration of a layer's head mechanisms. ``KHAConfig()`` is the baseline without any.
+    """Configuration of KHA and all other head mechanisms of a model.
 
-    Raises:
-        ConfigError: If a field has an invalid value.
+    All of them are disabled by default. In most cases, you can start from a preset::
+
+        config = KHAConfig.from_preset("kha_mlp")
+        config = KHAConfig(value="mlp", gate=Gate(output="head"))
     """
 
     attention: AttentionKind | None = None
-    """``gta`` ties keys and values, so that ``value`` applies to the tied state. ``gla`` splits the
-    latent of MLA into heads. By default, Megatron's own arguments choose the attention."""
+    """``gta`` ties keys and values (use ``value`` to apply KHA to the tied state). ``gla`` splits
+    the MLA latent into heads. If None, the attention type depends on Megatron's own arguments."""
     latent_heads: int = 2
-    """Number of latent heads for ``gla`` (2 in the paper's GLA-2)."""
+    """Number of latent heads for ``gla`` (the paper's GLA-2 has 2)."""
     collaborative: CollaborativeHeads | None = None
-    """One query and one key shared by all heads, with a mixing vector per head."""
+    """Share one query and one key between all heads."""
     talking: TalkingHeads | None = None
-    """Heads that mix their attention logits and weights."""
+    """Mix attention logits and attention weights across heads."""
     gate: Gate | None = None
-    """Learned gates on queries, keys, values, attention outputs or layer outputs."""
+    """Gate queries, keys, values or outputs."""
     moh: MixtureOfHeads | None = None
-    """Router that weights heads and disables some of them for each token."""
+    """Let a router pick the heads that each token uses."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,10 +85,12 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
-        """Build a preset (a key of :data:`PRESETS`), optionally overriding some fields."""
+        """Build a preset, e.g. ``KHAConfig.from_preset("kha_mlp", init="random")``."""
         if name not in PRESETS:
+            similar = difflib.get_close_matches(name, PRESETS, n=1)
+            hint = f"Did you mean {similar[0]}? " if similar else ""
             raise ConfigError(
-                f"Unknown KHA preset {name!r}. Available presets: {', '.join(PRESETS)}."
+                f"Unknown KHA preset {name!r}. {hint}Available presets: {', '.join(PRESETS)}."
             )
         return cls.from_dict({**PRESETS[name], **overrides})
 
@@ -94,7 +99,7 @@ class KHAConfig(KnockSettings):
         """Combine several presets, e.g. ``("kha_mlp", "gate_output")``.
 
         Raises:
-            ConfigError: If a preset is unknown, or if presets define the same setting.
+            ConfigError: If a preset doesn't exist, or if two presets conflict.
         """
         values: dict[str, Any] = {}
         for name in names:
@@ -112,8 +117,7 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build the configuration from the result of :meth:`to_dict`. Unknown keys raise
-        ConfigError."""
+        """Build a config from a dict (see :meth:`to_dict`)."""
         if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
             raise ConfigError(
                 f"Unknown KHA setting {', '.join(unknown)}. Available settings: "
@@ -130,12 +134,15 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_options(cls, given: Mapping[str, Any]) -> Self | None:
-        """Parse command-line options. Return None if they contain no preset and no mechanism.
+        """Build a config from command-line options.
 
         Args:
-            given: Parsed values by field, plus ``preset`` and ``heads`` (the arguments of
-                ``--heads``). None means that an option was not given, and ``none`` disables a
-                mechanism.
+            given: Option values by field name, plus ``preset`` and ``heads`` (the list of
+                ``--heads`` arguments). Use None for options that the user didn't pass, and
+                ``"none"`` to disable something that is part of the preset.
+
+        Returns:
+            The config, or None if there's neither a preset nor a mechanism.
         """
         words = {name: value for name, value in given.items() if value is not None}
         preset = words.pop("preset", None)
@@ -150,11 +157,11 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
-        """Read the ``kha_*`` entries of a checkpoint or exported model, or return None if it has
-        none.
+        """Load the config of a saved model. Returns None if the model doesn't use KHA.
 
-        ``entries`` are a Hugging Face ``config.json`` or Megatron's arguments. The latter may also
-        contain a preset in ``spec`` and ``attention_output_gate``.
+        ``entries`` can be a Hugging Face ``config.json`` or the args in a Megatron checkpoint. Our
+        settings start with ``kha_``. For Megatron, we also have to check ``spec`` (it may name a
+        preset) and ``attention_output_gate``.
         """
         gated = entries.get("attention_output_gate") is True
         names = {f"kha_{f.name}": f.name for f in fields(cls) if f.compare}
@@ -169,23 +176,23 @@ class KHAConfig(KnockSettings):
         return cls.from_dict(values).with_output_gate(gated)
 
     def to_entries(self, *, multi_latent: bool = False) -> dict[str, Any]:
-        """Return the entries of Megatron's arguments that :meth:`from_entries` reads. Note that
-        multi-latent attention has no output gate in Megatron."""
+        """Inverse of :meth:`from_entries`, for Megatron args."""
         entries = {f"kha_{name}": value for name, value in self.to_dict().items()}
+        # Megatron's own output gate is not available for MLA
         if self.has_output_gate and not multi_latent:
             entries["attention_output_gate"] = True
         return entries
 
     @property
     def has_output_gate(self) -> bool:
-        """Whether the configuration contains the gate of Megatron's ``--attention-output-gate``."""
+        """Whether Megatron's ``--attention-output-gate`` would do the same as our output gate."""
         return self.gate is not None and self.gate.is_stock
 
     def with_output_gate(self, asked: bool) -> Self:
-        """Add the gate of ``--attention-output-gate`` if ``asked``, except for GTA and GLA.
+        """Add the gate of ``--attention-output-gate`` if ``asked``. Does nothing for GTA and GLA.
 
         Raises:
-            ConfigError: If the configuration has gates of a different form.
+            ConfigError: If this conflicts with the existing gates.
         """
         if not asked or self.has_output_gate or self.attention is not None:
             return self
@@ -200,15 +207,18 @@ class KHAConfig(KnockSettings):
         return replace(self, gate=gate)
 
     def without_output_gate(self) -> Self:
-        """Remove the gate that Megatron implements itself."""
+        """Remove the output gate if Megatron can apply it itself."""
         if self.gate is None or not self.gate.is_stock:
             return self
         others = len(self.gate.positions) > 1
         return replace(self, gate=replace(self.gate, output=None) if others else None)
 
     def to_dict(self, *, start: bool = True) -> dict[str, Any]:
-        """Return all fields except ``fold`` as JSON values, without unused mechanisms. Set
-        ``start`` to False to exclude ``init`` and ``init_seed``."""
+        """Convert to a JSON-serializable dict, e.g. for checkpoints.
+
+        Disabled mechanisms and runtime settings such as ``fold`` are left out, and with
+        ``start=False`` also ``init`` and ``init_seed``.
+        """
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         if not start:
             del values["init"], values["init_seed"]
@@ -218,7 +228,6 @@ class KHAConfig(KnockSettings):
         return values
 
     def to_options(self) -> dict[str, Any]:
-        """Return the options that :meth:`from_options` parses."""
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         heads = []
         for name in mechanism_types(type(self)):
@@ -231,11 +240,11 @@ class KHAConfig(KnockSettings):
         return {"preset": "baseline", **given, "heads": tuple(heads) or None}
 
     def without(self, *names: str) -> Self:
-        """Remove the named mechanisms, where ``knock`` means the shared matrices."""
+        """Disable mechanisms by name. Use ``"knock"`` for KHA itself."""
         return self._replace(type(self)(), names)
 
     def merge(self, other: Self) -> Self:
-        """Add the mechanisms of ``other``."""
+        """Return a copy that also has the mechanisms of ``other``."""
         return self._replace(other, [mechanism.name for mechanism in other.mechanisms])
 
     def _replace(self, source: Self, names: Sequence[str]) -> Self:
@@ -249,7 +258,7 @@ class KHAConfig(KnockSettings):
 
     @property
     def mechanisms(self) -> tuple[Mechanism, ...]:
-        """All mechanisms in the order in which they are applied, starting with the knock."""
+        """All enabled mechanisms, in the order in which they are applied."""
         return (*([self.knock] if self.variants else []), *self.other_mechanisms)
 
     @property
@@ -259,12 +268,12 @@ class KHAConfig(KnockSettings):
 
     @property
     def own_projections(self) -> tuple[Projection, ...]:
-        """Projections that the mechanisms compute themselves from the layer input."""
+        """Projections that a mechanism computes instead of ``linear_qkv``."""
         return tuple(projection for m in self.mechanisms for projection in m.own_projections)
 
     @property
     def is_foldable(self) -> bool:
-        """Whether all mechanisms can be folded into the weights of a stock model."""
+        """Whether we can fold everything into the weights of a stock model."""
         return all(mechanism.is_foldable for mechanism in self.mechanisms)
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
@@ -296,7 +305,7 @@ class KHAConfig(KnockSettings):
         return next((why for why in reasons if why), None)
 
     def check(self, facts: HeadFacts) -> None:
-        """Raise ConfigError if a model with these properties does not support the configuration."""
+        """Raise ConfigError if this config doesn't work with the given model."""
         if self.attention and facts.multi_latent != (self.attention == "gla"):
             needs = "does not support" if facts.multi_latent else "requires"
             raise ConfigError(f"kha_attention={self.attention} {needs} --multi-latent-attention.")
@@ -313,7 +322,7 @@ class KHAConfig(KnockSettings):
             raise_first(mistakes)
 
     def __str__(self) -> str:
-        """Format for logs, e.g. ``query=linear key=linear`` or ``value=mlp in gta``."""
+        """Short description for logs, e.g. ``query=linear key=linear`` or ``value=mlp in gta``."""
         words = " ".join(str(m) for m in self.mechanisms) or str(Knock())
         kind = f" in {self.attention}" if self.attention else ""
         if self.attention == "gla" and self.latent_heads != type(self).latent_heads:
@@ -322,7 +331,7 @@ class KHAConfig(KnockSettings):
 
 
 def mechanism_types(config: type = KHAConfig) -> Mapping[str, type[Mechanism]]:
-    """Return the mechanism classes by field name, without the knock."""
+    """Map field names of the config to mechanism classes (except ``Knock``)."""
     return _mechanism_types(config)
 
 
@@ -337,15 +346,16 @@ def _mechanism_types(config: type) -> Mapping[str, type[Mechanism]]:
 
 
 def parse_heads(words: Iterable[str]) -> dict[str, Any]:
-    """Parse the arguments of ``--heads`` into fields of :class:`KHAConfig`, with mechanisms as
-    dicts.
+    """Parse ``--heads`` arguments into a dict of config fields.
 
-    Each argument is ``NAME.FIELD=VALUE``, ``NAME`` (for the defaults) or ``NAME=none``. Values are
-    JSON or strings, and ``none`` means None. Note that ``knock.value=mlp`` is the same as
+    Supported arguments:
+
+    - ``gate.output=head`` sets a field. The value is parsed as JSON and otherwise used as a string.
+    - ``talking`` enables a mechanism with its default settings.
+    - ``moh=none`` disables a mechanism, e.g. one from a preset.
+
+    KHA itself is called ``knock`` here, e.g. ``knock.value=mlp`` is equivalent to
     ``--kha-value mlp``.
-
-    Raises:
-        ConfigError: If an argument is malformed or names an unknown mechanism.
     """
     result: dict[str, Any] = {}
     known, knock = (Knock.name, *mechanism_types()), [f.name for f in fields(Knock)]
@@ -390,4 +400,4 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         for other in ("gate_output", "moh_75")
     }
 )
-"""Named configurations: the presets of all mechanisms and some combinations."""
+"""All presets by name, including a few combinations such as ``kha_mlp_gate_output``."""
