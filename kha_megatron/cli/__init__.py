@@ -1,4 +1,4 @@
-"""Command-line interface ``kha-megatron``."""
+"""The ``kha-megatron`` command line."""
 
 import sys
 
@@ -18,7 +18,7 @@ from kha_megatron.cli.verify import verify
 
 app = Commands(
     name="kha-megatron",
-    help="Train, convert and inspect models with Knocking-Heads Attention.",
+    help="Train, convert and inspect models with Knocking-Heads Attention (KHA).",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )

@@ -1,5 +1,7 @@
-"""Attention statistics for ``kha-megatron inspect --text``, following arXiv 2505.06708 (section 4)
-and arXiv 2410.11842 (figure 3)."""
+"""Attention statistics printed by ``kha-megatron inspect --text``.
+
+The metrics follow arXiv:2505.06708 (section 4) and arXiv:2410.11842 (Figure 3).
+"""
 
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,18 +18,19 @@ if TYPE_CHECKING:
     from kha_megatron.hf.instruments import LayerStatistics
 
 TOKENS = 512
-"""Default number of tokens."""
+"""Default value of ``--tokens``."""
 
 
 def measure_attention(
     checkpoint: Path, text: str, *, tokens: int | None, tokenizer: Path | None, device: str
 ) -> "tuple[int, list[LayerStatistics]]":
-    """Run a model on the beginning of a text and return the number of tokens and the statistics of
-    each layer. Megatron checkpoints are converted to Hugging Face in a temporary directory.
+    """Run a model on the first tokens of a text, and return their number and statistics per layer.
+
+    Megatron checkpoints are converted to Hugging Face format first, in a temporary directory.
 
     Raises:
         CheckpointError: If the checkpoint cannot be loaded or has no tokenizer.
-        ConfigError: If there are too many tokens for the model or the device does not exist.
+        ConfigError: If the device does not exist or ``tokens`` exceeds the maximum length.
         DataError: If the text has fewer than two tokens.
     """
     from kha_megatron.checkpoint.hf_reader import is_hf_folder
@@ -56,8 +59,7 @@ def measure_attention(
 
 
 def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterator[Table]:
-    """Yield a table of attention sinks and massive activations and, if the model has gates or MoH,
-    a table of their statistics."""
+    """Yield a table of attention sinks and activations (and one of gates and MoH, if present)."""
     columns = ("layer", "sink mean", "sink max", "head", "peak", "feature", "token", "median")
     table = console.number_table(*columns, title=f"attention over {tokens} tokens", names=0)
     for x in layers:

@@ -1,4 +1,4 @@
-"""``kha-megatron compare``: train variants of a recipe and report the differences."""
+"""``kha-megatron compare``: train several variants of a recipe and compare their losses."""
 
 import json
 import os
@@ -37,8 +37,9 @@ _POLL_SECONDS = 1.0  # wait with a timeout, so that the main thread can handle s
 Variants = Annotated[
     str,
     typer.Option(
-        help="Comma-separated list of variants, where the first one is the reference. A variant is "
-        "a preset, several presets joined with +, random-init, or NAME=ARGUMENTS.",
+        help="Comma-separated variants to train. The first one is the reference. Each variant is a "
+        "preset, several presets joined with + (e.g. kha_mlp+gate_output), random-init (kha_mlp "
+        "with random initialization), or NAME=ARGUMENTS with --kha-* arguments.",
         autocompletion=preset_names,
     ),
 ]
@@ -52,10 +53,10 @@ def compare(
     variants: Variants = "baseline,kha_mlp",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Number of runs per variant.")] = 3,
     null: Annotated[
-        bool, typer.Option("--null", help="Also measure the effect of rounding errors.")
+        bool, typer.Option("--null", help="Also train slightly perturbed references.")
     ] = False,
     held_out: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Number of validation sequences to evaluate.")
+        int, typer.Option(min=0, metavar="N", help="Number of validation sequences.")
     ] = 0,
     data: DataFolder = None,
     output: Annotated[
@@ -72,13 +73,13 @@ def compare(
 ) -> None:
     """Train variants of a recipe on the same data and write a report.
 
-    The files report.html and report.json are updated after each run. If the command is interrupted,
-    run it again to resume unfinished runs from their last checkpoints. You can also add seeds and
-    variants later.
+    The report (report.html and report.json) is updated after each run. If you interrupt the
+    command, just run it again: unfinished runs resume from their last checkpoints. You can also
+    add more seeds and variants later.
 
-    With --null, the reference is trained once more for each seed with initial weights that are
-    perturbed within rounding errors. By default, --jobs is the number of CPU cores divided by the
-    number of ranks, or 1 on GPUs. The exit code is 1 if a run fails.
+    To find out which differences are only noise, use --null. For each seed, it trains the reference
+    a second time from initial weights that differ by rounding errors. On CPUs, --jobs defaults to
+    the number of cores divided by the ranks per run. The exit code is 1 if any run fails.
 
     Examples:
       kha-megatron data prepare --vocab-size 512 --out data/python
@@ -132,9 +133,10 @@ def compare(
 
 
 def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
-    """Train all unfinished runs, update the report after each and return errors by run name.
+    """Train all unfinished runs and return the error messages of failed runs by name.
 
-    If a run fails before any other run has finished, no further runs are started.
+    The report is rewritten after each run. We give up early if a run fails before any other has
+    finished, and don't start the remaining ones.
     """
     failures: dict[str, str] = {}
     _write(planned, failures)
@@ -160,7 +162,7 @@ def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
 
 
 def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
-    """Train a run and return the error message if it fails."""
+    """Train one run. Returns the error message if it fails."""
     job, start = runs.start_run(run)
     state = f"resuming from iteration {start}" if start else "starting"
     console.log.print(f"{run.name}: {state}", markup=False)
@@ -186,7 +188,7 @@ def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
 
 
 def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
-    """Write the report and return True, unless no run has finished yet."""
+    """Write the HTML and JSON reports. Returns False if no run has finished yet."""
     finished = [(run, result) for run in planned.runs if (result := run.result) is not None]
     if not finished:
         return False

@@ -29,18 +29,19 @@ convert_app = Commands(name="convert", help="Convert checkpoints.", no_args_is_h
 
 ModelPath = Annotated[
     Path,
-    typer.Argument(help="Path to a Hugging Face model, a Megatron --save directory or iteration."),
+    typer.Argument(help="Hugging Face model or Megatron checkpoint (--save or iter_* directory)."),
 ]
-Out = Annotated[Path, typer.Argument(help="Path to the output directory.")]
+Out = Annotated[Path, typer.Argument(help="Output directory.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16 (default: dtype of the source).")
+    str | None, typer.Option(help="float32, bfloat16 or float16 (default: same as the input).")
 ]
 AllowOverflow = Annotated[
-    bool, typer.Option("--allow-overflow", help="Convert values that overflow --dtype to infinity.")
+    bool,
+    typer.Option("--allow-overflow", help="Store values that overflow --dtype as inf."),
 ]
-Tokenizer = Annotated[Path | None, typer.Option(help="Override the model's tokenizer directory.")]
-Verify = Annotated[bool, typer.Option(help="Whether to verify the converted tensors and logits.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite a converted model in OUT.")]
+Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer directory (default: the model's).")]
+Verify = Annotated[bool, typer.Option(help="Compare tensors and logits after the conversion.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converted model in OUT.")]
 ArchitectureName = Annotated[
     str | None,
     typer.Option(
@@ -64,17 +65,18 @@ TensorParallel = Annotated[
     typer.Option(
         "--tensor-model-parallel-size",
         min=1,
-        help="Pad the vocabulary for this TP size. Other TP sizes can also load the checkpoint.",
+        help="Pad the vocabulary for this TP size. You can still load with other TP sizes.",
     ),
 ]
 VariantName = Annotated[
-    str | None, typer.Option(help="KHA variant (linear, mlp, gate or none). Overrides the preset.")
+    str | None,
+    typer.Option(help="KHA variant: linear, mlp, gate or none. Overrides --kha-preset."),
 ]
-_FOLD_HELP = """Fold linear KHA into the projections, so that the model has a stock architecture.
+_FOLD_HELP = """Fold linear KHA into the projection weights and export a stock Hugging Face model.
 
-The weights W T of each head are computed in float64 and rounded once. Models with MLA are exported
-as deepseek_v3. GTA and GLA are not supported, because no stock architecture implements them.
-Collaborative heads are also folded. They become ordinary heads with identical keys.
+Each head's projection matrix is multiplied by its KHA matrix in float64, then rounded once. Models
+with MLA become deepseek_v3. GTA and GLA aren't supported, since no stock architecture implements
+them. Collaborative heads are folded as well: they become ordinary heads with identical keys.
 
 Examples:
   kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
@@ -103,10 +105,10 @@ def to_hf(
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Convert a checkpoint to the Hugging Face format and verify the result.
+    """Convert a checkpoint to Hugging Face format and verify the result.
 
-    Supports torch_dist checkpoints with any TP, PP and EP size. The output contains safetensors
-    files, the configuration, the tokenizer and the generation config.
+    Reads torch_dist checkpoints saved with any TP, PP and EP size. Writes safetensors files, the
+    config, the generation config and the tokenizer.
 
     Examples:
       kha-megatron convert to-hf quickstart/run/checkpoints my-model
@@ -142,11 +144,13 @@ def to_megatron(
     overwrite: Overwrite = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Convert a Hugging Face model to a Megatron checkpoint for any parallel layout.
+    """Convert a Hugging Face model to a Megatron checkpoint.
 
-    Supported architectures are kha, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3, as
-    well as qwen3_next and qwen3_5_text with full attention in every layer. The result is a release
-    checkpoint, i.e. training starts at iteration 0 without optimizer state.
+    You can load the checkpoint with any parallel layout. It's a "release" checkpoint, i.e. training
+    starts at iteration 0 with a fresh optimizer state.
+
+    Supported architectures: kha, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3.
+    qwen3_next and qwen3_5_text only work if all layers use full attention.
 
     Examples:
       kha-megatron convert to-megatron Qwen3-0.6B-Base ckpt/qwen3
@@ -180,18 +184,18 @@ def upcycle(
     kha_value: VariantName = None,
     heads: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME.FIELD=VALUE", help="Head mechanism setting. Can be repeated."),
+        typer.Option(metavar="NAME.FIELD=VALUE", help="Head mechanism setting. Repeatable."),
     ] = None,
     gate: Annotated[
         list[str] | None,
         typer.Option(
             metavar="FIELD=VALUE",
-            help="Gate setting, e.g. output=element. Same as --heads gate.FIELD=VALUE.",
+            help="Gate setting, e.g. output=element (short for --heads gate.FIELD=VALUE).",
         ),
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(help="Path to a text file. Prints the loss of both models on its beginning."),
+        typer.Option(help="Text file. If set, print the loss before and after on its beginning."),
     ] = None,
     divisible_by: DivisibleBy = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
@@ -206,11 +210,12 @@ def upcycle(
 ) -> None:
     """Add KHA, gates or MoH to a pretrained model without changing its outputs.
 
-    KHA matrices are initialized to the identity. Gates start at 1/2, which is compensated by
-    doubling the preceding weights. In both cases, the logits are bit-exact. Mixture-of-head
-    (moh.router=query_norm moh.quantized=true) does not change any tensor, but it drops heads, so
-    that the loss changes; use --text to print it. Models with multi-latent attention (deepseek_v3)
-    support only linear KHA and output gates.
+    KHA matrices start as the identity. Gates start at 1/2, so we double the preceding weights to
+    compensate. Either way, the logits are bit-exact.
+
+    Mixture-of-head (--heads moh.router=query_norm --heads moh.quantized=true) doesn't change any
+    tensor either, but it drops heads, so the loss does change. Use --text to see by how much. For
+    multi-latent attention (deepseek_v3), only linear KHA and output gates are supported.
 
     Examples:
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/kha --kha-preset kha_linear
@@ -257,7 +262,7 @@ def upcycle(
 def convert(
     checkpoint: Path, out: Path, *, overwrite: bool = False
 ) -> "tuple[Conversion, Verification]":
-    """Convert a checkpoint with the default options of ``to-hf`` and verify the result."""
+    """Run ``convert to-hf`` with default options. Used by the quickstart."""
     from kha_megatron.conversion import to_hf
 
     plan = to_hf.plan_export(checkpoint)
@@ -303,7 +308,6 @@ def _finish(
     as_json: bool,
     losses: dict[str, float] | None = None,
 ) -> None:
-    """Verify the output and print the result. The exit code is 1 if the two models differ."""
     files = f"{written.shards} file{'s' if written.shards > 1 else ''}"
     values = asdict(written)
     facts = {

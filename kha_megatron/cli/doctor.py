@@ -1,4 +1,4 @@
-"""``kha-megatron doctor``: check the environment without importing possibly broken packages."""
+"""``kha-megatron doctor``: check the environment (without importing packages that may crash)."""
 
 import subprocess
 from collections.abc import Iterator
@@ -25,15 +25,15 @@ from kha_megatron.mcore.compat import installed_version, lacks_te_extension, ver
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """Status of a package or device."""
+    """A row of the report: a package or device."""
 
     name: str
     status: Literal["ok", "missing", "wrong"]
     found: str = "-"
-    """Installed version or name of the device."""
+    """Installed version, or name of the device."""
     supported: str = "any"
     effect: str = ""
-    """Purpose of the component, or the consequence if the component cannot be used."""
+    """What the component is used for, or what happens without it."""
     remedy: str = ""
     blocks: bool = False
     """Whether the component prevents training."""
@@ -49,7 +49,7 @@ REQUIRED = {
     "psutil": "checkpoints",
     "tensorboard": "loss history",
 }
-"""Purpose of each required package."""
+"""Required packages and what they are used for."""
 
 OPTIONAL = {
     "nemo-run": ("launch, compare", "no launch; use torchrun", "launch"),
@@ -58,7 +58,7 @@ OPTIONAL = {
     "triton": ("fused KHA kernels", "KHA runs in torch", None),
     "flash-attn": ("attention in TE", "not needed to train", None),
 }
-"""Purpose, consequence if missing, and extra of each optional package."""
+"""Optional packages: (used for, effect if missing, extra that installs the package)."""
 
 TE_INSTALL = install_command("te", "--no-build-isolation ")
 
@@ -66,7 +66,7 @@ TE_INSTALL = install_command("te", "--no-build-isolation ")
 def doctor(as_json: AsJSON = False) -> None:
     """Check whether the installed packages and GPUs are supported.
 
-    The exit code is 1 if a component that is required for training is missing or unsupported.
+    The exit code is 1 if anything that training needs is missing or unsupported.
 
     Examples:
       kha-megatron doctor
@@ -106,7 +106,7 @@ def inspect_components() -> list[Component]:
 
 
 def _supported() -> dict[str, str]:
-    """Return the supported versions of all dependencies, including those of extras."""
+    """Return version specifiers by dependency, e.g. ``{"torch": ">=2.7"}``. Includes extras."""
     try:
         lines = metadata.requires("kha-megatron") or []
     except metadata.PackageNotFoundError:
@@ -136,7 +136,7 @@ def _package(
 
 
 def find_devices() -> Component:
-    """List the CUDA devices with nvidia-smi."""
+    """List CUDA devices using nvidia-smi."""
     words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
@@ -150,7 +150,7 @@ def find_devices() -> Component:
 
 
 def find_transformer_engine(supported: dict[str, str]) -> Component:
-    """Check Transformer Engine and its compiled extension."""
+    """Check that Transformer Engine is installed, including its compiled extension."""
     present, absent = "fused layers, FP8", "no FP8 and no fused layers"
     finding = _package("transformer-engine", supported, present, absent, TE_INSTALL)
     if finding.found == "-" or not lacks_te_extension():
@@ -160,7 +160,7 @@ def find_transformer_engine(supported: dict[str, str]) -> Component:
 
 
 def _find_wrong_apex() -> Iterator[Component]:
-    """Yield an error if apex from PyPI is installed, which is not NVIDIA's apex."""
+    """Detect the unrelated ``apex`` package from PyPI. Megatron needs NVIDIA's Apex or none."""
     spec = find_spec("apex")
     folders = list(spec.submodule_search_locations or []) if spec else []
     if folders and not (Path(folders[0]) / "optimizers").is_dir():

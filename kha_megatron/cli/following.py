@@ -1,4 +1,4 @@
-"""Run a job while reporting its progress and result on stderr."""
+"""Run a job locally or on Slurm, with progress on stderr."""
 
 import math
 import shlex
@@ -27,7 +27,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def training_progress(title: str) -> Iterator[Callable[[Step], None]]:
-    """Show a progress bar with the loss, or print lines if stderr is not a terminal."""
+    """Show a progress bar with the loss (or plain lines if stderr isn't a terminal)."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -60,7 +60,7 @@ def format_loss(step: Step) -> str:
 
 
 def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
-    """Run a job and wait for its completion, or print its command if ``dry_run`` is set.
+    """Run a job and wait for it. With ``dry_run``, only print the command.
 
     Raises:
         typer.Exit: If the job failed or was interrupted.
@@ -87,7 +87,7 @@ def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
 
 
 def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
-    """Submit a job to Slurm and wait for its completion, or print its batch scripts.
+    """Submit a job to Slurm. Waits for it to end, unless ``detach`` or ``dry_run`` is set.
 
     Raises:
         typer.Exit: If the job failed or waiting was interrupted.
@@ -122,7 +122,7 @@ def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> Non
 
 
 def print_result(result: LaunchResult) -> None:
-    """Print the result of a run and, if it failed, the last log lines of the failed rank."""
+    """Report how a run ended. For failures, includes the last lines of the rank's log."""
     if result.succeeded:
         console.log.print(f"Training finished after {result.seconds:.0f} s.")
     elif result.failure is not None:
@@ -137,7 +137,7 @@ def _print_tail(failure: Failure) -> None:
 
 
 def _as_shell(command: Command) -> str:
-    """Format a command for a shell with one variable or flag per line."""
+    """Format a command to paste into a shell, with one variable or flag per line."""
     lines = [f"cd {shlex.quote(str(command.folder))} &&"]
     for name, value in command.environment.items():
         tail = ':"$PATH"' if name == "PATH" else ""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def generate(
     hf_dir: ModelFolder,
-    prompt: Annotated[str, typer.Argument(help="Prompt that the model completes.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=2**31, help="Maximum number of tokens to generate.")
     ] = 64,
@@ -27,9 +27,10 @@ def generate(
     device: Device = "auto",
     as_json: AsJSON = False,
 ) -> None:
-    """Generate text with a Hugging Face model, including models without KHA.
+    """Generate text with a Hugging Face model, with or without KHA.
 
-    Use transformers or vLLM directly for other generation settings.
+    This is meant for a quick look at a model. For other generation settings, use transformers or
+    vLLM directly.
 
     Examples:
       kha-megatron generate out/hf "def main(" --temperature 0.7 --seed 1
@@ -75,7 +76,7 @@ def generate(
 
 
 def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
-    """Load a tokenizer and a model in evaluation mode without executing remote code.
+    """Load a tokenizer and a model for inference. Never executes remote code.
 
     Raises:
         CheckpointError: If the model cannot be loaded or the weights do not match the config.
@@ -115,7 +116,7 @@ def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
 
 
 def parse_device(name: str) -> "torch.device":
-    """Parse a device name (``auto``, ``cpu``, ``cuda`` or ``cuda:1``) and check that it exists."""
+    """Parse ``--device`` (``auto``, ``cpu``, ``cuda`` or e.g. ``cuda:1``)."""
     import torch
 
     count = torch.cuda.device_count()
@@ -129,7 +130,7 @@ def parse_device(name: str) -> "torch.device":
 
 
 def check_tokens(ids: "torch.Tensor", model: Any, new_tokens: int = 0) -> None:
-    """Check token IDs of shape ``[1, T]`` against a model's vocabulary and sequence length."""
+    """Check that token IDs are in the vocabulary and that the sequence isn't too long."""
     config = model.config.get_text_config()
     if ids.numel() and ids.max() >= config.vocab_size:
         raise CheckpointError(
@@ -145,7 +146,7 @@ def check_tokens(ids: "torch.Tensor", model: Any, new_tokens: int = 0) -> None:
 
 
 def _write(text: str) -> None:
-    """Write text to stdout and, on a terminal, replace control characters."""
+    """Write to stdout. Control characters are replaced if stdout is a terminal."""
     stream = console.out.file
     stream.write(text.translate(console.VISIBLE) if stream.isatty() else text)
     stream.flush()

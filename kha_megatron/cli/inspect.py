@@ -29,17 +29,17 @@ def inspect(
             metavar="CKPT_OR_HF", help="Path to a Megatron checkpoint or Hugging Face model."
         ),
     ],
-    out_dir: Annotated[Path, typer.Argument(help="Path to the output directory for PNG files.")],
+    out_dir: Annotated[Path, typer.Argument(help="Output directory for PNG files.")],
     text: Annotated[
-        Path | None, typer.Option(help="Path to a UTF-8 text file to run the model on.")
+        Path | None, typer.Option(help="UTF-8 text file. If set, run the model on it.")
     ] = None,
     tokens: Annotated[
         int | None,
-        typer.Option(min=2, max=2**20, help="Maximum number of tokens of --text (default: 512)."),
+        typer.Option(min=2, max=2**20, help="Use at most this many tokens (default: 512)."),
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="Path to the tokenizer directory, if not stored in the checkpoint."),
+        typer.Option(help="Tokenizer directory, if the checkpoint has no tokenizer."),
     ] = None,
     device: Device = "auto",
     as_json: AsJSON = False,
@@ -49,15 +49,14 @@ def inspect(
 ) -> None:
     """Plot the learned KHA matrices of each layer and print their statistics.
 
-    Each PNG file shows one matrix per layer, with values clipped to [0, 1] as in Figure 3 of the
-    paper (except for gates). The printed tables contain the mean of the diagonal (diag), the
-    fraction of the squared Frobenius norm that is off the diagonal (off), and the distance from the
-    initialization relative to the norm of the identity (moved).
+    Each PNG file shows one kind of matrix for all layers. As in Figure 3 of the paper, values are
+    clipped to [0, 1] (except for gates). The tables have three columns per matrix: "diag" is the
+    mean of the diagonal, "off" is the share of the squared Frobenius norm off the diagonal, and
+    "moved" is the distance from the initialization relative to the norm of the identity.
 
-    With --text, the model is also run on a text, and the command prints statistics for each layer:
-    the attention to the first token (attention sink), the largest activation, the mean of each gate
-    and the fraction of its scores below 0.1, and the fraction of tokens that are routed to each
-    head in MoH.
+    If you pass --text, the model also runs on that text and you get attention statistics for each
+    layer: how much attention goes to the first token (attention sink), the largest activation, the
+    mean of each gate and how often it's below 0.1, and the share of tokens per head in MoH.
 
     Examples:
       kha-megatron inspect my-hf-model pictures/ --text book.txt --tokens 2048

@@ -1,4 +1,4 @@
-"""``kha-megatron launch``: train a recipe with NeMo-Run."""
+"""``kha-megatron launch``: train a recipe locally or on Slurm."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ def launch(
     data: DataFolder = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Path to the output directory of the run (default: runs/RECIPE)."),
+        typer.Option(help="Output directory of the run (default: runs/RECIPE)."),
     ] = None,
     device: TrainingDevice = None,
     nproc: Annotated[
@@ -36,11 +36,11 @@ def launch(
     ] = False,
     executor: Annotated[
         Literal["local", "slurm"],
-        typer.Option(help="Whether to train on this machine or submit a Slurm job."),
+        typer.Option(help="Where to train: on this machine or as a Slurm job."),
     ] = "local",
     time: Annotated[
         str | None,
-        typer.Option(help="Slurm: time limit [DAYS-]HH:MM:SS, before which a checkpoint is saved."),
+        typer.Option(help="Slurm: time limit as [DAYS-]HH:MM:SS. Required for Slurm jobs."),
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Slurm: number of nodes.")] = 1,
     container_image: Annotated[
@@ -66,26 +66,27 @@ def launch(
         list[str] | None,
         typer.Option(
             "--set",
-            help="Slurm: NAME=VALUE for a field of NeMo-Run's SlurmExecutor, where VALUE is a "
+            help="Slurm: set a field of NeMo-Run's SlurmExecutor, as NAME=VALUE. The value is a "
             "string or JSON. Can be repeated.",
         ),
     ] = None,
     detach: Annotated[
-        bool, typer.Option("--detach", help="Slurm: do not wait for the job to complete.")
+        bool, typer.Option("--detach", help="Slurm: submit the job and exit.")
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Only print the command and the environment variables."),
+        typer.Option("--dry-run", help="Print what would be run, and exit."),
     ] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Train a recipe with NeMo-Run on this machine or on Slurm.
 
-    By default, the command waits until the job completes. If Slurm restarts a job, it resumes from
-    its last checkpoint. Use `nemo kha train` for other executors.
+    The command waits for the job to finish, unless you pass --detach. Slurm jobs save a checkpoint
+    shortly before their time limit. If Slurm restarts a job, it resumes from its last checkpoint.
+    For executors other than Slurm, see `nemo kha train`.
 
-    The exit code is 0 if the job succeeded (or was submitted with --detach), 1 if it failed, 2 for
-    invalid arguments and 130 if the command was interrupted.
+    Exit codes: 0 if the job succeeded (or was submitted with --detach), 1 if it failed, 2 for
+    invalid arguments, 130 if you interrupted the command.
 
     Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine

@@ -1,4 +1,4 @@
-"""Arguments and options shared by multiple commands."""
+"""Arguments and options shared by several commands."""
 
 import re
 from pathlib import Path
@@ -11,20 +11,18 @@ from kha_megatron.errors import ConfigError
 
 
 def recipe_names() -> list[tuple[str, str]]:
-    """Complete recipe names."""
     from kha_megatron.recipes import RECIPES
 
     return [(name, recipe.description) for name, recipe in RECIPES.items()]
 
 
 def preset_names(incomplete: str) -> list[str]:
-    """Complete the last preset in a list separated by ``,`` or ``+``."""
+    """Shell completion for a list of presets, e.g. ``kha_mlp,gate_`` or ``kha_mlp+gate_``."""
     joined = re.match(r"(.*[,+])?", incomplete)
     return [f"{joined[0] if joined else ''}{name}" for name in PRESETS]
 
 
 def megatron_flags() -> list[str]:
-    """Complete Megatron arguments."""
     from kha_megatron.model.run import TABLE
 
     return [row.flag for row in TABLE]
@@ -33,7 +31,7 @@ def megatron_flags() -> list[str]:
 RecipeName = Annotated[
     str,
     typer.Argument(
-        help="Name of the recipe. See `kha-megatron recipes list`.", autocompletion=recipe_names
+        help="Recipe to use. See `kha-megatron recipes list`.", autocompletion=recipe_names
     ),
 ]
 Preset = Annotated[
@@ -50,12 +48,12 @@ MegatronArguments = Annotated[
 ]
 ModelFolder = Annotated[Path, typer.Argument(help="Path to a Hugging Face model directory.")]
 DataFolder = Annotated[
-    Path | None, typer.Option(help="Path to the output directory of `kha-megatron data prepare`.")
+    Path | None, typer.Option(help="Data directory, written by `kha-megatron data prepare`.")
 ]
 TrainingDevice = Annotated[
     str | None, typer.Option(help="Device to train on: cuda or cpu (default: set by recipe).")
 ]
-Device = Annotated[str, typer.Option(help="Device to use: auto, cpu, cuda, cuda:1 etc.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:1 etc.")]
 GPUMemory = Annotated[str, typer.Option(help="Memory per GPU, e.g. 80GB (10^9 bytes) or 80GiB.")]
 Workers = Annotated[
     int | None,
@@ -71,7 +69,11 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def parse_size(flag: str, text: str) -> int:
-    """Convert a size such as ``"1000"``, ``"500MB"`` or ``"1.5GiB"`` to bytes."""
+    """Parse a size in bytes.
+
+    >>> parse_size("--gpu-memory", "1.5GiB")
+    1610612736
+    """
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Z]*)", text.strip().upper(), re.ASCII)
     size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
     if size < 1:

@@ -1,4 +1,4 @@
-"""``kha-megatron params`` and ``flops``: count a recipe's parameters and FLOPs."""
+"""``kha-megatron params`` and ``kha-megatron flops``."""
 
 from dataclasses import asdict
 from typing import Annotated
@@ -21,9 +21,9 @@ from kha_megatron.plan.counts import (
 def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
     """Count the parameters of a recipe and compute its KV cache size.
 
-    Active parameters only include the experts that are selected for a token, and tied embeddings
-    are counted once. The row "KHA" contains all head mechanisms, which are not included in the
-    paper's numbers. The overhead is measured in FLOPs of a forward pass (equations 10 to 12).
+    Active parameters only include the experts that a token is routed to. Tied embeddings are
+    counted once. The "KHA" row is the sum over all head mechanisms (the paper's numbers don't
+    include them). We also print the overhead in FLOPs per forward pass (equations 10 to 12).
 
     Examples:
       kha-megatron params moe-a0.8b-6.6b
@@ -84,10 +84,9 @@ def count_flops(
 ) -> None:
     """Count the FLOPs per sequence and the overhead of KHA.
 
-    Matrix multiplications are counted as in equations 10 to 12 of the paper, i.e. without taking
-    advantage of the causal mask. The backward pass requires twice as many FLOPs as the forward
-    pass. For MoH, the column "on paper" contains the possible savings if kernels skipped heads that
-    are not selected.
+    Matrix multiplications are counted as in equations 10 to 12 of the paper, so the causal mask is
+    ignored. The backward pass takes twice as many FLOPs as the forward pass. For MoH, the "on
+    paper" column shows how much you'd save if kernels skipped the heads that aren't selected.
 
     Examples:
       kha-megatron flops moe-a0.8b-6.6b --seq 4096

@@ -19,7 +19,7 @@ _ASSUMED = (
     f"layout fits if it uses at most {planner.USABLE_MEMORY:.0%} of the GPU memory. Layouts are "
     "sorted by fit, idle time (in steps of 5 %) and communication volume."
 )
-Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Override the recipe's value.")]
+Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Override the recipe.")]
 Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="Only list this size.")]
 
 
@@ -34,7 +34,7 @@ def plan(
         Literal["none", "selective", "full"], typer.Option(help="Activation recomputation.")
     ] = "none",
     precision: Annotated[
-        Literal["bf16", "fp8"] | None, typer.Option(help="Override the recipe's precision.")
+        Literal["bf16", "fp8"] | None, typer.Option(help="Override the precision of the recipe.")
     ] = None,
     tp: Fixed = None,
     pp: Fixed = None,
@@ -47,11 +47,12 @@ def plan(
 ) -> None:
     """List the valid parallel layouts of a recipe with estimated memory and communication.
 
-    The first table contains the peak memory of the rank with the highest usage, and the second one
-    the data that each rank sends per training step. The overhead of KHA is listed separately. Note
-    that all numbers are estimated from the model size. In the layout column, pp4x2 stands for four
-    pipeline ranks with two virtual stages each. The last line of the output contains the arguments
-    of the first layout, which you can pass to `kha-megatron launch`.
+    Prints two tables: the peak memory of the fullest rank, and how much data each rank sends per
+    training step. Both have a separate column for KHA. Note that these are estimates based on the
+    model size. In the layout column, e.g. pp4x2 means four pipeline ranks with two virtual stages
+    each.
+
+    The last line shows the arguments for the first layout. Pass them to `kha-megatron launch`.
 
     Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64

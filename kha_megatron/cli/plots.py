@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 
 def plot_attention(layers: Sequence["LayerStatistics"], out_png: Path, *, title: str) -> None:
-    """Plot attention sinks and head load as heatmaps, and massive activations and gates as curves
-    over the layers."""
+    """Plot attention statistics by layer: sinks and head load as heatmaps, the rest as curves."""
     maps = {
         "attention to the first token": [x.sinks for x in layers],
         "fraction of tokens per head": [x.load for x in layers],
@@ -48,7 +47,7 @@ def plot_attention(layers: Sequence["LayerStatistics"], out_png: Path, *, title:
 
 
 def plot_loss_curve(history: Mapping[str, Sequence[tuple[int, float]]], out_png: Path) -> None:
-    """Plot the training loss and the validation loss.
+    """Plot the training and validation loss.
 
     Raises:
         DataError: If there is no finite training loss.

@@ -1,4 +1,4 @@
-"""``kha-megatron quickstart``: train, convert and inspect a small model on the CPU."""
+"""``kha-megatron quickstart``: the whole workflow with a small model on the CPU."""
 
 import argparse
 import itertools
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SUMMARY_FILE = "quickstart.json"
 LAST = 10
-"""Number of iterations to average the final loss over, since single batches vary by 0.2."""
+"""The final loss is averaged over this many iterations, since single batches vary by 0.2."""
 PROMPT = "def main("
 
 
@@ -46,7 +46,7 @@ def quickstart(
     variant: Annotated[
         str | None,
         typer.Option(
-            help="Presets to combine, separated by commas (default: kha_mlp).",
+            help="Preset, or several separated by commas (default: kha_mlp).",
             autocompletion=preset_names,
         ),
     ] = None,
@@ -54,12 +54,14 @@ def quickstart(
 ) -> None:
     """Train, convert and inspect a small model on this machine's CPU.
 
-    Tokenizes the source code of Python's standard library, trains a small MoE
-    model with KHA-MLP on Megatron-Core (two tensor-parallel ranks, launched with
-    NeMo-Run), converts it to Hugging Face, verifies the logits, plots the loss
-    and the learned matrices, and generates text. If the output directory
-    contains an earlier run, its data is reused and its checkpoints are moved to
-    run-1.
+    Runs the whole workflow once: tokenize the source code of Python's standard
+    library, train a small MoE model with KHA-MLP on Megatron-Core (two
+    tensor-parallel ranks, launched with NeMo-Run), convert it to Hugging Face
+    and verify the logits, plot the loss and the learned matrices, and generate
+    some text.
+
+    If you run it again in the same output directory, it reuses the data and
+    moves the earlier checkpoints to run-1.
 
     Examples:
       kha-megatron quickstart
@@ -108,7 +110,7 @@ def _run(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> None:
 
 
 def _prepare(folder: Path, vocab_size: int | None) -> None:
-    """Prepare the dataset, unless an earlier run has already done so."""
+    """Prepare the dataset, or reuse the one of an earlier run."""
     from kha_megatron.data import prepare, verify
 
     try:
@@ -123,7 +125,7 @@ def _prepare(folder: Path, vocab_size: int | None) -> None:
 
 
 def move_earlier_run(run: Path) -> None:
-    """Rename the directory of an earlier run, or remove it if it has no complete checkpoint."""
+    """Move an earlier run to ``run-<n>``. If it has no complete checkpoint, delete it instead."""
     if newest(run / CHECKPOINTS) is None:
         shutil.rmtree(run, ignore_errors=True)
         return
@@ -174,7 +176,7 @@ def _summary(
 
 
 def _tokens_per_second(log: Path, sequence: int) -> float | None:
-    """Return the throughput without the first logged step, or None if there is only one."""
+    """Average throughput, excluding the first logged step."""
     steps = [s for s in recipes.read_steps(log) if s.samples is not None and s.seconds]
     seconds = sum((b.iteration - a.iteration) * (b.seconds or 0) for a, b in pairwise(steps))
     if not seconds:
@@ -200,7 +202,6 @@ def _facts(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _next_steps(output: Path) -> str:
-    """Return a text with commands to run next."""
     kha = Path(sys.executable).with_name("kha-megatron")
     if kha.is_relative_to(Path.cwd()):
         kha = kha.relative_to(Path.cwd())

@@ -18,7 +18,7 @@ recipes_app = Commands(name="recipes", help="List and show training recipes.", n
 
 @recipes_app.command("list")
 def list_recipes(
-    pattern: Annotated[str, typer.Argument(help="Only list matching names, e.g. 'table2/*'.")] = "*",
+    pattern: Annotated[str, typer.Argument(help="Which recipes to list, e.g. 'table2/*'.")] = "*",
     as_json: AsJSON = False,
 ) -> None:
     """List recipes, with the final loss from the paper if it was reported.

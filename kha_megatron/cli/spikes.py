@@ -19,10 +19,10 @@ def spikes(
     run: Annotated[
         Path,
         typer.Argument(
-            metavar="LOG_OR_TENSORBOARD", help="Path to a Megatron log or TensorBoard directory."
+            metavar="LOG_OR_TENSORBOARD", help="Megatron log file or TensorBoard directory."
         ),
     ],
-    name: Annotated[str, typer.Option(help="Name of the metric.")] = LOSS,
+    name: Annotated[str, typer.Option(help="Metric to check.")] = LOSS,
     window: Annotated[int, typer.Option(max=10**6, help="Window size.")] = SpikeDefinition.window,
     deviations: Annotated[
         float, typer.Option(help="Threshold in standard deviations.")
@@ -32,15 +32,15 @@ def spikes(
 ) -> None:
     """Find loss spikes in a Megatron run and print their height and recovery time.
 
-    A spike starts when the loss is not finite or exceeds the moving median of the last --window
-    values by more than --margin and --deviations standard deviations, which are estimated as 1.4826
-    times the median absolute deviation. It ends when the loss has dropped below half of this
-    threshold. Values within spikes are excluded from the window, and no spike is reported until a
-    quarter of the window is filled.
+    The loss is compared with the median of the last --window values. A spike starts if the loss is
+    above that median by more than --margin and by more than --deviations standard deviations
+    (estimated as 1.4826 times the median absolute deviation), or if it's not finite. The spike ends
+    once the loss is back below half of this threshold.
 
-    The height is the difference between the highest loss of a spike and the median, and the
-    recovery time is the duration of the spike in iterations. TensorBoard directories are more
-    accurate than logs, because logged losses are averages over --log-interval iterations.
+    Values inside spikes aren't added to the window, and no spikes are reported until a quarter of
+    the window is filled. The height of a spike is measured from the median, and its recovery time
+    in iterations. If possible, use a TensorBoard directory: logged losses are averages over
+    --log-interval iterations, so logs are less accurate.
 
     Examples:
       kha-megatron spikes quickstart/run/tensorboard

@@ -18,20 +18,18 @@ _PROBLEMS = ("missing", "unexpected", "mismatched", "different")
 
 
 def verify(
-    one: Annotated[
-        Path, typer.Argument(help="Path to a Megatron checkpoint or Hugging Face model.")
-    ],
-    other: Annotated[Path, typer.Argument(help="Path to the checkpoint or model to compare with.")],
+    one: Annotated[Path, typer.Argument(help="Megatron checkpoint or Hugging Face model.")],
+    other: Annotated[Path, typer.Argument(help="Checkpoint or model to compare with.")],
     logits: Annotated[
-        bool, typer.Option(help="Whether to compare logits if both models fit in memory.")
+        bool, typer.Option(help="Also compare logits, if both models fit in memory.")
     ] = True,
     workers: Workers = None,
     as_json: AsJSON = False,
 ) -> None:
     """Compare the tensors, settings and logits of two checkpoints.
 
-    A model can also be compared with its folded version, and an upcycled model with the original.
-    The exit code is 1 if the two models differ.
+    You can also compare a model with its folded version, or an upcycled model with the original.
+    The exit code is 1 if the models differ.
 
     Examples:
       kha-megatron verify ckpt/iter_0001000 my-model
@@ -48,7 +46,6 @@ def verify(
 def run_verification(
     one: Path, other: Path, workers: int | None, *, logits: bool = True
 ) -> "Verification":
-    """Compare two checkpoints while showing a status message on stderr."""
     from kha_megatron.conversion.verify import Pair
 
     with console.log.status("Comparing tensors and logits"):
@@ -62,12 +59,12 @@ def conclude(
     facts: Mapping[str, str] = MappingProxyType({}),
     values: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Print the result of a command, and exit with code 1 if the two models differ.
+    """Print the result of a command. Exits with code 1 if the verification failed.
 
     Args:
-        facts: Further rows for the table.
-        values: Further values for the JSON output, which then contains the verification under the
-            key ``verification``.
+        facts: Extra rows for the table.
+        values: Extra fields for the JSON output. If there are any, the verification is nested under
+            the key ``verification``.
     """
     found = verification and asdict(verification) | {"agrees": verification.agrees}
     rows = {**facts, **_facts(verification)}
@@ -107,7 +104,7 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
 
 
 def not_finite(tensors: Mapping[str, int]) -> dict[str, str]:
-    """Build the table row that lists tensors with NaN or infinite values, if there are any."""
+    """Return a table row for tensors with NaN or infinite values, or {} if all are finite."""
     if not tensors:
         return {}
     listed = [f"{name} {count:,}" for name, count in tensors.items()]
