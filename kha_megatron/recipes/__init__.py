@@ -1,7 +1,9 @@
-"""Training recipes and their execution with NeMo-Run.
+"""Training recipes, and how to run them with NeMo-Run.
 
-For example, ``launch_job(prepare_job(get_recipe("quickstart"), data=..., output=...))`` trains a
-small model on this machine.
+Example::
+
+    job = prepare_job(get_recipe("quickstart"), data=..., output=...)
+    result = launch_job(job)  # trains a small model on this machine
 """
 
 import difflib
@@ -50,10 +52,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def get_recipe(name: str) -> Recipe:
-    """Return a recipe by name.
+    """Look up a recipe by name.
 
     Raises:
-        ConfigError: If the recipe does not exist. The message suggests similar names.
+        ConfigError: If there's no such recipe. The message suggests similar names.
     """
     if name not in RECIPES:
         similar = difflib.get_close_matches(name, RECIPES, n=3) or ["quickstart"]

@@ -1,8 +1,8 @@
-"""Small recipes that train within minutes on two CPU cores.
+"""Small recipes that train in a few minutes on two CPU cores.
 
-The models are scaled-down versions of the models in section 4.1. Since the laptop recipes use a
-single rank, ``kha-megatron compare`` can train one run per core in parallel. See
-``benchmarks/reproduction.md`` for the choice of the learning rate.
+These are scaled-down versions of the paper's models (section 4.1). The ``laptop/*`` recipes use a
+single rank, so that ``kha-megatron compare`` can train one run per core in parallel. See
+``benchmarks/reproduction.md`` for how we chose the learning rate.
 """
 
 from typing import Any
@@ -49,8 +49,8 @@ def _laptop(name: str, description: str, **feed_forward: Any) -> Recipe:
         num_attention_heads=8,
         num_query_groups=4,
         kv_channels=16,
-        # 0.5 / sqrt(hidden_size). With 0.02, the loss plateaus for hundreds of steps, and the
-        # difference between two runs is ten times as large.
+        # 0.5 / sqrt(hidden_size). With 0.02, the loss plateaus for hundreds of steps and runs
+        # differ ten times as much.
         init_method_std=0.06,
         tensor_model_parallel_size=1,
         micro_batch_size=8,
@@ -83,7 +83,7 @@ QUICKSTART = _recipe(
     expert_tensor_parallel_size=1,
     micro_batch_size=16,
     global_batch_size=16,
-    lr=2e-3,  # at a ten times higher rate, rounding errors change the loss
+    lr=2e-3,  # with 2e-2, rounding errors change the loss
     min_lr=2e-4,
     split="99,1,0",
 )

@@ -1,4 +1,4 @@
-"""Launch jobs on the local machine with NeMo-Run and wait for their completion."""
+"""Run jobs on the local machine with NeMo-Run."""
 
 import os
 import shlex
@@ -22,7 +22,7 @@ from kha_megatron.recipes.prepare import Job, owned_output
 from kha_megatron.recipes.processes import LAUNCH_VARIABLE, find_processes, guarded, interruptible
 
 TASK = "train"
-"""Name of the NeMo-Run task, which also names its script ``train.sh``."""
+"""Name of the NeMo-Run task. Its script is called ``train.sh``."""
 
 _FINISHED = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
 _POLL_SECONDS = 1.0
@@ -30,29 +30,29 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """Command that NeMo-Run would execute on this machine."""
+    """Command line and environment of a local run. See :func:`dry_run`."""
 
     words: tuple[str, ...]
     environment: Mapping[str, str]
-    """Environment variables to set. ``PATH`` is prepended to the existing value."""
+    """Environment variables to set. ``PATH`` is prepended to the current value."""
     folder: Path
     """Working directory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchResult:
-    """Result of a launched job."""
+    """How a job ended."""
 
     status: str
     """``succeeded``, ``failed``, ``cancelled`` or ``unknown``."""
     seconds: float
     log: Path
-    """Combined log of all ranks, with a rank prefix on each line."""
+    """Combined log of all ranks. Each line is prefixed with its rank."""
     rank_logs: Path
-    """Directory with the ``stdout.log`` and ``stderr.log`` files of each rank."""
+    """Directory with separate ``stdout.log`` and ``stderr.log`` files per rank."""
     last_step: Step | None
     failure: Failure | None
-    """Failed rank and its error, unless the job succeeded."""
+    """Which rank failed and why. None if the job succeeded."""
 
     @property
     def succeeded(self) -> bool:
@@ -60,7 +60,7 @@ class LaunchResult:
 
 
 def dry_run(job: Job) -> Command:
-    """Return the torchrun command that :func:`launch_job` would execute."""
+    """Return the torchrun command that :func:`launch_job` would run."""
     with create_experiment(job, _executor(job, launch_id="dry-run")) as experiment:
         experiment.dryrun(log=False)
         request = experiment.jobs[0]._dryrun_info.request
@@ -79,14 +79,14 @@ def launch_job(
     on_step: Callable[[Step], None] | None = None,
     stop: threading.Event | None = None,
 ) -> LaunchResult:
-    """Launch a job on this machine and wait for its completion. This function is thread-safe.
+    """Run a job on this machine and wait for it. Can be called from several threads.
 
     Args:
-        on_step: Callback for each training step that Megatron logs.
-        stop: Event that terminates the job, e.g. from another thread.
+        on_step: Called for each training step that Megatron logs.
+        stop: Set this event to terminate the job, e.g. from another thread.
 
     Raises:
-        KeyboardInterrupt: After Ctrl-C, SIGTERM, SIGHUP or ``stop``, once all ranks have exited.
+        KeyboardInterrupt: On Ctrl-C, SIGTERM, SIGHUP or ``stop``, after all ranks have exited.
         MissingDependencyError: If NeMo-Run is not installed.
         ConfigError: If torchrun is not found or NeMo-Run's home directory cannot be used.
         OutputError: If another process uses the output directory.
@@ -124,7 +124,7 @@ def launch_job(
 
 
 def import_nemo_run() -> ModuleType:
-    """Import NeMo-Run, which is an optional dependency."""
+    """Import NeMo-Run, or explain how to install it (it's an optional dependency)."""
     try:
         import nemo_run
     except ImportError as error:
@@ -139,7 +139,7 @@ def import_nemo_run() -> ModuleType:
 
 @contextmanager
 def create_experiment(job: Job, executor: Any, *, chain: int = 1) -> Iterator[Any]:
-    """Create a NeMo-Run experiment with ``chain`` sequential tasks without starting it."""
+    """Create a NeMo-Run experiment of ``chain`` consecutive tasks. Doesn't start it."""
     run = import_nemo_run()
     with run.Experiment(
         job.recipe.name.replace("/", "-"),
@@ -195,9 +195,10 @@ def _follow(
 
 
 def _status(experiment: Any, launch_id: str) -> str:
-    """Return the task state, or UNKNOWN if all processes have exited without a final state.
+    """Return the state of the task, e.g. RUNNING or SUCCEEDED.
 
-    The exit code is not used, because NeMo-Run exits with code 0 even for failed jobs.
+    We can't rely on NeMo-Run's exit code because it's 0 even for failed jobs. If all processes are
+    gone but there's no final state, the state is UNKNOWN.
     """
     state = experiment.status(return_dict=True)[TASK]["status"].name
     if state not in (*_FINISHED, "RUNNING") and not find_processes(launch_id):

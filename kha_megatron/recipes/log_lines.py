@@ -1,7 +1,10 @@
 """Read training metrics from Megatron's logs and TensorBoard files.
 
-Megatron logs `` iteration 3/ 10 | ... | lm loss: 4.4E+00 |`` every ``--log-interval`` iterations.
-All other lines are ignored, as well as prefixes that launchers add.
+Every ``--log-interval`` iterations, Megatron logs a line such as::
+
+     iteration 3/ 10 | ... | lm loss: 4.4E+00 |
+
+Other lines are ignored, and so are the prefixes that launchers add.
 """
 
 import math
@@ -15,7 +18,7 @@ from typing import BinaryIO
 from kha_megatron.errors import DataError
 
 History = dict[str, list[tuple[int, float]]]
-"""Lists of (iteration, value) pairs by metric name."""
+"""``{metric: [(iteration, value), ...]}``"""
 
 LOSS = "lm loss"
 VALIDATION_LOSS = "lm loss validation"
@@ -27,22 +30,23 @@ _SKIPPED = "number of skipped iterations"
 
 @dataclass(frozen=True)
 class Step:
-    """Training step logged by Megatron, with averages since the previously logged step."""
+    """A training step in Megatron's log. Loss and time are averages since the previous one."""
 
     iteration: int
     total: int
     samples: int | None
-    """Number of consumed samples."""
+    """Samples consumed so far."""
     seconds: float | None
     """Seconds per iteration."""
     loss: float | None
-    """Language modeling loss, or None if all iterations were skipped."""
+    """Language modeling loss. None if all iterations were skipped."""
 
 
 def parse_line(line: str) -> tuple[int, int, dict[str, float]] | None:
-    """Parse a training log line into the iteration, the total number of iterations and metrics.
+    """Parse a line of Megatron's training log.
 
-    Returns None for all other lines.
+    Returns:
+        The iteration, the total number of iterations and the metrics, or None for other lines.
     """
     if (match := _LINE.search(line)) is None:
         return None
@@ -60,7 +64,7 @@ def parse_line(line: str) -> tuple[int, int, dict[str, float]] | None:
 
 
 def parse_step(line: str) -> Step | None:
-    """Parse a training log line into a :class:`Step`, or return None for all other lines."""
+    """Same as :func:`parse_line`, but returns a :class:`Step`."""
     if (found := parse_line(line)) is None:
         return None
     iteration, total, values = found
@@ -76,15 +80,14 @@ def parse_step(line: str) -> Step | None:
 
 
 def read_steps(log: Path) -> list[Step]:
-    """Read all training steps from a log file."""
     with log.open("rb") as file:
         return list(filter(None, map(parse_step, read_new_lines(file))))
 
 
 def read_new_lines(file: BinaryIO) -> Iterator[str]:
-    """Yield the complete lines after the current file position.
+    """Yield lines from the current position on, as in ``tail -f``.
 
-    An incomplete last line is not consumed, so that it can be read later.
+    If the last line is still being written, it's left for the next call.
     """
     while line := file.readline():
         if not line.endswith(b"\n"):
@@ -94,10 +97,10 @@ def read_new_lines(file: BinaryIO) -> Iterator[str]:
 
 
 def read_log(path: Path) -> History:
-    """Read all metrics from a log file. If an iteration was logged twice, the last line is used.
+    """Read all metrics from a log file. If an iteration was logged twice, the last line wins.
 
-    Note that the second line after a start is an average over two iterations, whereas TensorBoard
-    files have exact values.
+    Note: The second line after a start is an average over two iterations. Use
+    :func:`read_history` to get exact values.
 
     Raises:
         DataError: If the file contains no training log lines.
@@ -113,10 +116,10 @@ def read_log(path: Path) -> History:
 
 
 def read_history(tensorboard_dir: Path) -> History:
-    """Read all scalars from a TensorBoard directory, except for duplicates ("vs samples").
+    """Read all scalars from a TensorBoard directory, except Megatron's "vs samples" duplicates.
 
-    After a resume, the values of the newest event file take precedence. Within a file, the first
-    value of a step is used, because Megatron finally logs the test loss as the validation loss.
+    If a run was resumed, the newest event file takes precedence. Within a file, we keep the first
+    value of each step, because Megatron logs the test loss as validation loss at the very end.
 
     Raises:
         DataError: If the directory contains no TensorBoard event files.

@@ -1,4 +1,4 @@
-"""Find the rank that failed in the logs of torchrun and its ranks."""
+"""Find out which rank failed first, and why, from the logs of a torchrun job."""
 
 import re
 import signal
@@ -19,15 +19,15 @@ _ROOT_CAUSE = re.compile(
 
 @dataclass(frozen=True)
 class Failure:
-    """First rank that failed, with the last lines of its log."""
+    """The rank that failed first, and the end of its log."""
 
     rank: int | None
-    """Failed rank, or None if torchrun itself failed."""
+    """None if torchrun itself failed."""
     exit_code: int | None
-    """Exit code of the rank, or the negative signal number if the rank was killed."""
+    """Exit code, or minus the signal number if the rank was killed (e.g. -9)."""
     log: Path
     lines: tuple[str, ...]
-    """Last lines of ``log``, at most :data:`TAIL_LINES`."""
+    """Up to :data:`TAIL_LINES` lines from the end of ``log``."""
 
     def __str__(self) -> str:
         if self.rank is None or self.exit_code is None:
@@ -39,11 +39,11 @@ class Failure:
 
 
 def find_failure(launcher: Path, ranks: Path) -> Failure:
-    """Find the rank that failed in a run on this machine.
+    """Find the failed rank of a local run.
 
     Args:
-        launcher: Directory with the ``stdout.log`` and ``stderr.log`` of torchrun itself.
-        ranks: torchrun's ``--log-dir``, which contains ``<run>/attempt_<n>/<local rank>/``.
+        launcher: Directory with torchrun's own ``stdout.log`` and ``stderr.log``.
+        ranks: torchrun's ``--log-dir``, containing ``<run>/attempt_<n>/<local rank>/``.
     """
     report = launcher / "stderr.log"
     cause = _root_cause(_last_lines(report, 1000))
@@ -59,7 +59,7 @@ def find_failure(launcher: Path, ranks: Path) -> Failure:
 
 
 def find_failure_in_text(text: str, log: Path) -> Failure:
-    """Find the rank that failed in the end (``text``) of a combined log of torchrun and ranks."""
+    """Find the failed rank from ``text``, the tail of a combined log of torchrun and its ranks."""
     lines = text.rstrip().splitlines()
     if (cause := _root_cause(lines)) is None:
         return Failure(None, None, log, _without_prefixes(lines))
@@ -69,7 +69,7 @@ def find_failure_in_text(text: str, log: Path) -> Failure:
 
 
 def _root_cause(lines: Sequence[str]) -> tuple[int, int, int] | None:
-    """Parse rank, local rank and exit code of the first failure from torchrun's report."""
+    """Parse torchrun's failure report. Returns ``(rank, local_rank, exit_code)``."""
     if (table := _ROOT_CAUSE.search("\n".join(lines))) is None:
         return None
     exit_code = int(table["exitcode"])
@@ -79,7 +79,7 @@ def _root_cause(lines: Sequence[str]) -> tuple[int, int, int] | None:
 
 
 def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
-    """Remove argparse's usage text, which precedes the error message (exit code 2)."""
+    """Drop the usage text that argparse prints before an error (exit code 2)."""
     found = [i for i, line in enumerate(lines) if "error: " in line]
     return lines[found[-1] :] if found and exit_code == 2 else lines
 
@@ -95,5 +95,5 @@ def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
 
 
 def _without_prefixes(lines: Sequence[str], count: int = TAIL_LINES) -> tuple[str, ...]:
-    """Strip torchrun's prefixes such as ``[default0]:`` from the last ``count`` lines."""
+    """Return the last ``count`` lines without prefixes such as ``[default0]:``."""
     return tuple(_RANK_PREFIX.sub("", line.rstrip()) for line in lines[-count:])

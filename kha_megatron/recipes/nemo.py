@@ -1,7 +1,7 @@
-"""NeMo-Run integration: the ``nemo kha train`` command and ``run.Partial`` for recipes.
+"""NeMo-Run integration: the ``nemo kha train`` command, and recipes as ``run.Partial``.
 
-This module is registered in the entry point group ``nemo_run.cli``. Note that NeMo-Run evaluates
-command-line arguments as Python code, so do not pass untrusted input to ``nemo``.
+Registered in the ``nemo_run.cli`` entry point group. Be careful: NeMo-Run evaluates command-line
+arguments as Python code, so never pass untrusted input.
 """
 
 import os
@@ -18,7 +18,7 @@ from kha_megatron.recipes.launching import TASK
 
 
 def run_rank(command: list[str]) -> None:
-    """Execute Python with the given arguments in place of the current process, on each rank."""
+    """Replace the current process with ``python *command``. Runs on each rank."""
     os.execv(sys.executable, [sys.executable, *command])
 
 
@@ -31,15 +31,17 @@ def partial(
     megatron: str = "",
     resume: bool = False,
 ) -> Any:
-    """Build a ``run.Partial`` for a recipe and configure the executor's launcher and environment.
+    """Build a ``run.Partial`` for a recipe.
+
+    Note: This also sets the launcher and the environment variables of ``executor``.
 
     Args:
-        executor: NeMo-Run executor, which also determines the number of ranks.
+        executor: NeMo-Run executor. Its nodes and processes per node determine the ranks.
         data: Output directory of ``kha-megatron data prepare``, as seen by the ranks.
-        output: Directory for checkpoints and TensorBoard files. The default ``runs/RECIPE`` can
-            only be used with a local executor.
-        megatron: Megatron and ``--kha-*`` arguments in shell syntax.
-        resume: Whether to resume from the last checkpoint in ``output``.
+        output: Directory for checkpoints and TensorBoard files. Must be set for remote executors
+            (the default is the relative path ``runs/RECIPE``).
+        megatron: Megatron and ``--kha-*`` arguments, e.g. ``"--lr 1e-3 --kha-value mlp"``.
+        resume: Resume from the last checkpoint in ``output``.
     """
     local = isinstance(executor, run.LocalExecutor)
     job = prepare_job(
@@ -67,9 +69,10 @@ def train(
     megatron: str = "",
     resume: bool = False,
 ) -> None:
-    """Train a kha-megatron recipe with any NeMo-Run executor. See :func:`partial` for arguments.
+    """Train a kha-megatron recipe with any NeMo-Run executor.
 
-    The exit code is 1 if a rank fails and 2 for invalid arguments.
+    See :func:`partial` for the arguments. Exits with code 1 if a rank fails, and 2 for invalid
+    arguments.
     """
     try:
         executor = ctx.executor or run.LocalExecutor(ntasks_per_node=get_recipe(recipe).ranks)

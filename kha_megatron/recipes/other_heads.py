@@ -1,18 +1,15 @@
 """Recipes for other head mechanisms: gated attention, mixture-of-head attention and Table 6.
 
-``GATED`` contains the models of the gated attention paper (arXiv 2505.06708) with gates at
-different positions. Model sizes are from this paper, with Qwen3's tokenizer, and the training
-schedule is from Table 3 of the KHA paper. Note that the 15B model has 1.99B active parameters,
-although its name states 2.4B.
-
-``MOH`` contains the language models of the mixture-of-head attention paper (arXiv 2410.11842), with
-hyperparameters from its Tables A, C and D. Unspecified hyperparameters are our choice: half of the
-active heads are shared (section 4.4 shares 16 of 32 heads for LLaMA3-8B), and the learning rate
-decay is a cosine.
-
-``INTERACTIVE`` reproduces Table 6 of the KHA paper with models from Table 3. Since the sizes of the
-other mechanisms are not published, collaborative heads are as large as fused kernels allow, and
-half of the active heads in MoH are shared.
+- ``GATED``: models of the gated attention paper (arXiv:2505.06708), with gates at different
+  positions. We use that paper's model sizes and Qwen3's vocabulary, but the training schedule of
+  Table 3 in the KHA paper. Note that the 15B model is called A2.4B, but only 1.99B parameters are
+  active.
+- ``MOH``: language models of the mixture-of-head attention paper (arXiv:2410.11842), with the
+  hyperparameters of its Tables A, C and D. Some aren't specified. For these, we share half of the
+  active heads (section 4.4 shares 16 of 32 heads for LLaMA3-8B) and use cosine decay.
+- ``INTERACTIVE``: Table 6 of the KHA paper, with models from Table 3. The paper doesn't say how
+  large the other mechanisms are, so we make collaborative heads as large as fused kernels allow,
+  and share half of the active heads in MoH.
 """
 
 from collections.abc import Iterator, Mapping
@@ -88,7 +85,7 @@ _VARIANTS: Mapping[str, Mapping[str, HeadVariant]] = {
         "50": HeadVariant("50 % of the heads, half shared", "moh_50"),
     },
     "interactive": {
-        # talking heads materialize the attention matrix, so long sequences must be allowed
+        # talking heads materialize the attention matrix, so we have to allow long sequences
         "talking": HeadVariant(
             "talking heads",
             "talking",
@@ -137,7 +134,7 @@ _LLAMA_STAGE_2 = Baseline(
     vocab_size=160896,
 ).recipe(
     "moh/llama3-8b-stage2",
-    # stage 2 of section 4.4 only changes the router configuration
+    # stage 2 (section 4.4) only changes the router configuration
     HeadVariant(
         "16 shared and 8 of 16 routed heads, from --pretrained-checkpoint of stage 1",
         heads={

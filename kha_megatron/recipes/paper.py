@@ -1,8 +1,8 @@
 """Recipes for the models of the KHA paper (sections 4.1 and 4.4, Table 5) and shared defaults.
 
-Hyperparameters are from the paper or, if not published, Megatron's defaults. Tied embeddings, the
-vocabulary size and the sizes of the 6.1B model are derived from the published parameter counts.
-Parallel sizes are our choice, because the paper used FSDP.
+Hyperparameters that the paper doesn't mention are left at Megatron's defaults. We inferred tied
+embeddings, the vocabulary size and the sizes of the 6.1B model from the published parameter counts.
+The parallel sizes are our own, since the paper used FSDP.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ ROUTING: dict[str, Any] = {
     "moe_router_dtype": "fp32",
     "moe_token_dispatcher_type": "alltoall",
 }
-"""MoE routing with a load balancing bias instead of an auxiliary loss."""
+"""MoE routing. Load is balanced by expert biases rather than by an auxiliary loss."""
 
 TRAINING: dict[str, Any] = {
     "adam_beta1": 0.9,
@@ -60,18 +60,18 @@ _ON_GPUS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Schedule:
-    """Training length and learning rate schedule, with defaults from section 4.1."""
+    """Training length and learning rate schedule. Defaults are from section 4.1."""
 
     tokens: str
-    """Number of training tokens with a unit, e.g. ``75B`` or ``1T``."""
+    """Training tokens, e.g. ``75B`` or ``1T``."""
     length: int
     """Sequence length."""
     rate: float
     """Peak learning rate."""
     last: float = 0.1
-    """Ratio of the final learning rate to the peak learning rate."""
+    """Final learning rate, as a fraction of the peak."""
     batch: int = 512
-    """Global batch size in sequences."""
+    """Global batch size (sequences)."""
     warm_up: Mapping[str, Any] = MappingProxyType({"lr_warmup_fraction": 0.05})
 
     def arguments(self) -> dict[str, Any]:
@@ -94,14 +94,14 @@ SCHEDULE_1T = Schedule("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Size of a model in Table 5 or section 4.1."""
+    """Dimensions of a model, as in Table 5."""
 
     layers: int
     hidden: int
     ffn: int
-    """Intermediate size of the dense MLP or of each expert."""
+    """Intermediate size of the MLP (of each expert for MoE)."""
     experts: tuple[int, int] | None = None
-    """Number of experts and number of active experts per token."""
+    """``(num_experts, top_k)`` for MoE models."""
 
 
 MODEL_SIZES: Mapping[str, ModelSize] = {
@@ -123,12 +123,12 @@ PAPER_PARAMETERS: Mapping[str, Mapping[str, str | float]] = {
     "dense-3.9b": {"total": "3.94B", "active": "3.94B"},
     "moe-a1b-6.1b": {"total": "6.1B", "active": "1.01B"},
 }
-"""Total and active parameters of the baselines in Table 5 and section 4.1."""
+"""Published parameter counts of the baselines (Table 5, section 4.1)."""
 
 
 @dataclass(frozen=True)
 class HeadVariant:
-    """Head mechanisms of a recipe, given by a preset and ``kha_*`` arguments that override it."""
+    """Head mechanisms of a recipe: a preset, plus ``kha_*`` arguments to override it."""
 
     description: str
     preset: str = "baseline"
@@ -143,7 +143,7 @@ VARIANTS: Mapping[str, HeadVariant] = {
 
 
 def grouped_query(heads: int, groups: int) -> dict[str, Any]:
-    """Return Megatron's arguments for ``heads`` query heads and ``groups`` KV heads."""
+    """Megatron arguments for GQA with ``heads`` query heads and ``groups`` KV heads."""
     return {
         "num_attention_heads": heads,
         "group_query_attention": True,
@@ -153,18 +153,18 @@ def grouped_query(heads: int, groups: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Model and training schedule without head mechanisms, from which recipes are built."""
+    """Model and training schedule. Combine it with a :class:`HeadVariant` to get a recipe."""
 
     description: str
     shape: ModelSize
     schedule: Schedule
     attention: dict[str, Any] = field(default_factory=lambda: grouped_query(32, 4))
-    """Megatron arguments of the attention and other overrides."""
+    """Megatron arguments for attention, plus any other overrides."""
     vocab_size: int = VOCAB_SIZE
     note: str = ""
 
     def recipe(self, name: str, variant: HeadVariant, **paper: str | float) -> Recipe:
-        """Build the recipe of a variant with published results (see ``Recipe.paper``)."""
+        """Build the recipe for a variant. ``paper`` contains published results, if any."""
         shape = self.shape
         values: dict[str, Any] = {
             "num_layers": shape.layers,
@@ -193,7 +193,7 @@ class Baseline:
 
 
 def _recipe(name: str) -> Recipe:
-    """Build the recipe of a model with KHA-MLP for MoE models and KHA-Linear for dense models."""
+    """Build the main recipe for a model size: KHA-MLP for MoE, KHA-Linear for dense models."""
     shape = MODEL_SIZES[name]
     kind = "MoE, {1} of {0} experts".format(*shape.experts) if shape.experts else "dense model"
     schedule = SCHEDULE_1T if name == "moe-a1b-6.1b" else SCHEDULE_100B

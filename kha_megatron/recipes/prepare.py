@@ -1,7 +1,7 @@
-"""Build the job of a recipe and check it before it is started or submitted.
+"""Turn a recipe into a job, and check it before it's started or submitted.
 
-The checks only need the command line and the file system, so mistakes are found before a job waits
-in a queue.
+All checks work on the command line and the file system alone. This way, you notice mistakes right
+away, not after hours in a queue.
 """
 
 import math
@@ -25,45 +25,45 @@ from kha_megatron.model.run import Run
 from kha_megatron.recipes.recipe import CHECKPOINTS, Recipe
 
 SUBMISSION = "submission.json"
-"""File in the output directory with the ids of the submitted Slurm jobs."""
+"""File in the output directory that records the Slurm job IDs."""
 
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 _OTHER_CHECKPOINT = (
     *("kha_upcycle", "use_checkpoint_args"),
     *("--ckpt-step", "--non-persistent-ckpt-type"),
 )
-"""With one of these arguments, only the ranks can check the mechanisms of the checkpoint."""
+"""Skip our check of the checkpoint's head mechanisms if any of these is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """Resources and options of a Slurm job."""
+    """Options of a Slurm job."""
 
     time: str
-    """Time limit, ``[DAYS-]HH:MM:SS``. The run saves a checkpoint and exits before this limit."""
+    """Time limit, ``[DAYS-]HH:MM:SS``. The run saves a checkpoint and exits before it's reached."""
     nodes: int = 1
     gpus: int = 8
     """Number of ranks per node."""
     image: str | None = None
-    """Container image. By default, jobs use this machine's Python environment, which must be on a
-    shared file system."""
+    """Container image. If None, jobs use the current Python environment. In that case, it has to be
+    on a shared file system."""
     mounts: tuple[str, ...] = ()
-    """``HOST_PATH:CONTAINER_PATH``."""
+    """Container mounts, ``HOST_PATH:CONTAINER_PATH``."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables for the ranks, in addition to those of the recipe."""
+    """Extra environment variables for the ranks."""
     partition: str | None = None
     account: str | None = None
     retries: int = 0
-    """Number of times that Slurm requeues a failed job."""
+    """How often Slurm requeues a failed job."""
     chain: int = 1
-    """Number of jobs to run in sequence, each resuming from the checkpoint of the previous job."""
+    """Number of jobs to run one after another. Each resumes from the previous checkpoint."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Fields of NeMo-Run's ``SlurmExecutor``, as strings or JSON."""
+    """Other fields of NeMo-Run's ``SlurmExecutor`` (strings or JSON)."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return Megatron arguments with which the run saves and exits before the time limit.
+        """Return Megatron arguments that make the run save and exit before the time limit.
 
-        A tenth of the time limit, but at most 15 minutes, is reserved for saving the checkpoint.
+        We reserve 10% of the time limit for saving the checkpoint, but no more than 15 minutes.
 
         Raises:
             ConfigError: If ``time`` is malformed.
@@ -79,29 +79,28 @@ class Slurm:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A recipe that is ready to be started, created by :func:`prepare`."""
+    """A recipe that is ready to run. Create it with :func:`prepare_job`."""
 
     recipe: Recipe
     command: tuple[str, ...]
-    """Command line of each rank, starting with the Python interpreter."""
+    """Command to run on each rank: the Python interpreter and its arguments."""
     ranks: int
     environment: Mapping[str, str]
     output: Path | None
     device: str
     """``cuda`` or ``cpu``."""
     slurm: Slurm | None = None
-    """Slurm options, or None to run on this machine."""
+    """None to run on this machine."""
     resume: bool = False
-    """Whether the job continues an earlier one in ``output``."""
+    """Whether the job loads an earlier checkpoint."""
 
     @property
     def title(self) -> str:
-        """Title of the progress bar."""
         return f"{self.recipe.name} on {self.ranks} ranks"
 
     @property
     def script(self) -> str:
-        """Shell script executed by each rank."""
+        """Shell script to run on each rank."""
         return f"exec {shlex.join(self.command)}\n"
 
 
@@ -117,21 +116,23 @@ def prepare_job(
     slurm: Slurm | None = None,
     remote: bool = False,
 ) -> Job:
-    """Build a job and check its arguments, data and directories. Nothing is started.
+    """Build a job from a recipe, and check its arguments, data and directories.
+
+    This doesn't start anything. See :func:`launch_job` and :func:`submit`.
 
     Args:
         data: Directory written by ``kha-megatron data prepare``.
         output: Directory for checkpoints and TensorBoard files. Unless ``resume`` is set, it must
-            be empty or not exist.
-        overrides: Megatron arguments that override those of the recipe.
-        ranks: Number of processes on this machine. Ignored with ``slurm``.
+            not contain any files yet.
+        overrides: Megatron arguments that take precedence over the recipe's.
+        ranks: Number of processes. Ignored if ``slurm`` is set.
         device: ``cuda`` or ``cpu``.
-        resume: Whether to resume from the last checkpoint in ``output``.
-        remote: Whether the job runs on machines that do not share this machine's file system. As
-            with ``slurm``, a restarted job then resumes from its own last checkpoint.
+        resume: Resume from the last checkpoint in ``output``.
+        remote: Set this if the ranks can't access the local file system. Like a Slurm job, the job
+            resumes from its own last checkpoint when it's restarted.
 
     Raises:
-        ConfigError: If arguments are inconsistent, or a path for a container is relative.
+        ConfigError: If arguments are inconsistent, or a path on a remote machine is relative.
         DataError: If the dataset or tokenizer is missing.
         OutputError: If the output directory is not empty.
         CheckpointError: If ``resume`` is set and there is no complete checkpoint.
@@ -191,7 +192,7 @@ def prepare_job(
 
 
 def _check_directories(run: Run, load: str | None, output: Path | None, *, resume: bool) -> None:
-    """Check that no earlier run is overwritten and that the checkpoint to load is complete."""
+    """Check that we don't overwrite an earlier run or load an incomplete checkpoint."""
     source = Path(load).absolute() if load else None
     if source is not None:
         _check_checkpoint(source, run)
@@ -203,10 +204,11 @@ def _check_directories(run: Run, load: str | None, output: Path | None, *, resum
 
 @contextmanager
 def owned_output(job: Job) -> Iterator[None]:
-    """Own a job's output directory while the job runs or is being submitted.
+    """Lock the output directory of a job while it's running or being submitted.
 
     Raises:
-        OutputError: If another process owns the directory, or used it after :func:`prepare_job`.
+        OutputError: If another process holds the lock, or has used the directory since
+            :func:`prepare_job`.
     """
     if job.output is None or (job.slurm is not None and job.slurm.image is not None):
         yield  # the directory may exist only inside the container
@@ -222,9 +224,9 @@ def owned_output(job: Job) -> Iterator[None]:
 
 
 def _check_checkpoint(directory: Path, run: Run) -> None:
-    """Check that a directory contains a complete checkpoint with the same head mechanisms.
+    """Check that there's a complete checkpoint with the same head mechanisms as ``run``.
 
-    Without a complete checkpoint, Megatron would silently start from random weights.
+    Megatron itself would silently start from random weights if there's no complete checkpoint.
     """
     verdict = select_iteration(directory) if directory.is_dir() else None
     if verdict and verdict.newest:
@@ -243,9 +245,9 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
 
 
 def _environment(recipe: Recipe, run: Run, *, override: bool) -> dict[str, str]:
-    """Return the environment variables of the ranks.
+    """Environment variables for the ranks.
 
-    Unless ``override`` is set, variables that are already set in this process keep their values.
+    By default, variables that are already set in the current process win over the recipe's.
     """
     variables, layout = dict(recipe.environment), run.layout(None)
     if run.training.use_torch_fsdp2 or run.training.use_megatron_fsdp:

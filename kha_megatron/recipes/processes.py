@@ -1,8 +1,10 @@
-"""Terminate all processes of a launch, which are identified by an environment variable.
+"""Find and terminate all processes of a launch.
 
-A process group cannot be used, because torchrun starts each rank in its own session. If this module
-is run as a script, it waits until stdin is closed, which also happens when the launcher is killed,
-and then terminates the processes.
+We identify processes by an environment variable. Process groups don't work because torchrun starts
+each rank in its own session.
+
+When run as a script, this module waits for stdin to be closed and then terminates the processes.
+This also works if the launcher gets killed.
 """
 
 import os
@@ -18,14 +20,14 @@ from typing import Any
 import psutil
 
 LAUNCH_VARIABLE = "KHA_MEGATRON_LAUNCH"
-"""Environment variable that contains the launch ID in all processes of a launch."""
+"""Environment variable with the launch ID. Set in all processes of a launch."""
 
 _GRACE_SECONDS = 20.0  # between SIGTERM and SIGKILL, e.g. to save a checkpoint
 
 
 @contextmanager
 def guarded(launch_id: str) -> Iterator[None]:
-    """Terminate all processes of a launch when the context exits or this process is killed."""
+    """Terminate all processes of a launch on exit, even if the current process gets killed."""
     guard = subprocess.Popen(
         [sys.executable, "-I", __file__, launch_id],
         stdin=subprocess.PIPE,
@@ -46,10 +48,10 @@ def guarded(launch_id: str) -> Iterator[None]:
 
 @contextmanager
 def interruptible() -> Iterator[list[int]]:
-    """Raise KeyboardInterrupt for SIGTERM and SIGHUP, and yield the list of received signals.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP. Yields a list of the received signals.
 
-    Further signals are ignored so that cleanup can finish. Existing signal handlers are kept, e.g.
-    those of nohup, and nothing happens in threads other than the main thread.
+    If the same signal is sent again, it's ignored so that cleanup can finish. Existing handlers
+    (e.g. nohup's) are left alone. Has no effect outside of the main thread.
     """
     received: list[int] = []
 
@@ -71,7 +73,7 @@ def interruptible() -> Iterator[list[int]]:
 
 
 def end_processes(launch_id: str, grace: float = _GRACE_SECONDS) -> None:
-    """Send SIGTERM to torchrun, which forwards it, and SIGKILL to processes that remain."""
+    """Send SIGTERM to torchrun (it forwards the signal), and SIGKILL after ``grace`` seconds."""
     deadline = time.monotonic() + grace
     found = find_processes(launch_id)
     _signal((pid for pid, parent in found.items() if parent not in found), signal.SIGTERM)
@@ -81,7 +83,7 @@ def end_processes(launch_id: str, grace: float = _GRACE_SECONDS) -> None:
 
 
 def find_processes(launch_id: str) -> dict[int, int]:
-    """Return the process IDs of a launch with their parent process IDs."""
+    """Return ``{pid: parent_pid}`` for all processes of a launch."""
     infos = [p.info for p in psutil.process_iter(["pid", "ppid", "environ"])]
     # environ is None for processes of other users
     found = [x for x in infos if (x["environ"] or {}).get(LAUNCH_VARIABLE) == launch_id]

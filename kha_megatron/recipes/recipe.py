@@ -1,4 +1,4 @@
-"""Recipes: named training runs from which Megatron's command line is generated."""
+"""The :class:`Recipe` dataclass."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ HEAD_ARGUMENTS = tuple(f"kha_{name}" for name in ("preset", *PROJECTIONS, "init"
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Named training run without data and output paths, which are added by :meth:`run_for`."""
+    """A named training run. Data and output paths are filled in by :meth:`run_for`."""
 
     name: str
     description: str
@@ -26,21 +26,21 @@ class Recipe:
     ranks: int
     """Default number of ranks on one machine."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the ranks, which a user can override for local runs."""
+    """Environment variables for the ranks. In local runs, the user's values win."""
     paper: Mapping[str, str | float] = field(default_factory=dict)
-    """Published results: ``total`` and ``active`` parameters as text (excluding KHA), the final
-    ``loss``, or the mean ``accuracy`` in percent."""
+    """Published results. Keys are ``total`` and ``active`` (parameters excluding KHA, e.g. "6.6B"),
+    ``loss`` (final loss) and ``accuracy`` (mean, in percent)."""
     note: str = ""
     """Differences from comparable recipes."""
     entry: str = "kha_megatron.training"
-    """Training script: a module, or a path that ends in ``.py``."""
+    """Training script: a module name or a path to a ``.py`` file."""
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
-        """Return a copy with other arguments. See :meth:`kha_megatron.model.run.Run.updated`."""
+        """Return a copy with changed arguments. See :meth:`kha_megatron.model.run.Run.updated`."""
         return replace(self, run=self.run.updated(words, **values))
 
     def with_heads(self, kha: KHAConfig) -> Self:
-        """Return a copy with other head mechanisms. The attention type does not change."""
+        """Return a copy with different head mechanisms but the same attention type."""
         options = kha.to_options()
         return self.updated(**{name: options[name.removeprefix("kha_")] for name in HEAD_ARGUMENTS})
 
@@ -52,11 +52,13 @@ class Recipe:
         output: Path | None = None,
         **values: Any,
     ) -> Run:
-        """Return the run with paths, typed ``values`` and command-line arguments (``words``).
+        """Return the run with paths and overrides filled in.
 
         Args:
+            words: Command-line arguments, e.g. ``["--lr", "1e-3"]``.
             data: Output directory of ``kha-megatron data prepare``.
             output: Directory for checkpoints and TensorBoard files.
+            values: Arguments as Python values, e.g. ``lr=1e-3``.
         """
         paths: dict[str, Any] = {}
         if data is not None:

@@ -1,4 +1,4 @@
-"""Submit jobs to Slurm with NeMo-Run and wait for their completion."""
+"""Submit jobs to Slurm with NeMo-Run."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from kha_megatron.recipes.logs import Failure, find_failure_in_text
 from kha_megatron.recipes.prepare import SUBMISSION, Job, Slurm, owned_output
 
 RENDEZVOUS = 29500
-"""Port and ID of torchrun's rendezvous."""
+"""Used as both port and ID of torchrun's rendezvous."""
 
 _FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 _ENDS = {"COMPLETED": "succeeded", "CANCELLED": "cancelled", "UNKNOWN": "unknown"}
@@ -33,22 +33,22 @@ _TAIL_BYTES = 1 << 17
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """Scripts that NeMo-Run would submit."""
+    """Generated Slurm scripts. See :func:`dry_submission`."""
 
     requests: tuple[str, ...]
-    """Batch script of each job in the chain."""
+    """One batch script per job in the chain."""
     script: str
-    """Content of ``scripts/train.sh``, which is executed by every rank."""
+    """Contents of ``scripts/train.sh``. Every rank runs this script."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmitResult:
-    """Result of the last job of a chain."""
+    """How the last job of a chain ended."""
 
     status: str
     """``succeeded``, ``failed``, ``cancelled``, ``unknown``, or ``submitted`` if detached."""
     jobs: tuple[str, ...]
-    """Slurm job IDs."""
+    """IDs of all submitted Slurm jobs."""
     seconds: float
     folder: str
     """NeMo-Run's experiment directory."""
@@ -74,10 +74,10 @@ def dry_submission(job: Job) -> Submission:
 def submit(
     job: Job, *, detach: bool = False, on_step: Callable[[Step], None] | None = None
 ) -> SubmitResult:
-    """Submit a job or a chain of jobs and, unless ``detach`` is set, wait for completion.
+    """Submit a job (or a chain of jobs) to Slurm, and wait unless ``detach`` is set.
 
     Args:
-        on_step: Callback for each training step that Megatron logs.
+        on_step: Called for each training step that Megatron logs.
 
     Raises:
         MissingDependencyError: If NeMo-Run is not installed.
@@ -117,7 +117,7 @@ def submit(
 
 @contextmanager
 def _experiment(job: Job) -> Iterator[Any]:
-    """Create a NeMo-Run experiment that writes to stderr and does not read from stdin."""
+    """Create a NeMo-Run experiment. Redirects stdout to stderr, and replaces stdin."""
     assert job.slurm is not None
     stdin = sys.stdin
     with redirect_stdout(sys.stderr), open(os.devnull) as nothing:
@@ -187,7 +187,7 @@ def _log_path(job: Any, restarts: str = "0") -> str:
 
 
 def _follow(job: Any, on_step: Callable[[Step], None] | None) -> dict[str, Any]:
-    """Wait until a job and its requeued attempts have ended, and return fields for the result."""
+    """Wait for a job, including requeued attempts. Returns fields of :class:`SubmitResult`."""
     job_id, announced, path, position = _job_id(job), "", "", 0
     facts = {"JobState": "PENDING"}
     while True:
@@ -225,10 +225,10 @@ def _follow(job: Any, on_step: Callable[[Step], None] | None) -> dict[str, Any]:
 
 
 def _query(job_id: str) -> dict[str, str]:
-    """Query the properties of a Slurm job, or return {} if the controller does not respond.
+    """Query the properties of a Slurm job, e.g. ``{"JobState": "RUNNING", ...}``.
 
-    ``scontrol`` only knows current and recent jobs, so ``sacct`` is used for older ones. Note that
-    ``sacct`` is not available on clusters without accounting.
+    ``scontrol`` only knows current and recent jobs, so we fall back to ``sacct`` for older ones.
+    (Clusters without accounting don't have it.) Returns {} if the controller doesn't respond.
     """
     answer = _run("scontrol", "show", "job", "--oneliner", job_id)
     if answer.returncode == 0:

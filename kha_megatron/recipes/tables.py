@@ -1,6 +1,6 @@
-"""Recipes for all rows of Tables 1 to 5 in the KHA paper.
+"""Recipes for Tables 1 to 5 of the KHA paper.
 
-Recipe names consist of table and row, e.g. ``table1/mlp-kv4`` or ``table5/dense-1.7b-linear``.
+There's one recipe per row, e.g. ``table1/mlp-kv4`` or ``table5/dense-1.7b-linear``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -41,9 +41,9 @@ _TABLE_2: Mapping[str, Mapping[str, float]] = {
 }
 
 _LATENT: dict[str, Any] = {
-    # The paper specifies "8 query heads" and "4 KV heads" of dimension 128. We interpret these as
-    # the latent dimensions with 32 heads, which results in 971.7M active parameters (970M in the
-    # paper). All other interpretations that we tried are further from the paper.
+    # The paper says "8 query heads" and "4 KV heads" of dimension 128. We take these as the latent
+    # dimensions and use 32 heads. This gives 971.7M active parameters (970M in the paper). All
+    # other interpretations that we tried are further off.
     "num_attention_heads": 32,
     "multi_latent_attention": True,
     "q_lora_rank": 1024,
@@ -124,7 +124,7 @@ def _table_5() -> Iterator[Recipe]:
 
 
 def _gla() -> Iterator[Recipe]:
-    """Yield the recipes for GLA of section 4.1, with the same KV cache size as MLA."""
+    """GLA from section 4.1, with the same KV cache size as MLA."""
     base = Baseline(
         "A0.8B-6.6B MoE with GLA, 2 latent heads",
         MODEL_SIZES[_NAME],
