@@ -73,5 +73,5 @@ if __name__ == "__main__":
 
 # What you should see:
 #   KHAModelProvider knocks value=mlp
-#   TELayerNormColumnParallelLinear and KnockingHeads(mlp, weight=(3, 16, 16))
+#   TELayerNormColumnParallelLinear and KnockingHeads(knock_value, weight=(3, 16, 16))
 #   the same tensors, bit for bit: True

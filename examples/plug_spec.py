@@ -68,5 +68,5 @@ if __name__ == "__main__":
 
 # What you should see:
 #   same losses, bit for bit: True
-#   KnockingHeads(mlp, weight=(3, 32, 32))
+#   KnockingHeads(knock_value, weight=(3, 32, 32))
 #   its gradient has norm > 0: True

@@ -28,7 +28,7 @@ def check_stopped(run, folder):
     assert run.codes[0] == 2, run.output[-3000:]
     (error,) = run.errors
     assert f"Could not write a checkpoint to {folder}: " in error
-    assert error.endswith("It resumes from iter_0000001.")
+    assert error.endswith("to resume from iter_0000001.")
     assert not (iteration_folder(folder, 2) / COMMIT_MARK).exists()
     verify_hashes(iteration_folder(folder, 1))
 

@@ -13,7 +13,7 @@ from kha_megatron.checkpoint.tracker import COMMIT_MARK, TRACKER
 from tests.faults import writes
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
 
-MARK, TRACK, INDEX = "*/metadata.json", TRACKER, "*/.metadata.tmp"
+MARK, TRACK, INDEX = "*/metadata.json", f".{TRACKER}.partial-*", "*/.metadata.tmp"
 PLACES = [
     # rank, all ranks or one, step of that rank, which of its kind; whether the save is complete
     (0, "one", ("mkdir", "iter_*"), 1, False),
@@ -24,15 +24,17 @@ PLACES = [
     (0, "all", ("open", INDEX), 1, False),
     (0, "one", ("half", INDEX), 1, False),
     (0, "one", ("rename", "*/.metadata"), 1, False),
+    (0, "one", ("rename", "*/commit.json"), 1, False),
     (0, "all", ("half", MARK), 1, False),
     (0, "one", ("write", MARK), 1, True),
     (0, "all", ("half", "*/.integrity.json.*"), 1, True),
     (0, "all", ("rename", "*/integrity.json"), 1, True),
-    (0, "all", ("open", TRACK), 1, True),  # emptied
+    (0, "all", ("open", TRACK), 1, True),
     (0, "all", ("half", TRACK), 1, True),
+    (0, "all", ("rename", TRACKER), 1, True),
 ]
 FEW = [(0, "all", ("open", TRACK), 1, True), (0, "all", ("half", MARK), 1, False)]
-"""The cases of ``make test``: an empty tracker file, and a checkpoint without its mark."""
+"""The cases of ``make test``: an old tracker file, and a checkpoint without its mark."""
 
 RANDOM = 3
 """Number of runs that are killed at a random time of a save."""

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -17,7 +16,6 @@ from kha_megatron.checkpoint import ownership
 from kha_megatron.checkpoint.ownership import OWNER, claim, owned
 from kha_megatron.checkpoint.tracker import TRACKER, select_iteration
 from kha_megatron.errors import OutputError
-from tests.entry import Entry
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
 
 HOLD = """
@@ -57,25 +55,14 @@ def command(monkeypatch, capsys):
     return run
 
 
-def test_one_of_two_trainings_saves(entry, tmp_path, faults_table):
-    other, ended = Entry(), []
-    words = arguments(tmp_path, *until(3))
-    threads = [
-        threading.Thread(target=lambda run=run: ended.append(run(words, 2)))
-        for run in (entry, other)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    failed, succeeded = sorted(ended, key=lambda run: run.codes == [0, 0])
-    assert succeeded.codes == [0, 0], succeeded.output[-3000:]
-    assert 2 in failed.codes
-    (error,) = failed.errors
-    owner = json.loads((tmp_path / OWNER).read_bytes())
-    assert f"in use by process {owner['pid']} on {owner['host']}" in error
-    assert select_iteration(tmp_path).newest == iteration_folder(tmp_path, 3)
-    faults_table("Writers", "two trainings with one `--save`", "one trains, the other exits")
+def test_a_second_training_does_not_save_into_the_same_directory(entry, tmp_path, faults_table):
+    with owned(tmp_path):
+        run = entry(arguments(tmp_path, *until(1)), 2)
+    assert 2 in run.codes
+    (error,) = run.errors
+    assert f"{tmp_path} is in use by process {os.getpid()} on " in error
+    assert os.listdir(tmp_path) == [OWNER]
+    faults_table("Writers", "two trainings with one `--save`", "the second one exits")
 
 
 @pytest.mark.usefixtures("holder")

@@ -130,7 +130,7 @@ def job():
 
 def test_missing_nemo_run_is_refused(job, monkeypatch):
     monkeypatch.setitem(sys.modules, "nemo_run", None)
-    with pytest.raises(MissingDependencyError, match=r"kha-megatron\[launch\]"):
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[launch\]'"):
         dry_run(job)
 
 

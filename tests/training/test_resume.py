@@ -172,7 +172,7 @@ def check(folder: Path | None, kha: KHAConfig, **changes) -> None:
 
 def test_optimizer_state_of_another_layout_is_refused(copy):
     moved = {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2}
-    with pytest.raises(CheckpointError, match="for --tensor-model-parallel-size 1 only"):
+    with pytest.raises(CheckpointError, match="only be loaded with --tensor-model-parallel-size 1"):
         check(copy, KHA, **moved, transformer_impl="local")
     # a converted checkpoint has no optimizer
     select_iteration(copy).newest.rename(copy / "release")
