@@ -1,6 +1,7 @@
-"""Logging of choices and fallbacks, by default only on rank 0.
+"""User-facing log messages, e.g. which attention backend was chosen or why we had to fall back.
 
-The logger ``kha_megatron`` writes to stderr unless the program has added a handler to it.
+By default, the ``kha_megatron`` logger prints to stderr on rank 0 only. Add your own handler to the
+logger to change this.
 """
 
 import logging
@@ -13,8 +14,7 @@ _logged: set[Hashable] = set()
 
 
 class _Stderr(logging.StreamHandler):
-    """Handler that looks up ``sys.stderr`` for each record, since programs and tests redirect
-    it."""
+    """Always writes to the current ``sys.stderr``, even if it was redirected (e.g. by pytest)."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -22,11 +22,12 @@ class _Stderr(logging.StreamHandler):
 
 
 def announce(text: str, *, once: Hashable | None = None, every_rank: bool = False) -> None:
-    """Log ``kha_megatron: {text}`` at level INFO on the first rank.
+    """Log an INFO message, by default only on rank 0.
 
     Args:
-        once: Key for deduplication. Only the first message with this key is logged.
-        every_rank: Whether to log on all ranks. The message is then prefixed with the rank.
+        text: Message. It is prefixed with ``kha_megatron:``.
+        once: Deduplication key. If a message with the same key was already logged, do nothing.
+        every_rank: Log on all ranks. Ranks other than 0 put their rank in front of the message.
     """
     if once is not None:
         if once in _logged:
@@ -46,12 +47,12 @@ def announce(text: str, *, once: Hashable | None = None, every_rank: bool = Fals
 
 
 def forget() -> None:
-    """Reset the deduplication keys (for tests)."""
+    """Clear the deduplication keys. Only used in tests."""
     _logged.clear()
 
 
 def is_first_rank() -> bool:
-    """Return whether this is rank 0. Without a process group, ``RANK`` is used."""
+    """Return True on rank 0. Uses ``$RANK`` if torch.distributed isn't initialized."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -1,8 +1,12 @@
-"""Prepare a tokenizer and an indexed dataset for Megatron from text, and check such datasets.
+"""Prepare training data for Megatron: train (or load) a tokenizer and tokenize text.
 
-A prepared directory contains ``corpus.bin`` and ``corpus.idx`` (Megatron's IndexedDataset),
-``tokenizer/`` (Hugging Face format) and ``data.json`` (:class:`DataReport`). The result does not
-depend on the number of workers.
+The output directory looks like this::
+
+    corpus.bin, corpus.idx   # Megatron's IndexedDataset
+    tokenizer/               # Hugging Face format
+    data.json                # see DataReport
+
+The number of workers doesn't affect the result.
 """
 
 import hashlib
@@ -44,21 +48,21 @@ CORPUS, TOKENIZER, REPORT = "corpus", "tokenizer", "data.json"
 _FORMAT = 1  # version of data.json
 
 BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-"""Megatron's arguments whose values are dataset prefixes."""
+"""Megatron arguments that take dataset prefixes."""
 
 PARTS = ("training", "validation", "test")
 USUAL = ("969,30,1", "99,1,0")
-"""Megatron's default for ``--split``, and the value used in its examples."""
+"""Megatron's default for ``--split``, and the value in its examples."""
 
 _HEADER = struct.Struct("<9sQBQ")
-"""Header of an ``.idx`` file: magic number, version, dtype and number of sequences."""
+"""Header of an ``.idx`` file (magic number, version, dtype, number of sequences)."""
 
 DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_EXCLUDE = ("__pycache__", ".git", ".hg", ".svn", "site-packages", "dist-packages")
 DEFAULT_SAMPLE_BYTES = 64 << 20
-"""Size of the text sample to train a tokenizer on. More text hardly changes the merges."""
+"""How much text to train a tokenizer on. The merges hardly change with more text."""
 DEFAULT_MAX_FILE_BYTES = 1 << 20
-"""Maximum document size. Tokenizing needs about 150 bytes of memory per byte and worker."""
+"""Maximum document size. Each worker needs about 150 bytes of memory per byte."""
 END_OF_DOCUMENT = "<|endoftext|>"
 _PREPARE = "Prepare the data with `kha-megatron data prepare`."
 
@@ -69,50 +73,50 @@ _LONG_WORD = re.compile(rf"\S{{{_LONGEST}}}")
 
 @dataclass(frozen=True, kw_only=True)
 class DataReport:
-    """Content of ``data.json``, which describes a prepared directory and its sources."""
+    """Contents of ``data.json``: statistics, file hashes and how the dataset was made."""
 
     sources: list[str]
     globs: list[str]
     exclude: list[str]
     json_key: str
-    """Field of JSON Lines, or column of Parquet, that contains the text."""
+    """Name of the JSON Lines field or Parquet column with the text."""
     max_file_bytes: int
-    """Longer documents were split."""
+    """Documents above this size were split."""
     files: int
     split_files: int
-    """Files with documents that were split."""
+    """Number of files in which a document was split."""
     bytes: int
-    """Size of the text in bytes (UTF-8)."""
+    """Size of the text in UTF-8."""
     documents: int
     tokens: int
-    """Number of tokens, including one end-of-document token per document."""
+    """Total number of tokens, including an end-of-document token for each document."""
     altered_documents: int
-    """Number of documents that do not decode to the original text."""
+    """Number of documents that don't survive a tokenizer round trip (encode and decode)."""
     dtype: str
-    """NumPy dtype of the stored tokens: uint16 or int32."""
+    """NumPy dtype of the tokens (uint16 or int32)."""
     file_bytes: dict[str, int]
     file_sha256: dict[str, str]
     tokenizer: str
-    """``"trained"``, or the directory of the given tokenizer."""
+    """``"trained"``, or the path of an existing tokenizer."""
     vocab_size: int
     vocab_size_asked: int | None
-    """Requested vocabulary size, which is not reached if the text is short. None for an existing
-    tokenizer."""
+    """Requested vocabulary size (None for an existing tokenizer). The actual size can be smaller if
+    there isn't enough text."""
     vocab_sha256: str
-    """Result of :func:`vocabulary_hash`, which identifies the tokenizer."""
+    """Hash of the vocabulary, see :func:`vocabulary_hash`."""
     eod_token: str
     eod_id: int
     skipped: Skipped
     versions: dict[str, str | None]
     tokenizer_sample_bytes: int | None
-    """Size of the text that the tokenizer was trained on, or None for an existing tokenizer."""
+    """How much text the tokenizer was trained on (None for an existing tokenizer)."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the report of a prepared directory. Raise DataError if it cannot be read."""
+        """Load ``data.json`` from a prepared directory."""
         try:
             values = json.loads((folder / REPORT).read_bytes())
             if values.pop("format") != _FORMAT:
@@ -123,12 +127,13 @@ class DataReport:
 
 
 def verify(folder: Path, on_progress: "OnProgress | None" = None) -> DataReport:
-    """Check a prepared directory against its report and return the report.
+    """Check the integrity of a prepared directory.
 
-    Opens the tokenizer and the dataset as training does, and compares the hashes of all files.
+    Loads the tokenizer and opens the dataset like training would, then compares sizes, hashes and
+    counts with ``data.json``.
 
     Raises:
-        DataError: If a file is missing or damaged, or was made with another tokenizer.
+        DataError: If there's any mismatch, e.g. because a file is damaged.
     """
     report, name = DataReport.read(folder), printable(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
@@ -161,10 +166,10 @@ def verify(folder: Path, on_progress: "OnProgress | None" = None) -> DataReport:
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
-    """Load a fast tokenizer from a local directory without executing code from it.
+    """Load a fast tokenizer from a local directory (never from the Hub, and no remote code).
 
     Raises:
-        DataError: If the tokenizer cannot be loaded, is not fast or has no end-of-sequence token.
+        DataError: If this fails, or if the tokenizer is slow or has no EOS token.
     """
     from transformers import AutoTokenizer
 
@@ -185,19 +190,18 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
-    """Return the number of ids, including ids without a token below the largest one."""
+    """Return the largest token id plus one, or ``len(tokenizer)`` if that is larger."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
-    """Return the SHA-256 of a vocabulary ``{token: id}``, independent of its order."""
+    """Hash a vocabulary (``{token: id}``), regardless of the order of its entries."""
     return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
 
 
 def _hash_files(
     folder: Path, sizes: Mapping[str, int], on_progress: "OnProgress | None" = None
 ) -> dict[str, str]:
-    """Return the SHA-256 of the given files of a directory."""
     advance = _meter(on_progress or (lambda step: None), "hashing", sum(sizes.values()))
     digests = {}
     for name, size in sizes.items():
@@ -208,7 +212,7 @@ def _hash_files(
 
 
 def indexed_dataset_module() -> Any:
-    """Import ``megatron.core.datasets.indexed_dataset``, which takes seconds."""
+    """Import Megatron's ``indexed_dataset`` lazily, since this takes several seconds."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about kernels that are not needed to write a file
         try:
@@ -219,7 +223,7 @@ def indexed_dataset_module() -> Any:
 
 
 class Progress(NamedTuple):
-    """Progress of a stage. ``total_bytes`` is 0 if the amount of work is unknown."""
+    """Progress of one stage. ``total_bytes`` is 0 if we don't know the total."""
 
     stage: str
     files: int = 0
@@ -245,30 +249,33 @@ def prepare(
     overwrite: bool = False,
     on_progress: OnProgress = lambda step: None,
 ) -> DataReport:
-    """Tokenize text and write a dataset directory for Megatron.
+    """Tokenize text and save it as a Megatron dataset.
 
-    This function imports Megatron.
+    Example::
+
+        prepare([Path("books/")], Path("data"), vocab_size=32000, globs=["*.txt"])
 
     Args:
-        sources: Files and directories with text, JSON Lines or Parquet (see
-            :mod:`kha_megatron.documents`). None for Python's standard library.
-        out: Output directory, which is created atomically.
-        vocab_size: Vocabulary size of the byte-level BPE tokenizer to train (default: 4096).
-        tokenizer: Directory of an existing tokenizer, instead of training one.
-        globs: File name patterns to select in directories. By default, all files are selected.
-        exclude: Patterns of files and directories to skip (default: :data:`DEFAULT_EXCLUDE`).
-        json_key: Field of JSON Lines, or column of Parquet, that contains the text.
-        workers: Number of tokenizer threads (default: one per core).
-        max_file_bytes: Split longer documents at newlines into documents of at most this size.
-        tokenizer_sample: Size in bytes of the text sample, drawn evenly from all sources, that the
-            tokenizer is trained on.
-        overwrite: Whether to replace an earlier dataset in ``out``.
-        on_progress: Callback for progress reports. It may be called from another thread.
+        sources: Files or directories (text, JSON Lines or Parquet, see
+            :mod:`kha_megatron.documents`). If None, use the source code of Python's standard
+            library.
+        out: Output directory. It only appears once everything has been written.
+        vocab_size: Vocabulary size of the new tokenizer, a byte-level BPE (default: 4096).
+        tokenizer: Directory of an existing tokenizer. If given, no tokenizer is trained.
+        globs: Which files in a directory to use (default: all of them).
+        exclude: Names of files and directories to ignore (default: :data:`DEFAULT_EXCLUDE`).
+        json_key: Name of the JSON Lines field or Parquet column with the text.
+        workers: Number of threads for tokenization (default: one per core).
+        max_file_bytes: Longer documents are split, preferably at newlines.
+        tokenizer_sample: How many bytes of text to train the tokenizer on. They are spread evenly
+            over all sources.
+        overwrite: Whether ``out`` may already contain a dataset.
+        on_progress: Called with a :class:`Progress`, possibly from another thread.
 
     Raises:
-        ConfigError: If an option is out of range, or two options exclude each other.
-        DataError: If a source or the tokenizer cannot be read, or the sources contain no text.
-        OutputError: If ``out`` is in use or cannot be written.
+        ConfigError: For invalid or conflicting options.
+        DataError: If there is no text, or if a source or the tokenizer can't be read.
+        OutputError: If we can't write to ``out``.
     """
     if sources is None:
         sources = [standard_library()]
@@ -348,7 +355,7 @@ def standard_library() -> Path:
 
 
 def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
-    """Return a function that advances the progress of a stage by a number of bytes and files."""
+    """Return an ``advance(bytes, files=1)`` callback that reports the progress of a stage."""
     step = Progress(stage, total_bytes=total)
 
     def advance(size: int, files: int = 1) -> None:
@@ -366,10 +373,9 @@ def _train_tokenizer(
     sample: int,
     on_progress: OnProgress,
 ) -> "tuple[PreTrainedTokenizerFast, int]":
-    """Train a byte-level BPE on about ``sample`` bytes, taken evenly from all sources.
+    """Train a byte-level BPE tokenizer on a sample of about ``sample`` bytes.
 
-    Returns:
-        The tokenizer, and the number of bytes it was trained on.
+    Returns the tokenizer and the actual size of the sample.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -427,13 +433,13 @@ def _write_corpus(
     reader: Reader,
     advance: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write ``prefix.bin`` and ``prefix.idx``.
+    """Tokenize all documents and write ``{prefix}.bin`` and ``{prefix}.idx``.
 
-    Each document ends with the end-of-sequence token. Special tokens that occur in the text are
-    tokenized like plain text.
+    We append an EOS token to each document. If the text itself contains special tokens (e.g.
+    ``<|endoftext|>``), they are tokenized like any other text.
 
     Returns:
-        ``documents``, ``tokens``, ``altered_documents`` and ``dtype`` of :class:`DataReport`.
+        Some of the fields of :class:`DataReport`.
     """
     import numpy as np
     from tokenizers import Tokenizer
@@ -480,11 +486,14 @@ def _write_corpus(
 
 
 def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
-    """Raise DataError if the training data is missing, cannot be split or has another tokenizer.
+    """Check the data arguments before training starts.
 
     Args:
         arguments: Megatron's arguments by name.
-        look: Whether the data files are accessible from this machine.
+        look: Set to False if the files aren't accessible from this machine.
+
+    Raises:
+        DataError: If files are missing, a split is empty or the tokenizer doesn't match.
     """
     if lacks_vocabulary(arguments):
         raise DataError("--mock-data requires --vocab-size.")
@@ -510,10 +519,7 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
 
 
 def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
-    """Raise DataError if a prepared dataset contains ids of another tokenizer.
-
-    A tokenizer with additional tokens is accepted, because the ids keep their meaning.
-    """
+    """Raise DataError if a dataset was tokenized with another tokenizer (extra tokens are fine)."""
     folder = prefix.parent
     if prefix.name != CORPUS or not (folder / REPORT).is_file():
         return  # written by other tools, which do not record their tokenizer
@@ -541,14 +547,13 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
-    """Check whether mock data is used without a vocabulary size."""
     null = arguments.get("tokenizer_type") in (None, "NullTokenizer")
     known = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")
     return bool(arguments.get("mock_data") and null and not known)
 
 
 def _prefixes(words: Sequence[str]) -> Sequence[str]:
-    """Return the prefixes of ``prefix ...`` or ``weight prefix weight prefix ...``."""
+    """Return only the prefixes of a blend such as ``0.3 data/code 0.7 data/web``."""
     try:
         [float(word) for word in words[::2]]
     except ValueError:
@@ -557,7 +562,6 @@ def _prefixes(words: Sequence[str]) -> Sequence[str]:
 
 
 def count_documents(prefix: str | Path) -> int:
-    """Return the number of documents of a dataset, from the header of its ``.idx`` file."""
     try:
         with open(f"{prefix}.idx", "rb") as stream:
             return _HEADER.unpack(stream.read(_HEADER.size))[3]
@@ -568,9 +572,10 @@ def count_documents(prefix: str | Path) -> int:
 def documents_of(split: str, documents: int) -> list[int | None]:
     """Return the number of documents in the training, validation and test sets.
 
-    Args:
-        split: One to three weights, e.g. ``969,30,1``. A set with weight 0 is returned as None.
-        documents: Total number of documents.
+    >>> documents_of("90,10", 50)
+    [45, 5, None]
+
+    The result is None for sets with weight 0.
     """
     shares = [float(share) for share in re.findall(r"\d+\.?\d*|\.\d+", split)]
     if not 0 < len(shares) <= len(PARTS) or not 0 < sum(shares) < math.inf:
@@ -584,7 +589,7 @@ def documents_of(split: str, documents: int) -> list[int | None]:
 
 
 def check_split(split: str, documents: int, name: str) -> None:
-    """Raise DataError if a set with a positive weight in ``split`` would get no document."""
+    """Raise DataError if a set in ``split`` would be empty despite its positive weight."""
     found = documents_of(split, documents)
     if empty := [part for part, count in zip(PARTS, found, strict=True) if count == 0]:
         # one document for every part that had none, from the largest part

@@ -1,7 +1,7 @@
-"""Find files with training text and read their documents.
+"""Find text files and iterate over their documents.
 
-A plain text file is one document. JSON Lines has one document per line and Parquet one per row.
-Text and JSON Lines may be compressed with gzip or Zstandard.
+Supported formats are plain text (one document per file), JSON Lines (one per line) and Parquet (one
+per row). Text and JSON Lines can be compressed with gzip or Zstandard.
 """
 
 import gzip
@@ -24,7 +24,7 @@ SKIPPED: dict[str, str] = {
     "excluded": "name matches --exclude, or the output itself (a directory counts as one)",
     "repeated": "already reached through another path or link",
 }
-"""Reasons for skipping a file: key in ``data.json``, and explanation."""
+"""Why a file can be skipped. The keys are used in ``data.json``."""
 
 UNSUPPORTED = {
     ".json": "Write one JSON object per line to a .jsonl file.",
@@ -41,32 +41,32 @@ UNSUPPORTED = {
     ".bin": "Pass the prefix of a tokenized dataset to --data-path.",
     ".idx": "Pass the prefix of a tokenized dataset to --data-path.",
 }
-"""File formats that are refused as a source, with a remedy."""
+"""Formats that we refuse to read, and what to do instead."""
 
 _EXAMPLES = 5  # paths that a report names for each reason
 _BYTES_PER_TOKEN = 64  # for read_beginning
 
 Skipped = dict[str, dict[str, Any]]
-"""``{reason: {"count": n, "examples": [...]}}`` for each reason in :data:`SKIPPED`."""
+"""Maps each key of :data:`SKIPPED` to ``{"count": n, "examples": [...]}``."""
 
 
 class Source(NamedTuple):
-    """A file with text, the size of its text in bytes, and the number of its documents."""
+    """A text file with its size (of the uncompressed text) and number of documents."""
 
     path: Path
     bytes: int
     documents: int
     is_split: bool
-    """Whether a document was too long and was split into several."""
+    """Whether any document was longer than the limit."""
 
 
 class Reader:
-    """Read the documents of files.
+    """Iterates over the documents in a file.
 
     Args:
-        limit: Maximum size of a document in bytes (at least 4). Longer documents are split after a
-            newline, or between two characters of a longer line.
-        json_key: Field of JSON Lines and column of Parquet that contains the text.
+        limit: Maximum document size in bytes (at least 4). Longer documents are split at newlines
+            if possible, otherwise between two characters.
+        json_key: Name of the JSON Lines field or Parquet column with the text.
     """
 
     def __init__(self, limit: int, json_key: str = "text") -> None:
@@ -74,11 +74,13 @@ class Reader:
         self.json_key = json_key
 
     def documents(self, path: Path) -> Iterator[tuple[str, bool]]:
-        """Yield each document of a file, and whether it continues the previous one.
+        """Yield ``(text, continues)`` for each document in a file.
+
+        ``continues`` is True if the text is the continuation of a document that was split.
 
         Raises:
-            DataError: If the file is not valid JSON Lines or Parquet, or a package is missing.
-            UnicodeDecodeError: If a text file is not UTF-8.
+            DataError: If the file isn't valid JSON Lines or Parquet, or a package is missing.
+            UnicodeDecodeError: If a text file isn't valid UTF-8.
         """
         if path.suffix == ".parquet":
             texts = self._parquet(path)
@@ -131,7 +133,7 @@ class Reader:
             ) from error
 
     def read(self, source: Source) -> Iterator[str]:
-        """Yield the non-empty documents of a source. Raise DataError if the file has changed."""
+        """Yield the non-empty documents. Raises DataError if the file changed in the meantime."""
         size = 0
         try:
             for text, _ in self.documents(source.path):
@@ -147,7 +149,7 @@ class Reader:
 
 
 def printable(path: Path) -> str:
-    """Return a path as text. Escape bytes that cannot be decoded and control characters."""
+    """Format a path for messages, escaping control characters and invalid UTF-8."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
@@ -160,10 +162,11 @@ def find_files(
     output: Path,
     skipped: Skipped,
 ) -> dict[Path, int]:
-    """Return the regular files under ``sources`` and their sizes in bytes, each real file once.
+    """Find all regular files in ``sources`` and return them with their sizes.
 
-    Directories are searched in sorted order and links are followed. ``globs`` and ``exclude`` apply
-    to names below a source but not to the source itself. ``output`` is not searched.
+    Directories are searched recursively (in sorted order) and links are followed, but no file is
+    returned twice. Note that ``globs`` and ``exclude`` only apply to names inside a directory, not
+    to the sources themselves. The output directory is ignored.
     """
     files: dict[Path, int] = {}
     written = os.path.realpath(output)
@@ -200,9 +203,9 @@ def find_files(
 def select_sources(
     sizes: dict[Path, int], reader: Reader, *, skipped: Skipped, advance: Callable[[int], None]
 ) -> list[Source]:
-    """Return the files that contain text, in the given order, and add the others to ``skipped``.
+    """Read all files once and return those with text, in the same order.
 
-    Reads every file once and calls ``advance`` with its size.
+    Other files are added to ``skipped``. ``advance`` is called with the size of each file.
     """
     found = []
     for path, size in sizes.items():
@@ -227,16 +230,16 @@ def select_sources(
 
 
 def check_format(path: Path) -> None:
-    """Raise DataError if a source is a file of a known format that cannot be read."""
+    """Refuse known but unsupported file formats."""
     for suffix in (_format_of(path), path.suffix):
         if path.is_file() and (remedy := UNSUPPORTED.get(suffix)):
             raise DataError(f"{printable(path)}: {suffix} files are not supported. {remedy}")
 
 
 def split_text(stream: IO[bytes], limit: int) -> Iterator[bytes]:
-    """Yield the content of a stream in pieces of at most ``limit`` (at least 4) bytes.
+    """Split a stream into chunks of at most ``limit`` bytes.
 
-    A piece ends after the last newline that fits, or between two characters of a longer line.
+    Prefers to split after a newline. If a line is too long, we split it between two characters.
     """
     rest = b""
     while True:
@@ -254,7 +257,7 @@ def split_text(stream: IO[bytes], limit: int) -> Iterator[bytes]:
 
 
 def read_beginning(file: Path, tokens: int) -> str:
-    """Return the beginning of a UTF-8 file, long enough for ``tokens`` tokens."""
+    """Read enough text from a file to get ``tokens`` tokens."""
     try:
         with file.open("rb") as stream:
             text = next(split_text(stream, tokens * _BYTES_PER_TOKEN), b"").decode()
@@ -266,7 +269,7 @@ def read_beginning(file: Path, tokens: int) -> str:
 
 
 def _format_of(path: Path) -> str:
-    """Return the suffix of a file without that of its compression."""
+    """Return the file extension, e.g. ``.jsonl`` for both ``a.jsonl`` and ``a.jsonl.gz``."""
     is_compressed = path.suffix in (".gz", ".zst")
     return Path(path.stem).suffix if is_compressed else path.suffix
 

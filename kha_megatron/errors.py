@@ -1,48 +1,51 @@
-"""Exceptions for errors that a user can cause.
+"""Exceptions for expected failures, e.g. invalid arguments or a corrupted checkpoint.
 
-The command line prints the message, which is a single line, without a traceback and exits with
-``exit_code``.
+The CLI catches :class:`KHAError`, prints the message (always a single line) without a traceback and
+exits with ``exit_code``.
 """
 
 from collections.abc import Mapping
 
 
 class KHAError(Exception):
-    """Base class for all exceptions of this package."""
+    """Base class of all our exceptions."""
 
     exit_code = 2
-    """Exit code of the command line."""
+    """Exit code of the CLI if this error is raised."""
 
 
 class ConfigError(KHAError, ValueError):
-    """Raised for invalid settings or unsupported combinations of settings."""
+    """Invalid settings, or a combination of settings that we don't support."""
 
 
 class CheckpointError(KHAError):
-    """Raised if a checkpoint is corrupted, incomplete or has a different configuration."""
+    """Raised if a checkpoint is corrupted, incomplete or doesn't match the current config."""
 
 
 class DataError(KHAError):
-    """Raised for missing or invalid input text, tokenizers or datasets."""
+    """Problem with the training data (text files, tokenizer or dataset)."""
 
 
 class OutputError(KHAError):
-    """Raised if an output path is in use, not empty or not writable."""
+    """The output path is in use, not writable, or already contains files."""
 
 
 class VersionError(KHAError):
-    """Raised for unsupported versions of Megatron-Core, Megatron-Bridge or Transformer Engine. This
-    is not an ImportError, because Megatron-Core would then train without the layer spec."""
+    """Unsupported version of Megatron-Core, Megatron-Bridge or Transformer Engine.
+
+    Note: This must not be an ImportError. Megatron-Core catches those while importing a layer spec,
+    and would then train without the spec.
+    """
 
 
 class NonFiniteError(KHAError):
-    """Raised if training produces NaN or infinity, before the optimizer step."""
+    """NaN or Inf during training. Raised before the optimizer step."""
 
     exit_code = 17  # Megatron's code for failed result validation
 
 
 class MissingDependencyError(KHAError, ImportError):
-    """Raised if a feature requires an optional package that is not installed."""
+    """An optional dependency is not installed."""
 
     def __init__(self, package: str, feature: str, extra: str) -> None:
         super().__init__(
@@ -59,12 +62,12 @@ def install_command(extra: str, options: str = "") -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error message on a single line, or the class name if the message is empty."""
+    """Format an exception as a single line, e.g. for the CLI."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def raise_first(mistakes: Mapping[str, object]) -> None:
-    """Raise ConfigError with the first message whose condition is true."""
+    """Raise a ConfigError for the first true condition in ``{message: condition}``."""
     for message, applies in mistakes.items():
         if applies:
             raise ConfigError(message)

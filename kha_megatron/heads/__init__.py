@@ -1,7 +1,7 @@
-"""Head mechanisms: their settings, parameters, costs, restrictions and computation.
+"""Attention head mechanisms: KHA, gates, mixture-of-heads, talking heads and collaborative heads.
 
-Each mechanism is one class in one file and one field of ``kha_megatron.config.KHAConfig``. The rest
-of the package loops over these classes. Note that importing this package does not import torch.
+Each one is a subclass of ``Mechanism`` in its own file, plus a field of ``KHAConfig``. The rest of
+the package mostly iterates over these classes. Importing this package doesn't import torch.
 """
 
 from kha_megatron.heads.collaborative import CollaborativeHeads

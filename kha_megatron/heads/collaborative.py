@@ -1,7 +1,9 @@
-"""Collaborative heads (Cordonnier et al. 2020, arXiv 2006.16362): one query and key for all heads.
+"""Collaborative heads (Cordonnier et al. 2020, https://arxiv.org/abs/2006.16362).
 
-The shared query and key have ``Dk`` features, which head ``i`` scales by a mixing vector ``m_i``.
-Its logits are ``(X W_Q) diag(m_i) (X W_K)^T / sqrt(Dk)`` (equation 6).
+All heads share a single query projection and a single key projection. What differs between heads is
+only a mixing vector ``m_i``, so that the logits of head ``i`` are (eq. 6)::
+
+    (X W_Q) diag(m_i) (X W_K)^T / sqrt(D_k)
 """
 
 from collections.abc import Mapping
@@ -25,16 +27,19 @@ if TYPE_CHECKING:
 MixingStart = Literal["blocks", "ones"]
 
 FUSED_DIM = 256
-"""Maximum head dim of fused attention kernels (FlashAttention, cuDNN)."""
+"""Largest head dim that fused attention kernels (FlashAttention, cuDNN) support."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CollaborativeHeads(Mechanism):
-    """Query and key projections that are shared by all heads, with a mixing vector per head.
+    """Query and key projections shared by all heads, with one mixing vector per head.
 
-    The KV cache holds ``dim + G D`` elements per token. QK-norm is applied after the mixing vector.
-    Exported models fold ``W_Q diag(m_i)`` into ordinary query projections with one repeated key. If
-    RoPE rotates all features of a head, exporting requires ``dim`` to equal ``kv_channels``.
+    If QK-norm is enabled, it is applied after the mixing vector. The KV cache holds only one key of
+    ``dim`` elements per token, in addition to the values.
+
+    Note: When a model is exported, the mixing vectors are folded into regular query projections and
+    the shared key is repeated. If RoPE rotates all features of a head, this requires ``dim`` to be
+    equal to ``kv_channels``.
     """
 
     name: ClassVar[str] = "collaborative"
@@ -42,10 +47,11 @@ class CollaborativeHeads(Mechanism):
     own_projections: ClassVar[tuple[Projection, ...]] = ("query", "key")
 
     dim: int = FUSED_DIM
-    """Dimension of the shared query and key (``D_k`` in the paper)."""
+    """Size of the shared query and key (``D_k`` in the paper)."""
     start: MixingStart = "blocks"
-    """Initialization of the mixing vectors. With ``blocks``, each head uses ``dim / H`` features of
-    its own ("concatenate" in the authors' code). With ``ones``, every head uses all features."""
+    """Initialization of the mixing vectors. With ``blocks``, each head starts with its own
+    ``dim / num_heads`` features ("concatenate" in the authors' code). With ``ones``, every head
+    uses all of them."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -128,10 +134,15 @@ class CollaborativeHeads(Mechanism):
 
 
 def fold_mixing(projection: "Tensor", mixing: "Tensor") -> "Tensor":
-    """Fold mixing vectors ``[H, dim]`` into query projections of ordinary heads, ``W_Q diag(m_i)``.
+    """Fold the mixing vectors into one query projection per head, i.e. ``W_Q diag(m_i)``.
 
-    The product of the shared projection ``[dim, hidden]`` is computed in float64 and rounded once.
-    The result has shape ``[H * dim, hidden]`` with heads outermost.
+    Args:
+        projection (Tensor): Shared projection of shape [dim, hidden_size].
+        mixing (Tensor): Mixing vectors of shape [num_heads, dim].
+
+    Returns:
+        Tensor: Weight of shape [num_heads * dim, hidden_size]. Computed in float64, so it's rounded
+            only once.
     """
     shared = projection.double()
     folded = projection.new_empty(len(mixing), *projection.shape)

@@ -12,21 +12,28 @@ from kha_megatron.heads.knock import MATRICES, Variant, initial_values
 
 @dataclass(frozen=True)
 class MatrixDiagnostics:
-    """Diagnostics of one ``[D, D]`` matrix ``M``."""
+    """Summary statistics of a single KHA matrix."""
 
-    matrix: str  # a name in MATRICES
+    matrix: str  # e.g. "up", see MATRICES
 
     diagonal_mean: float  # 1 for the identity
 
-    off_diagonal_share: float  # fraction of the squared norm, 0 to 1
+    off_diagonal_share: float  # fraction of the squared norm (0 to 1)
 
     distance: float
-    """``||M - M_0||_F / sqrt(D)``, where ``M_0`` is zero for gates and otherwise the identity."""
+    """Frobenius distance to the initialization (zero for gates, else identity) / sqrt(head_dim)."""
 
 
 def measure(weight: Tensor, variant: Variant) -> Tensor:
-    """Compute ``[n, 3]`` in float64: diagonal mean, off-diagonal share and distance of each
-    matrix."""
+    """Compute the statistics in :class:`MatrixDiagnostics` for all matrices at once.
+
+    Args:
+        weight (Tensor): Stacked matrices of shape [num_matrices, head_dim, head_dim].
+        variant (Variant): KHA variant, needed to know the initialization.
+
+    Returns:
+        Tensor: float64 tensor of shape [num_matrices, 3].
+    """
     weight = weight.detach().double()
     start = initial_weight(weight.clone(), initial_values(variant))
     diagonal = weight.diagonal(dim1=1, dim2=2)
@@ -43,11 +50,11 @@ def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
 
 
 SINK_QUERIES = 64
-"""Number of evenly spaced queries at which attention to the first token is measured."""
+"""To measure attention sinks, we only look at this many evenly spaced queries."""
 
 
 def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
-    """Return the positions ``[n]`` of these queries, excluding position 0."""
+    """Return the query positions to measure (all except position 0, up to ``SINK_QUERIES``)."""
     n = min(SINK_QUERIES, length - 1)
     return torch.linspace(1, max(length - 1, 1), max(n, 0), device=device).round().long()
 
@@ -55,18 +62,22 @@ def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
 def sink_terms(
     query: Tensor, key: Tensor, scale: float, at: Tensor, held: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the terms of the first token's share of causal attention, in float32.
+    """Compute how much attention goes to the first token (causal attention, in float32).
 
-    If all keys are present, the share is ``exp(first - total)``. To combine shards of the keys, sum
-    ``first`` and take the logsumexp of ``total``.
+    The attention probability of the first token is ``exp(first - total)``. If the keys are sharded
+    across ranks, first combine the two terms: sum ``first`` and take the logsumexp of ``total``.
 
     Args:
-        query: Queries ``[n, heads, D]`` at the positions ``at`` ``[n]``.
-        key: Keys ``[s, groups, D]`` at the positions ``held`` ``[s]``.
+        query (Tensor): Queries of shape [num_queries, num_heads, head_dim].
+        key (Tensor): Local keys of shape [num_keys, num_kv_heads, head_dim].
+        scale (float): Softmax scale.
+        at (Tensor): Position of each query.
+        held (Tensor): Position of each local key.
 
     Returns:
-        ``first`` and ``total`` of shape ``[heads, n]``: the logit of the key at position 0 (0 if
-            absent), and the logsumexp of the logits of all visible keys.
+        tuple[Tensor, Tensor]: ``first``, the logit of the first token (0 if another rank has it),
+            and ``total``, the logsumexp over all visible local keys. Both are
+            [num_heads, num_queries].
     """
     groups = key.shape[1]
     query = query.detach().float().unflatten(1, (groups, -1))

@@ -1,7 +1,8 @@
-"""Fold KHA-Linear into the preceding projection inside autograd (eq. 8).
+"""Differentiable version of folding KHA-Linear into the preceding projection (eq. 8).
 
-Because ``y = x W^T`` implies ``y_h T = x (T^T W_h)^T``, gradients reach both the weight and the
-matrices.
+Multiplying a head's output by ``T`` is the same as multiplying the rows of its weight by ``T^T``:
+with ``y = x W^T``, we have ``y_h T = x (T^T W_h)^T`` for head ``h``. Both ``T`` and ``W`` get
+gradients.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,16 @@ from torch.autograd.function import once_differentiable
 def fold_matrices(
     rows: Tensor, matrices: Sequence[Tensor], owners: tuple[int | None, ...]
 ) -> Tensor:
-    """Compute ``W'_h = T^T W_h`` for every head that has a matrix. Other heads are unchanged.
+    """Compute ``T^T W_h`` for each head ``h`` with a KHA matrix ``T``. Other heads are copied.
 
-    The result can be differentiated once. Matrices without heads get a zero gradient, so that every
-    rank takes part in their all-reduce.
+    Note: Double backward is not supported. Matrices that no local head uses get a zero gradient
+    instead of None, so that all ranks take part in the gradient all-reduce.
 
     Args:
-        rows: Weight ``[n * D, K]`` or bias ``[n * D]`` with ``n`` heads outermost.
-        matrices: Matrices ``[D, D]`` with the dtype of ``rows``, applied as ``x @ T``.
-        owners: Matrix index of each head, or None for heads without a matrix.
+        rows (Tensor): Projection weight of shape [num_heads * head_dim, in_features], or its bias.
+        matrices (Sequence[Tensor]): Matrices of shape [head_dim, head_dim] in the dtype of
+            ``rows``.
+        owners (tuple): For each head, the index of its matrix (None if it has no matrix).
     """
     return _FoldHeads.apply(rows, owners, *matrices)
 
@@ -59,7 +61,6 @@ def _heads(rows: Tensor, owners: tuple[int | None, ...]) -> Tensor:
 
 
 def _of_heads(matrices: Sequence[Tensor], owners: tuple[int | None, ...]) -> Tensor:
-    """Stack each head's matrix to ``[n, D, D]``. Heads without one get the identity."""
     first = matrices[0]
     identity = torch.eye(first.shape[-1], dtype=first.dtype, device=first.device)
     return torch.stack([*matrices, identity])[_indices(owners, len(matrices), first.device)[0]]
@@ -69,7 +70,7 @@ def _of_heads(matrices: Sequence[Tensor], owners: tuple[int | None, ...]) -> Ten
 def _indices(
     owners: tuple[int | None, ...], matrices: int, device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return each head's matrix index (``m`` for the identity), and the heads of each matrix."""
+    """Convert ``owners`` to index tensors (head to matrix, and matrix to heads)."""
     chosen = [matrices if owner is None else owner for owner in owners]
     places = [[h for h, owner in enumerate(owners) if owner == i] for i in range(matrices)]
     return (

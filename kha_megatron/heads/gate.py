@@ -1,5 +1,8 @@
-"""Gated attention (arXiv 2505.06708): ``Y * sigmoid(X W)`` or ``Y + sigmoid(X W)``, where ``X`` is
-the normalized layer input."""
+"""Gated attention (https://arxiv.org/abs/2505.06708).
+
+A gate computes ``Y * sigmoid(X W)`` or ``Y + sigmoid(X W)``, where ``X`` is the normalized layer
+input and ``Y`` is the gated tensor (e.g. the attention output).
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,15 +32,23 @@ Activation = Literal["sigmoid", "silu", "half_sigmoid"]
 ALIASES: Mapping[str, Position] = MappingProxyType(
     {"g1": "output", "g2": "value", "g3": "key", "g4": "query", "g5": "dense"}
 )
-"""Position numbers from the paper's text. Since other numberings exist, flags use words."""
+"""The paper numbers the gate positions. We accept G1 to G5 as aliases, but use words elsewhere
+because there are other numberings, too."""
 
 CLOSED_THRESHOLD = 0.1
-"""Gate scores below this value count as closed in the ``gate-shut`` metric."""
+"""Scores below this threshold count as closed (see the ``gate-shut`` metric)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Mechanism):
-    """Settings of gates at one or more positions. All gates have the same form and activation."""
+    """Learned gates on queries, keys, values or outputs.
+
+    You can set gates at several positions at once. The granularity of each gate is ``element``
+    (one score per feature of each head), ``head`` (one score per head) or ``shared`` (one score per
+    feature, shared by all heads). For example, this is Megatron's ``--attention-output-gate``:
+
+    >>> Gate(output="element")
+    """
 
     name: ClassVar[str] = "gate"
     stages: ClassVar[tuple[Stage, ...]] = ("qkv", "output", "dense")
@@ -54,22 +65,21 @@ class Gate(Mechanism):
     )
 
     output: Granularity | None = None
-    """Gate each head's attention output: with a score per feature (``element``), per head
-    (``head``), or per feature but shared by all heads (``shared``)."""
+    """Gate the attention output of each head."""
     value: Granularity | None = None
-    """Gate the value heads, after KHA."""
+    """Gate the value heads (after KHA)."""
     key: Granularity | None = None
-    """Gate the key heads, after KHA and before QK-norm and RoPE."""
+    """Gate the key heads (after KHA, but before QK-norm and RoPE)."""
     query: Granularity | None = None
-    """Gate the query heads, after KHA and before QK-norm and RoPE."""
+    """Same as ``key``, but for the query heads."""
     dense: Literal["element"] | None = None
     """Gate the output of the output projection."""
     form: Form = "multiply"
-    """Whether scores multiply the gated tensor or are added to it."""
+    """Whether to ``multiply`` by the scores or ``add`` them."""
     activation: Activation = "sigmoid"
-    """``half_sigmoid`` is ``0.5 + sigmoid / 2``, the paper's non-sparse gate."""
+    """``half_sigmoid`` is ``0.5 + sigmoid / 2`` (the non-sparse gate in the paper)."""
     reads_input: bool = True
-    """If False, a learned parameter replaces ``X W`` (the paper's input-independent gate)."""
+    """Set to False to use a learned parameter instead of ``X W`` (input-independent gate)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,7 +91,7 @@ class Gate(Mechanism):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build the gate from the result of :meth:`to_dict`, where ``g1`` to ``g5`` are aliases."""
+        """Build the gate from a dict. Also accepts the paper's names (``g1`` to ``g5``)."""
         if not isinstance(values, Mapping):
             return super().from_dict(values)  # raises the error
         for name in ALIASES.keys() & values:
@@ -94,13 +104,13 @@ class Gate(Mechanism):
 
     @property
     def positions(self) -> dict[Position, Granularity]:
-        """Gated positions and their granularity, in the order in which the gates are applied."""
+        """Granularity of each enabled gate, in the order in which we apply them."""
         order: tuple[Position, ...] = ("query", "key", "value", "output", "dense")
         return {p: found for p in order if (found := getattr(self, p)) is not None}
 
     @property
     def is_stock(self) -> bool:
-        """Whether the output gate is the same as Megatron's ``--attention-output-gate``."""
+        """Whether the output gate is equivalent to Megatron's ``--attention-output-gate``."""
         here = self.output, self.form, self.activation, self.reads_input
         return here == ("element", "multiply", "sigmoid", True)
 
@@ -109,9 +119,10 @@ class Gate(Mechanism):
         return stage in {at.get(position, "qkv") for position in self.positions}
 
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """Describe the gates with scores per head. As in Megatron, the output gate comes first."""
+        """Compute gates with per-head scores as part of ``linear_qkv``."""
         if not self.reads_input or sizes.latent:
             return ()
+        # same order as in Megatron, where the output gate is first
         order = sorted(self.positions.items(), key=lambda item: item[0] != "output")
         return tuple(
             HeadRows(
@@ -170,8 +181,8 @@ class Gate(Mechanism):
         return 2 * (sum(numbers) + sum(tensor.size for tensor in self.tensors(sizes)))
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count the gated tensor (if multiplied) and its score in float32, which takes two 16-bit
-        values. Activations other than the sigmoid save a second score."""
+        """Multiplicative gates save the gated tensor. All gates save their scores in float32, i.e.
+        two 16-bit values each (four if we multiply by something other than a sigmoid)."""
         total = 0
         for position, granularity in self.positions.items():
             if position != "dense":
@@ -189,7 +200,7 @@ class Gate(Mechanism):
         return size * multiplied + 2 * score * scores
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
-        """Return the projection before each multiplicative sigmoid gate, which is 1/2 at zero."""
+        """A multiplicative sigmoid gate starts at 1/2, so double the projection in front of it."""
         if (self.form, self.activation) == ("multiply", "sigmoid"):
             return tuple("output" if p == "dense" else p for p in self.positions)
         if (self.form, self.activation) == ("add", "silu"):
@@ -238,11 +249,11 @@ def activate(score: "Tensor", activation: Activation) -> "Tensor":
 
 
 def gated(x: "Tensor", score: "Tensor", form: Form) -> "Tensor":
-    """Compute ``x * score`` or ``x + score`` and round the result once to the dtype of ``x``."""
+    """Apply the scores and cast the result back to the dtype of ``x``."""
     return (x * score if form == "multiply" else x + score).to(x.dtype)
 
 
 def observe_gate(position: str, score: "Callable[[], Tensor]", ranks: Ranks) -> None:
-    """Report the mean score and the fraction of scores below :data:`CLOSED_THRESHOLD`."""
+    """Log the mean gate score and the fraction of closed gates."""
     ranks.observe(f"gate-score/{position}", lambda: score().mean())
     ranks.observe(f"gate-shut/{position}", lambda: (score() < CLOSED_THRESHOLD).float().mean())

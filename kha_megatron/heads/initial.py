@@ -12,15 +12,16 @@ from kha_megatron.heads.mechanism import InitialValue
 def initial_weight(
     weight: Tensor, values: Sequence[InitialValue], *, std: float = 0.02, seed: int | None = None
 ) -> Tensor:
-    """Initialize a parameter in place (see ``HeadTensor.initial``) and return it.
+    """Initialize a mechanism's parameter in place and return it.
 
     Args:
-        weight: Tensor of shape ``[n, ...]``.
-        values: Initialization of each of the ``n`` slices. ``blocks`` assigns an equal number of
-            columns to each row of a matrix, scaled to a mean square of 1.
-        std: Standard deviation for ``normal``.
-        seed: Seed for ``normal``. Samples are drawn in float32 on the CPU, so that they are the
-            same on all ranks and devices. By default, torch's global generator is used.
+        weight (Tensor): Parameter of shape [len(values), ...].
+        values (Sequence[InitialValue]): How to initialize each slice, e.g.
+            ``("identity", "zeros")``. With ``blocks``, row ``i`` of a matrix is non-zero only in
+            the i-th block of columns (scaled to a mean square of 1).
+        std (float): Standard deviation for ``normal``.
+        seed (int, optional): Seed for ``normal``. Samples are always drawn on the CPU in float32,
+            so all ranks and devices get the same ones. Defaults to the global torch generator.
     """
     if "normal" in values:
         generator = None if seed is None else torch.Generator().manual_seed(seed)

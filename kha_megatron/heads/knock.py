@@ -1,7 +1,9 @@
-"""Knocking heads (arXiv 2510.23052, section 3.2): matrices shared by all heads of a layer.
+"""Knocking-Heads Attention (https://arxiv.org/abs/2510.23052, section 3.2).
 
-The ``n`` matrices of a projected tensor with head dim ``D`` are stacked in one weight ``[n, D, D]``
-and, as in the paper, multiplied from the right (``x @ W``, the transpose of ``torch.nn.Linear``).
+KHA multiplies the query, key or value heads by small matrices that all heads of a layer share. The
+matrices for one projection are stored as a single weight of shape
+[num_matrices, head_dim, head_dim]. Note that we compute ``x @ W`` like the paper, i.e. not
+``x @ W.T`` like ``torch.nn.Linear``.
 """
 
 from collections.abc import Mapping
@@ -32,10 +34,10 @@ PROJECTIONS: tuple[Projection, ...] = ("query", "key", "value")
 MATRICES: Mapping[Variant, tuple[str, ...]] = MappingProxyType(
     {"linear": ("proj",), "mlp": ("up", "gate", "down"), "gate": ("gate",)}
 )
-"""Names of the ``[D, D]`` matrices of each variant, in stacking order."""
+"""Names of each variant's matrices, in stacking order."""
 
 SAVED: Mapping[Variant, int] = MappingProxyType({"linear": 1, "mlp": 4, "gate": 3})
-"""Number of tensors of the input's size that autograd saves for :func:`knock`."""
+"""How many input-sized tensors autograd saves in :func:`knock`."""
 
 INITS: tuple[Init, ...] = get_args(Init)
 
@@ -44,22 +46,23 @@ FOLDS: tuple[Fold, ...] = get_args(Fold)
 
 @dataclass(frozen=True, kw_only=True)
 class KnockSettings:
-    """Settings of the knocked projections, shared by ``Knock`` and ``KHAConfig``."""
+    """KHA settings. This is a separate class because ``Knock`` and ``KHAConfig`` both have these
+    fields."""
 
     query: Variant | None = None
-    """Variant for query heads, before QK-norm and RoPE."""
+    """KHA variant for queries (applied before QK-norm and RoPE)."""
     key: Variant | None = None
-    """Variant for key heads, applied before QK-norm and RoPE."""
+    """KHA variant for keys (applied before QK-norm and RoPE)."""
     value: Variant | None = None
-    """Variant for value heads."""
+    """KHA variant for values."""
     init: Init = "identity"
-    """``identity`` is a bit-exact no-op at initialization. ``random`` is an ablation, for which the
-    paper reports a much higher loss (section 3.3)."""
+    """With ``identity``, KHA doesn't change the model at initialization (bit-exact). ``random`` is
+    meant for ablations only; the paper reports a much higher loss (section 3.3)."""
     init_seed: int = 1234
     fold: Fold = field(default="auto", compare=False)
     """Whether to fold linear matrices into the QKV weight during training (see
-    ``kha_megatron.mcore.folding``). ``auto`` decides by microbatch size. This setting is not stored
-    in checkpoints or exports and is ignored in comparisons."""
+    ``kha_megatron.mcore.folding``). ``auto`` decides based on the microbatch size. This is a
+    runtime setting: it isn't saved in checkpoints and doesn't affect config comparisons."""
 
     def __post_init__(self) -> None:
         check_fields(self, "kha_")
@@ -75,7 +78,7 @@ class KnockSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Knock(KnockSettings, Mechanism):
-    """Matrices that are shared by all heads of a projected tensor."""
+    """KHA itself: matrices shared by all heads."""
 
     name: ClassVar[str] = "knock"
     presets: ClassVar = MappingProxyType(
@@ -89,7 +92,7 @@ class Knock(KnockSettings, Mechanism):
         }
     )
     """The paper uses ``kha_mlp`` for MoE models, and ``kha_linear`` for dense models and MLA
-    (section 4.3). ``kha_gate_v`` is the harmful ablation of Table 2."""
+    (section 4.3). ``kha_gate_v`` is only here to reproduce the (harmful) ablation in Table 2."""
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         return tuple(
@@ -106,8 +109,10 @@ class Knock(KnockSettings, Mechanism):
         )
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Count ``2 D^2`` FLOPs per matrix and head (eq. 12: ``6 d^2 / n``), without folding. As in
-        the paper and in Megatron, element-wise operations are not counted."""
+        """``2 * head_dim**2`` per matrix and head (eq. 12), if the matrices aren't folded.
+
+        We ignore element-wise operations, like the paper and Megatron.
+        """
         return sum(
             2 * sizes.dim(p) ** 2 * sizes.heads(p) * len(MATRICES[v])
             for p, v in self.variants.items()
@@ -148,7 +153,7 @@ class Knock(KnockSettings, Mechanism):
 
 
 def initial_values(variant: Variant, init: Init = "identity") -> tuple[InitialValue, ...]:
-    """Return the initialization of each matrix. Gates are zero, because ``2 * sigmoid(0) = 1``."""
+    """Return how to initialize each matrix. Gates start at zero since ``2 * sigmoid(0) = 1``."""
     if init == "random":
         return tuple("normal" for _ in MATRICES[variant])
     return tuple("zeros" if name == "gate" else "identity" for name in MATRICES[variant])
@@ -159,16 +164,18 @@ def module_name(matrix: str) -> str:
 
 
 def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
-    """Apply the shared matrices ``weight`` ``[n, D, D]`` to every head ``x`` ``[..., D]``.
+    """Apply KHA to every head.
 
-    ==========  ==================================================================  =============
-    ``linear``  ``x @ T``                                                           eq. 5-7
-    ``mlp``     ``2 * ((x @ W_up) * sigmoid(x @ W_gate)) @ W_down``                 eq. 9
-    ``gate``    ``2 * x * sigmoid(x @ W_gate)``                                     Table 2, "Gate"
-    ==========  ==================================================================  =============
+    - ``linear``: ``x @ W`` (eq. 5-7)
+    - ``mlp``: ``2 * ((x @ W_up) * sigmoid(x @ W_gate)) @ W_down`` (eq. 9)
+    - ``gate``: ``2 * x * sigmoid(x @ W_gate)`` ("Gate" in Table 2)
 
-    At identity initialization the result equals ``x`` bit for bit, because each dot product has
+    At identity initialization the output is bit-identical to ``x``, because every dot product has
     only one non-zero term and ``2 * sigmoid(0) == 1``.
+
+    Args:
+        x (Tensor): Heads of shape [..., head_dim].
+        weight (Tensor): Stacked matrices of shape [num_matrices, head_dim, head_dim].
     """
     if variant == "linear":
         return x @ weight[0]
@@ -181,10 +188,9 @@ def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
 def gradients(
     x: "Tensor", dy: "Tensor", weight: "Tensor", variant: Variant
 ) -> "tuple[Tensor, Tensor]":
-    """Compute the gradients of :func:`knock` with respect to ``x`` and ``weight``.
+    """Backward pass of :func:`knock`. Returns the gradients of ``x`` and ``weight``.
 
-    They are computed by hand because autograd does not record inside a custom operator. ``dy`` is
-    the gradient of the output; see :func:`knock` for the other arguments.
+    We can't use autograd for this, because it doesn't record inside a custom operator.
     """
     import torch
 
@@ -210,20 +216,19 @@ def _outer(rows: "Tensor", others: "Tensor") -> "Tensor":
 def fold(
     projection: "Tensor", weight: "Tensor", *, head_rows: int | None = None, start: int = 0
 ) -> "Tensor":
-    """Fold a ``linear`` matrix ``[1, D, D]`` into the preceding projection: ``W' = W T`` (eq. 8).
+    """Fold a KHA-Linear matrix into the preceding projection (eq. 8), computed in float64.
 
-    The product is computed in float64 and then rounded to the projection's dtype. In latent
-    attention, only ``D`` of the rows of each head are folded. With ``n`` no-position features,
-    ``r`` rotary features and ``v`` value features, use::
+    In MLA, only some rows of each head are folded. E.g. ``linear_kv_up_proj`` has ``n`` key rows
+    (without RoPE) and ``v`` value rows per head::
 
-        query_up = fold(query_up, t_query, head_rows=n + r)
-        key_value_up = fold(key_value_up, t_key, head_rows=n + v)
-        key_value_up = fold(key_value_up, t_value, head_rows=n + v, start=n)
+        kv_up = fold(kv_up, key_matrix, head_rows=n + v)
+        kv_up = fold(kv_up, value_matrix, head_rows=n + v, start=n)
 
     Args:
-        projection: Weight ``[H * head_rows, K]`` or bias ``[H * head_rows]``, heads outermost.
-        head_rows: Number of rows per head. Defaults to ``D``.
-        start: Offset within each head of the ``D`` rows to fold. Other rows are unchanged.
+        projection (Tensor): Weight of shape [num_heads * head_rows, in_features], or its bias.
+        weight (Tensor): KHA weight of shape [1, head_dim, head_dim].
+        head_rows (int, optional): Number of rows per head, if larger than ``head_dim``.
+        start (int): First row to fold within each head.
     """
     matrix = weight[0].double()
     folded = projection.clone().unflatten(0, (-1, head_rows or len(matrix)))

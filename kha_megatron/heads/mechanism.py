@@ -1,4 +1,4 @@
-"""Base class of head mechanisms and the descriptions of their tensors."""
+"""Base class of head mechanisms, and dataclasses that describe their parameters."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -20,14 +20,14 @@ Stage = Literal["qkv", "core", "output", "dense"]
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSizes:
-    """Head counts and dimensions of an attention layer, either over all ranks or on one rank."""
+    """Head counts and dimensions of an attention layer (either global or on one TP rank)."""
 
     query_heads: int
-    kv_heads: int  # equal to query_heads in latent attention
-    head_dim: int  # without the rotary part in latent attention
+    kv_heads: int  # same as query_heads for MLA and GLA
+    head_dim: int  # excluding the rotary part for MLA and GLA
     value_dim: int | None = None  # defaults to head_dim
-    hidden_size: int = 0  # may be 0 if only tensor names are needed
-    latent: bool = False  # MLA or GLA, which have no joint QKV projection
+    hidden_size: int = 0  # not needed to get tensor names
+    latent: bool = False  # MLA or GLA (no joint QKV projection)
 
     def heads(self, projection: Projection) -> int:
         return self.query_heads if projection == "query" else self.kv_heads
@@ -36,7 +36,7 @@ class HeadSizes:
         return (self.value_dim or self.head_dim) if projection == "value" else self.head_dim
 
     def on_rank(self, tp: int) -> Self:
-        """Return the sizes on one of ``tp`` ranks. A head that several ranks share counts fully."""
+        """Divide the head counts by the TP size, with at least one head per rank."""
         return replace(
             self,
             query_heads=max(1, self.query_heads // tp),
@@ -46,14 +46,14 @@ class HeadSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadFacts:
-    """Model properties that determine whether a mechanism is supported."""
+    """Model properties that decide whether a mechanism is supported."""
 
     multi_latent: bool = False
     attention: str | None = None  # KHAConfig.attention
     qk_norm: bool = False
     flash_decode: bool = False
-    rotary_features: int = 0  # features per head that RoPE rotates
-    predictions: int = 0  # number of multi-token prediction layers
+    rotary_features: int = 0  # number of features per head with RoPE
+    predictions: int = 0  # number of MTP layers
     layers: int = 0  # 0 if unknown
     query_heads: int = 0  # 0 if unknown
     tokens: int = 0  # maximum sequence length, or 0 if unknown
@@ -62,34 +62,34 @@ class HeadFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTensor:
-    """Description of one parameter that a mechanism adds to a layer."""
+    """A parameter that a mechanism adds to an attention layer."""
 
     name: str
-    """Name of the submodule of Megatron's attention that owns ``weight``, e.g. ``knock_value``."""
-    shape: tuple[int, ...]  # over all ranks
+    """Attribute of Megatron's attention module that owns the weight, e.g. ``knock_value``."""
+    shape: tuple[int, ...]  # global, i.e. before TP sharding
     gradient: Gradient
-    """Whether the gradient on a TP rank is a partial sum over its ``heads``, a partial sum over its
-    ``tokens`` (with sequence parallelism), or the ``whole`` gradient. If ``reads_input`` is set,
-    this refers to the projection's output."""
-    heads: Projection  # projected tensor whose heads use the parameter
-    initial: tuple[InitialValue, ...] = ("zeros",)  # or one entry for each of matrices
-    hf: str  # submodule of self_attn in our transformers class
+    """What a TP rank has after backward: a partial sum over its ``heads``, a partial sum over its
+    ``tokens`` (with sequence parallelism), or the ``whole`` gradient. For parameters with
+    ``reads_input``, this is about the gradient of the projection's output."""
+    heads: Projection  # which heads use the parameter
+    initial: tuple[InitialValue, ...] = ("zeros",)  # or one entry per matrix
+    hf: str  # submodule of self_attn in our Hugging Face model
     matrices: tuple[str, ...] = ()
-    """Names of ``nn.Linear`` modules in ``hf``, which hold the transposed slices along the first
-    dimension. If empty, ``hf`` itself holds the tensor."""
-    per_head: bool = False  # whether the first dimension is sharded with the heads
+    """Names of the ``nn.Linear`` modules under ``hf``, if the parameter stacks several matrices.
+    Note that ``nn.Linear`` stores them transposed."""
+    per_head: bool = False  # whether dim 0 is sharded along with the heads
     reads_input: bool = False
-    """Whether this is a projection of the normalized layer input (``[..., features, hidden]``),
-    whose output the mechanism receives instead of the weight."""
+    """Whether this is a projection of the normalized layer input. :meth:`Mechanism.apply` then gets
+    the output of the projection, not the weight."""
 
     @property
     def key(self) -> str:
-        """Name in Megatron checkpoints, after ``decoder.layers.{layer}.``"""
+        """Megatron checkpoint key, relative to ``decoder.layers.{layer}.``"""
         return f"self_attention.{self.name}.weight"
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Names in our transformers class, after ``model.layers.{layer}.``"""
+        """Hugging Face checkpoint keys, relative to ``model.layers.{layer}.``"""
         parts = [f"{self.hf}.{matrix}" for matrix in self.matrices] or [self.hf]
         return tuple(f"self_attn.{part}.weight" for part in parts)
 
@@ -103,17 +103,17 @@ class HeadTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadRows:
-    """Additional rows of ``linear_qkv``, next to those of queries, keys and values.
+    """Extra rows of ``linear_qkv``, next to the query, key and value rows.
 
-    The rows are stored and sharded with their KV head (see ``model.qkv.QKVLayout``). The mechanism
-    receives their output as ``[..., heads, features]``.
+    They are sharded and stored with their KV head (see ``model.qkv.QKVLayout``).
+    :meth:`Mechanism.apply` gets the output as a tensor of shape [..., num_heads, features].
     """
 
-    name: str  # key under which Mechanism.apply receives the output
+    name: str  # key in the tensors passed to Mechanism.apply
     heads: Projection
     features: int  # rows per head
-    hf: str  # submodule of self_attn in our transformers class
-    is_stock: bool = False  # same rows as --attention-output-gate in stock Megatron
+    hf: str  # submodule of self_attn in our Hugging Face model
+    is_stock: bool = False  # same as Megatron's --attention-output-gate
 
     def size(self, sizes: HeadSizes) -> int:
         return sizes.heads(self.heads) * self.features * sizes.hidden_size
@@ -121,26 +121,27 @@ class HeadRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """Base class of head mechanisms, which are frozen dataclasses of JSON-serializable settings.
+    """Base class of head mechanisms.
 
-    Each field can be set with ``--heads NAME.FIELD=VALUE``. Subclasses implement :meth:`tensors`
-    and :meth:`apply`, and override the other methods where the default does not apply.
+    Subclasses are frozen dataclasses with JSON-serializable fields. Users can set every field with
+    ``--heads NAME.FIELD=VALUE``. A new mechanism usually implements :meth:`tensors` and
+    :meth:`apply`; override the other methods as needed.
     """
 
     name: ClassVar[str]  # field name in KHAConfig
     stages: ClassVar[tuple[Stage, ...]] = ("qkv",)
-    """Stages at which :meth:`apply` is called: ``qkv`` (after the QKV split, before QK-norm),
-    ``output`` (after core attention) and ``dense`` (after the output projection). A mechanism with
-    the stage ``core`` replaces core attention."""
+    """When to call :meth:`apply`: after the QKV split and before QK-norm (``qkv``), after core
+    attention (``output``), or after the output projection (``dense``). The stage ``core`` is
+    special, since the mechanism replaces core attention altogether."""
     own_projections: ClassVar[tuple[Projection, ...]] = ()
-    """Projections that the mechanism computes itself, instead of ``linear_qkv``."""
+    """Projections that the mechanism computes itself instead of ``linear_qkv``."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __post_init__(self) -> None:
         check_fields(self, f"{self.name}.")
 
     def for_layer(self, layer: int) -> Self:
-        """Return the settings for a layer index, counted from 0."""
+        """Return the settings for one layer (0-based), in case they differ between layers."""
         return self
 
     @property
@@ -151,65 +152,70 @@ class Mechanism:
         return stage in self.stages
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        """Describe the parameters of one layer, with shapes over all ranks."""
         return ()
 
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
-        """Describe the additional rows of ``linear_qkv``, in order."""
+        """Return the extra rows of ``linear_qkv``."""
         return ()
 
     def apply(
         self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
     ) -> "dict[str, Tensor]":
-        """Apply the mechanism at one stage. The default implementation is a no-op.
+        """Apply the mechanism. Does nothing by default.
 
         Args:
-            tensors: The local heads of ``query``, ``key`` and ``value`` (stage ``qkv``) or
-                ``output`` (stage ``output``), of shape ``[..., heads, D]``, or ``dense`` of shape
-                ``[..., hidden]``. ``own_projections`` have a single head. Also contains the outputs
-                of :meth:`rows`, of tensors with ``reads_input`` and of earlier stages.
-            weights: The other parameters by name, with the local heads of ``per_head`` parameters.
-            ranks: Collectives over the ranks that hold other heads and tokens of the layer.
+            tensors (Mapping[str, Tensor]): ``query``, ``key`` and ``value`` (after the QKV split)
+                or ``output`` (after core attention), with local heads of shape
+                [..., num_heads, head_dim], or ``dense`` of shape [..., hidden_size]. Also contains
+                the outputs of earlier stages, of :meth:`rows` and of parameters with
+                ``reads_input``.
+            weights (Mapping[str, Tensor]): All other parameters. ``per_head`` parameters are
+                sharded.
+            ranks (Ranks): Collectives across the ranks with the other heads and tokens.
 
         Returns:
-            The tensors to replace, and any tensors that later stages need.
+            dict[str, Tensor]: New values for some of the tensors, and anything that later stages
+                need.
         """
         return {}
 
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
-        """Count the parameters per layer on each of ``tp`` ranks, without padding rows."""
+        """Count the parameters per layer and TP rank (excluding padding)."""
         rows = sum(row.size(sizes) for row in self.rows(sizes))
         return sum(t.size // t.ranks(tp) for t in self.tensors(sizes)) + rows // tp
 
     def flops(self, sizes: HeadSizes) -> int:
-        """Count the matmul FLOPs per token and layer in the forward pass."""
+        """Forward FLOPs per token and layer (matmuls only)."""
         return 0
 
     def pair_flops(self, sizes: HeadSizes) -> int:
-        """Count the extra forward FLOPs per query-key pair and layer, over all heads."""
+        """Extra forward FLOPs per query-key pair and layer, summed over heads."""
         return 0
 
     def skippable_flops(self, sizes: HeadSizes) -> tuple[int, int]:
-        """Count the forward FLOPs per layer of inactive heads: projections per token, and attention
-        per query-key pair. Note that the current kernels do not skip them."""
+        """FLOPs of inactive heads per token and per query-key pair (kernels don't skip them)."""
         return 0, 0
 
     def activations(self, sizes: HeadSizes) -> int:
-        """Count 16-bit values per token and layer saved for backward, without recomputation."""
+        """Number of 16-bit values saved for backward per token and layer (no recomputation)."""
         return 0
 
     def sharded_activations(self, sizes: HeadSizes) -> int:
-        """Count additional saved values per token, which sequence parallelism shards."""
+        """Like :meth:`activations`, for values that sequence parallelism shards."""
         return 0
 
     def pair_activations(self, sizes: HeadSizes) -> int:
-        """Count 16-bit values per query-key pair and layer saved for backward."""
+        """Like :meth:`activations`, but per query-key pair."""
         return 0
 
     def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        """Count the bytes per token that a layer's TP ranks exchange forward and backward, of which
-        each rank sends ``(tp - 1) / tp``. ``width`` is the number of bytes per activation. Input
-        projections are not included."""
+        """TP communication of one layer in forward and backward, in bytes per token.
+
+        Each rank sends ``(tp - 1) / tp`` of this. Input projections aren't included.
+
+        Args:
+            width (int): Bytes per activation.
+        """
         return 0, 0
 
     @property
@@ -222,15 +228,16 @@ class Mechanism:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether a token uses only some of the heads, so that upcycling changes the outputs."""
+        """Whether tokens use only a subset of the heads (so upcycling changes the outputs)."""
         return False
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
-        """Return the projections to double so that adding the mechanism preserves a model's
-        outputs.
+        """Return the projections to double when the mechanism is added to a trained model.
 
-        Tensors that read the input are then initialized to zero. A projection may be listed
-        repeatedly. By default, raise ConfigError because no initialization preserves the outputs.
+        For example, a sigmoid gate starts at 1/2. To preserve the model's outputs, we double the
+        gated projection and initialize the gate's own projection to zero. A projection can be
+        listed more than once. Raises ConfigError if there is no way to preserve the outputs (the
+        default).
         """
         raise ConfigError(
             f"{self} changes the outputs of a trained model, regardless of its initialization. "
@@ -239,7 +246,7 @@ class Mechanism:
 
     @property
     def is_exact_at_start(self) -> bool:
-        """Whether adding the mechanism with its own initialization keeps outputs bit-identical."""
+        """Whether outputs stay bit-identical with the mechanism's default initialization."""
         sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
         try:
             doubled = self.projections_to_double()
@@ -249,12 +256,14 @@ class Mechanism:
         return not (doubled or drawn or self.rows(sizes))
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        """Return why fused attention kernels cannot compute the layer, or None if they can."""
+        """Explain why fused attention kernels can't be used (None if they can)."""
         return None
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Return an error message if the model is not supported, otherwise None. By default, all
-        attention types except MLA, GTA and GLA are supported."""
+        """Return an error message if the mechanism doesn't support this model, otherwise None.
+
+        The default implementation rejects MLA, GTA and GLA.
+        """
         kind = facts.attention or ("multi-latent attention" if facts.multi_latent else None)
         return kind and f"{self} does not support {kind}. Use MHA, MQA or GQA."
 
@@ -283,8 +292,7 @@ class Mechanism:
 
 
 def check_fields(settings: Any, prefix: str) -> None:
-    """Raise ConfigError if a field of a dataclass has a value that its annotation does not
-    allow."""
+    """Check a dataclass against its type annotations. Raises ConfigError."""
     for item in fields(settings):
         value, kind = getattr(settings, item.name), item.type
         kinds = (kind,) if get_origin(kind) in (None, Literal) else get_args(kind)
@@ -322,10 +330,16 @@ def apply_stage(
     seen: "dict[str, Tensor]",
     ranks: Ranks,
 ) -> "list[Tensor]":
-    """Apply all mechanisms of a stage in order and return the updated ``tensors``.
+    """Apply all mechanisms of a stage in order.
 
-    ``seen`` holds the outputs of earlier stages and of input projections, and receives any new
-    tensors. See :meth:`Mechanism.apply` for the other arguments.
+    Args:
+        mechanisms (Iterable): Mechanisms with their weights.
+        tensors (dict[str, Tensor]): Input of the stage, updated in place.
+        seen (dict[str, Tensor]): Outputs of earlier stages and input projections. New outputs are
+            added to this dict.
+
+    Returns:
+        list[Tensor]: The updated ``tensors``.
     """
     for mechanism, weights in mechanisms:
         if mechanism.acts_at(stage):

@@ -1,9 +1,12 @@
-"""Mixture-of-Head attention (MoH, arXiv 2410.11842): a router selects and weights heads per token.
+"""Mixture-of-Head attention (MoH, https://arxiv.org/abs/2410.11842).
 
-The first ``S`` of ``H`` query heads are shared by all tokens. Of the remaining ``R`` routed heads,
-each token uses the ``K`` with the highest router scores. Where the paper and the authors' code
-(SkyworkAI/MoH) differ, a setting selects one of them. Every rank routes over all heads in float32
-or wider, so that all ranks select the same heads. Equation numbers refer to the paper.
+For each token, a router picks some of the query heads and weights them. The first heads are
+"shared", i.e. all tokens use them. The others are "routed": each token uses those with the highest
+router scores. Some details differ between the paper and the authors' code (SkyworkAI/MoH), so there
+are settings to choose between them. Equation numbers refer to the paper.
+
+Every rank computes the routing of all heads in float32 or higher. Otherwise, ranks could disagree
+on the selected heads.
 """
 
 import math
@@ -27,9 +30,12 @@ RouterStart = Literal["normal", "zeros"]
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfHeads(Mechanism):
-    """Settings of the router and of the numbers of shared and active heads.
+    """Settings of the router and of the number of heads to use.
 
-    Set either ``shared`` and ``active``, or ``share`` and optionally one of the two.
+    You can specify the number of heads either directly or as a fraction::
+
+        MixtureOfHeads(shared=4, active=8)
+        MixtureOfHeads(share=0.75)
     """
 
     name: ClassVar[str] = "moh"
@@ -39,32 +45,34 @@ class MixtureOfHeads(Mechanism):
     )
 
     shared: int | None = None
-    """``S``, the number of heads that every token uses (section 4.4)."""
+    """Number of heads that are used by every token (section 4.4)."""
     active: int | tuple[int, ...] | None = None
-    """``K``, the number of routed heads per token. Can be a list with one number per layer."""
+    """Number of routed heads per token. A list sets it separately for each layer."""
     share: float | None = None
-    """Fraction of heads in use, ``(S + K) / H`` ("activated" in the paper), rounded to whole heads.
-    By default, half of these heads, rounded down, are shared."""
+    """Fraction of heads that a token uses, i.e. ``(shared + active) / num_heads``. By default, half
+    of them (rounded down) are shared heads. Set ``shared`` or ``active`` to change this."""
     router: Router = "learned"
-    """``learned`` projects the layer input (equations 5 and 6). ``query_norm`` has no parameters
-    and uses the norms of the knocked queries before QK-norm (section 4.4)."""
+    """``learned``: linear projection of the layer input (eq. 5 and 6). ``query_norm``: no
+    parameters; heads are ranked by the norms of their queries after KHA and before QK-norm (section
+    4.4)."""
     quantized: bool = False
-    """Whether the heads in use have weight 1 and the router is trained with a straight-through
-    gradient (equations 9 and 10), e.g. to convert a trained model."""
+    """Use weight 1 for all selected heads and a straight-through gradient for the router (eq. 9 and
+    10). This is useful to convert a trained model."""
     scale: Source = "code"
-    """``paper``: equation 5, where weights of a learned router sum to at most 1. ``code``: weights
-    are about 1, and query norms are divided by their standard deviation over the routed heads."""
+    """How to scale the head weights. ``paper``: eq. 5, so the weights of a learned router sum to at
+    most 1. ``code``: weights are around 1, and query norms are divided by their standard deviation
+    over the routed heads."""
     balance: float = 0.01
-    """Weight ``beta`` of the load-balance loss (equation 8). Set to 0 to disable the loss."""
+    """Coefficient of the load-balancing loss (``beta`` in eq. 8). 0 disables the loss."""
     balance_scale: Source = "code"
-    """``paper``: equation 7, summed over layers. ``code``: ``R`` times equation 7, averaged over
-    layers."""
+    """``paper``: eq. 7, summed over layers. ``code``: eq. 7 times the number of routed heads,
+    averaged over layers."""
     anneal: int = 0
-    """Number of iterations over which the routed heads per token decrease from ``R`` to ``K``. Set
-    to 0 to disable annealing."""
+    """If positive, start with all routed heads and reduce them to ``active`` over this many
+    iterations."""
     start: RouterStart = "normal"
-    """Initialization of the learned router. With ``zeros`` and ``scale=code``, all heads have
-    weight 1."""
+    """How to initialize a learned router. ``zeros`` together with ``scale=code`` starts with weight
+    1 for all heads."""
 
     def __post_init__(self) -> None:
         if isinstance(self.active, list):  # from JSON
@@ -100,11 +108,7 @@ class MixtureOfHeads(Mechanism):
         return on // 2 if self.active is None else on - self.active
 
     def active_heads(self, heads: int, iteration: int | None = None) -> int:
-        """Return ``K`` for ``heads`` query heads, after :meth:`for_layer` has selected the layer.
-
-        ``iteration`` is the number of completed iterations for annealing, or None for a trained
-        model.
-        """
+        """Return the number of routed heads per token. Pass ``iteration`` to apply annealing."""
         shared, active = self.shared_heads(heads), self.active
         assert not isinstance(active, tuple)
         if active is None:
@@ -221,18 +225,20 @@ class MixtureOfHeads(Mechanism):
 
 
 class Routing(NamedTuple):
-    """Result of :func:`route`."""
-
-    weights: "Tensor"  # [..., H], 0 for inactive heads
-    probabilities: "Tensor"  # [..., R], softmax over the routed heads
-    chosen: "Tensor"  # [..., R], 1 for active heads and 0 otherwise, without gradient
+    weights: "Tensor"  # [..., num_heads], 0 for inactive heads
+    probabilities: "Tensor"  # [..., num_routed], softmax over the routed heads
+    chosen: "Tensor"  # [..., num_routed], 1 for active heads, else 0 (no gradient)
 
 
 def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -> Routing:
     """Select and weight the heads of each token.
 
-    ``scores`` are the concatenated ``W_s x``, ``W_r x`` and ``W_h x`` of a learned router, of shape
-    ``[..., H + 2]``, or otherwise query norms of shape ``[..., H]``.
+    Args:
+        scores (Tensor): Output of the learned router, of shape [..., num_heads + 2] (scores of the
+            shared heads, of the routed heads, and of shared vs. routed), or the query norms of
+            shape [..., num_heads] if there is no learned router.
+        moh (MixtureOfHeads): Settings of the current layer.
+        iteration (int, optional): Training iteration, see :meth:`MixtureOfHeads.active_heads`.
     """
     import torch
 
@@ -267,7 +273,7 @@ def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -
 
 
 def _add_balance_loss(routing: Routing, moh: MixtureOfHeads, ranks: Ranks) -> "Tensor":
-    """Attach the load-balance loss (equations 7 and 8) to the gradient of the weights."""
+    """Add the load-balancing loss (eq. 7 and 8) in the backward pass of the head weights."""
     _, probabilities, chosen = routing
     frequency = ranks.token_mean(chosen)
     loss = (probabilities.flatten(0, -2).mean(0) * frequency).sum()
@@ -280,7 +286,6 @@ def _add_balance_loss(routing: Routing, moh: MixtureOfHeads, ranks: Ranks) -> "T
 
 
 def _load(routing: Routing, ranks: Ranks) -> "Tensor":
-    """Return the fraction of tokens that use each head, ``[H]``."""
     import torch
 
     frequency = ranks.token_mean(routing.chosen)

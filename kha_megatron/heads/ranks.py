@@ -1,4 +1,4 @@
-"""Collectives over the ranks that share the heads and tokens of a layer."""
+"""Collectives across the ranks that share a layer's heads and tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -7,17 +7,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Listener = Callable[[str, Callable[[], "Tensor"]], None]
-"""Callback that receives the name of a metric and a function that computes it."""
+"""Callback for metrics. The second argument computes the value, so that unused metrics are free."""
 
 
 class Ranks:
-    """No-op collectives of a single rank. ``mcore.head_ranks`` implements them for Megatron."""
+    """Single-rank version, where all collectives are no-ops. Megatron's is ``mcore.head_ranks``."""
 
     listeners: Sequence[Listener] = ()
 
     @property
     def trains(self) -> bool:
-        """Whether the model is training, so that auxiliary losses are needed."""
+        """Whether we need auxiliary losses, i.e. whether the model is training."""
         return False
 
     @property
@@ -25,33 +25,39 @@ class Ranks:
         return 1
 
     def iteration(self) -> int | None:
-        """Return the number of completed training iterations, or None for a trained model."""
+        """Return the number of completed training iterations (None for a trained model)."""
         return None
 
     def all_heads(self, x: "Tensor") -> "Tensor":
-        """All-gather ``[..., heads]``. Since all ranks compute the same from the result, gradients
-        are not summed in the backward pass."""
+        """All-gather a tensor of shape [..., num_heads] along its last dimension.
+
+        No gradient reduction in backward, because all ranks compute the same thing afterwards.
+        """
         return x
 
     def own_heads(self, x: "Tensor") -> "Tensor":
-        """Return the local slice of a replicated ``[..., heads]`` tensor. The backward pass
-        all-gathers gradients, so that every rank has the full gradient."""
+        """Slice the local heads from a replicated [..., num_heads] tensor."""
         return x
 
     def token_mean(self, x: "Tensor") -> "Tensor":
-        """Average ``[..., n]`` over the tokens of the sequence, without gradient."""
+        """Average over all tokens of the sequence, keeping only the last dimension. Not
+        differentiable."""
         return x.detach().flatten(0, -2).mean(0)
 
     def add_loss(self, carrier: "Tensor", loss: "Tensor") -> "Tensor":
-        """Return ``carrier`` and add the gradient of ``loss`` in its backward pass during training.
+        """Attach an auxiliary loss to ``carrier``, similar to Megatron's ``MoEAuxLossAutoScaler``.
 
-        The logged loss does not change. ``carrier`` can be any tensor that contributes to the model
-        output. ``loss`` is a scalar mean over the local tokens, equal on all tensor-parallel ranks.
+        Args:
+            carrier (Tensor): Any tensor that contributes to the model output. Returned unchanged.
+            loss (Tensor): Scalar mean over the local tokens, identical on all TP ranks. It only
+                affects the gradients, not the logged loss.
         """
         return carrier
 
     def observe(self, name: str, figure: "Callable[[], Tensor]") -> None:
-        """Pass a metric to the listeners, which log it as ``kha-{name}/layer-L``. ``figure``
-        returns a mean over the local tokens, either as a scalar or for each head of the layer."""
+        """Report a metric (logged as ``kha-{name}/layer-{i}``).
+
+        ``figure`` must return a mean over the local tokens: either a scalar or one value per head.
+        """
         for listener in self.listeners:
             listener(name, figure)

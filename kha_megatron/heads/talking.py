@@ -1,7 +1,7 @@
-"""Talking-heads attention (Shazeer et al. 2020, arXiv 2003.02436): heads mix logits and weights.
+"""Talking-heads attention (Shazeer et al. 2020, https://arxiv.org/abs/2003.02436).
 
-A learned ``[H, H]`` matrix mixes the logits of all heads before the softmax, and a second one mixes
-the attention weights after the softmax.
+Two learned [num_heads, num_heads] matrices mix information across heads: one is applied to the
+attention logits (before the softmax), the other to the attention weights (after the softmax).
 """
 
 from collections.abc import Callable, Mapping
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkingHeads(Mechanism):
-    """Settings of mixing before and after the softmax, which is a bit-exact no-op at
-    initialization.
+    """Mix attention logits and weights across heads. Bit-exact no-op at initialization.
 
-    Since no fused kernel supports talking heads, a layer materializes ``H L^2`` logits and weights
-    for ``L`` tokens.
+    Note: There's no fused kernel for this. Every layer materializes ``num_heads * seq_len**2``
+    logits and weights, so memory grows quickly with the sequence length.
     """
 
     name: ClassVar[str] = "talking"
@@ -30,11 +29,11 @@ class TalkingHeads(Mechanism):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"talking": {}})
 
     pre: bool = True
-    """Whether to mix logits before the mask and the softmax (``P_l`` in the paper)."""
+    """Mix the logits, before masking and softmax (``P_l`` in the paper)."""
     post: bool = True
-    """Whether to mix weights after the softmax (``P_w`` in the paper)."""
+    """Mix the attention weights after the softmax (``P_w`` in the paper)."""
     max_tokens: int = field(default=2048, compare=False)
-    """Maximum sequence length. This setting is not stored in checkpoints."""
+    """Longer sequences raise an error, to avoid running out of memory. Not saved in checkpoints."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -70,23 +69,23 @@ class TalkingHeads(Mechanism):
         mask: "Tensor | None" = None,
         dropout: "Callable[[Tensor], Tensor] | None" = None,
     ) -> "tuple[Tensor, Tensor]":
-        """Compute scaled dot-product attention with talking heads (section 2).
+        """Scaled dot-product attention with talking heads (section 2).
 
-        Logits are mixed before masking, because ``-inf * 0`` is NaN. With identity matrices, the
-        result is bit-identical to ordinary attention. The softmax is computed in float32 or wider.
+        The softmax is computed in float32 or higher. With identity matrices, this is bit-identical
+        to Megatron's unfused attention.
 
         Args:
-            query: All heads of the layer, of shape ``[B, H, S, D]``.
-            key: Tensor of shape ``[B, G, K, D]``. Each KV head is used by ``H / G`` consecutive
-                heads.
-            value: Tensor of shape ``[B, G, K, V]``.
-            weights: ``talking_pre`` and ``talking_post`` of shape ``[H, H]``, if enabled.
-            mask: Broadcastable to ``[B, H, S, K]``: either booleans that are True for masked keys,
-                or values added to the mixed logits. Queries without visible keys attend to all keys
-                equally.
+            query (Tensor): Shape [batch, num_heads, query_len, head_dim], with all heads of the
+                layer.
+            key (Tensor): Shape [batch, num_kv_heads, key_len, head_dim].
+            value (Tensor): Shape [batch, num_kv_heads, key_len, value_dim].
+            weights (Mapping[str, Tensor]): ``talking_pre`` and/or ``talking_post``.
+            mask (Tensor, optional): Boolean (True means masked) or additive mask, broadcastable to
+                [batch, num_heads, query_len, key_len]. It is applied after mixing, since
+                ``-inf * 0`` is NaN. Queries with all keys masked attend to all of them equally.
 
         Returns:
-            Output ``[B, H, S, V]`` and attention weights ``[B, H, S, K]`` before dropout.
+            tuple[Tensor, Tensor]: Output and attention weights (before dropout).
         """
         import torch
 
@@ -121,7 +120,6 @@ class TalkingHeads(Mechanism):
         return super().unsupported_reason(facts) or self.too_long(facts.tokens)
 
     def too_long(self, tokens: int) -> str | None:
-        """Return an error message if a sequence is longer than ``max_tokens``, otherwise None."""
         if tokens <= self.max_tokens:
             return None
         return (
@@ -147,5 +145,5 @@ class TalkingHeads(Mechanism):
 
 
 def mix_heads(x: "Tensor", weight: "Tensor") -> "Tensor":
-    """Mix heads: output head ``k`` is the sum over heads ``h`` of ``x_h * weight[h, k]``."""
+    """Compute ``y[:, k] = sum_h(x[:, h] * weight[h, k])``."""
     return (weight.mT @ x.flatten(2)).unflatten(2, x.shape[2:])

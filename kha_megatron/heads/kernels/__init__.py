@@ -1,1 +1,1 @@
-"""Triton kernels for KHA, their tile sizes and launchers."""
+"""Triton kernels for KHA."""

@@ -1,17 +1,15 @@
-"""Dispatch KHA to the Triton kernels or to PyTorch.
+"""Choose between Triton and PyTorch for KHA.
 
-The environment variable ``KHA_KERNELS`` controls the choice:
+You can set the ``KHA_KERNELS`` environment variable to one of the following:
 
-==========  ======================================================================================
-``auto``    (default) Use the kernels if they support the tensors and agree with PyTorch (see
-            :mod:`kha_megatron.heads.kernels.verification`), otherwise PyTorch
-``torch``   Always use PyTorch
-``triton``  Use the kernels without comparing them, or raise an error if they cannot run. With
-            ``TRITON_INTERPRET=1``, they also run (slowly) in Triton's interpreter on the CPU
-==========  ======================================================================================
+- ``auto`` (default): use the Triton kernels if they support the tensors and pass a self-check (see
+  :mod:`kha_megatron.heads.kernels.verification`), otherwise PyTorch.
+- ``torch``: always use PyTorch.
+- ``triton``: use the Triton kernels without a self-check, or raise an error if that isn't possible.
+  You can combine this with ``TRITON_INTERPRET=1`` to run them on the CPU (slow).
 
-Each choice is logged once on rank 0. Note that the kernels save only their input for the backward
-pass, whereas PyTorch saves ``kha_megatron.heads.knock.SAVED`` tensors of that size.
+The choice is logged on rank 0. Triton also needs less memory: it only saves the input for backward,
+while PyTorch saves several tensors of that size (see ``kha_megatron.heads.knock.SAVED``).
 """
 
 import functools
@@ -31,18 +29,15 @@ from kha_megatron.heads.kernels.verification import KnockCase, is_trusted
 from kha_megatron.heads.knock import Variant
 
 KERNELS_VARIABLE = "KHA_KERNELS"
-"""Environment variable that selects the backend."""
 
 
 def fused_knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """Apply the shared matrices to every head, with the Triton kernels where possible.
+    """Apply KHA to every head, using Triton if possible. See ``kha_megatron.heads.knock.knock``.
 
-    See ``kha_megatron.heads.knock.knock`` for the arguments and equations. The kernels do not
-    support double backward.
+    Note that the Triton kernels don't support double backward.
 
     Raises:
-        ConfigError: If ``KHA_KERNELS`` is invalid, or is ``triton`` and the kernels do not support
-            the tensors.
+        ConfigError: If ``KHA_KERNELS`` is invalid, or is ``triton`` but the kernels can't be used.
     """
     if torch.compiler.is_compiling():
         if torch.is_autocast_enabled(x.device.type):  # autocast does not apply to custom operators
@@ -56,7 +51,7 @@ def fused_knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
 
 
 def unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
-    """Return why the kernels do not support these tensors, or None if they do."""
+    """Explain why the kernels can't be used for these tensors (None if they can)."""
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is enabled"
     for tensor in (x, weight):
@@ -85,7 +80,7 @@ def _reason(
 
 
 def triton_reason() -> str | None:
-    """Return why the installed Triton is not supported, or None if it is."""
+    """Explain why the installed Triton can't be used (None if it can)."""
     try:
         import triton
     except Exception as error:  # an incompatible Triton can raise anything

@@ -1,13 +1,13 @@
 """Triton kernels for KHA: forward, input gradient and weight gradients.
 
-Shape legend, in addition to that of ``tiles``: ``R`` rows (all heads of all tokens), ``n`` matrices
-of the variant, ``S`` splits. The backward kernels recompute the matmuls they need from the input
-rows.
+See ``tiles`` for the tile sizes. In addition, ``R`` is the number of rows (one row per token and
+head) and ``S`` the number of splits. The backward kernels recompute the matmuls instead of saving
+intermediate results.
 
-The kernels are persistent: each program loads the matrices once and iterates over tiles of ``M``
-rows. Rows are loaded through pointers, which allow any stride between tokens and heads, or with
-``TMA`` through a descriptor, which requires a uniform row stride but saves address registers. Since
-a tile in registers cannot be indexed by column, the columns of a block (``x_j``) are loaded again.
+All kernels are persistent, i.e. each program loads the matrices once and then loops over tiles of
+``M`` rows. There are two ways to load rows: through pointers (any stride between tokens and heads)
+or through a TMA descriptor (needs a uniform stride between rows, but uses fewer registers). A tile
+in registers can't be indexed by column, so we load the columns of a block (``x_j``) a second time.
 """
 
 # ruff: noqa: RET505 (Triton compiles the code after a returning `if`, so `else` is needed)
@@ -57,10 +57,9 @@ def knock_forward_kernel(
     """Compute ``Y = knock(X)``.
 
     Args:
-        X: Rows with ``x_heads`` heads per token and strides in elements, as for ``Y``.
-        W: Contiguous ``[n, D, D]``.
+        X: Input rows. ``x_heads``, ``x_token`` and ``x_head`` are their :class:`Strides`.
+        W: Stacked matrices of shape [num_matrices, D, D], contiguous.
         R: Number of rows.
-        D, P, M, J: Tile sizes, see ``tiles``.
         TMA: Whether ``X`` and ``Y`` are tensor descriptors.
     """
     if J == P:
@@ -93,7 +92,7 @@ def knock_backward_input_kernel(
     VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute the input gradient ``DX`` from the output gradient ``DY``."""
+    """Compute ``DX``, the gradient of the input."""
     if J == P:
         weights = load_weights(W, 0, VARIANT, D, P, P)
     for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
@@ -136,11 +135,11 @@ def knock_backward_weight_kernel(
     VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
     M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute the matrices' gradients as one partial sum per split of the rows.
+    """Compute the gradient of the matrices. The rows are split into ``S`` partial sums.
 
-    The grid is ``(S, blocks)``. Each program owns ``J`` columns of every matrix (rows of ``down``),
-    so that its accumulators stay in registers and no matmul is repeated. The output ``PARTIAL`` has
-    shape ``[S, n, D, D]`` and is in float32.
+    The grid is ``(S, blocks)``. Each program computes ``J`` columns of every matrix (rows of
+    ``down``), so that the accumulators fit into registers and no matmul is done twice. ``PARTIAL``
+    is a float32 tensor of shape [S, num_matrices, D, D].
     """
     j = tl.program_id(1) * J
     every = tl.arange(0, P)
@@ -176,8 +175,8 @@ def knock_backward_weight_kernel(
 
 @triton.jit(do_not_specialize=["S", "N"])
 def sum_partials(PARTIAL, DW, S, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum ``PARTIAL`` ``[S, N]`` over ``S`` into ``DW`` ``[N]`` in a fixed order, loading
-    ``SPLITS`` rows at a time to hide memory latency."""
+    """Sum ``PARTIAL`` over its ``S`` rows in a fixed order. Loads ``SPLITS`` rows at once to hide
+    latency."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, S, SPLITS):

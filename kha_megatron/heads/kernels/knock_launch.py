@@ -1,4 +1,4 @@
-"""Launchers of the KHA kernels and their autograd function. This module requires Triton."""
+"""Launch the KHA kernels, with autograd support. Requires Triton."""
 
 import functools
 from typing import Any
@@ -17,29 +17,27 @@ from kha_megatron.heads.knock import Variant
 
 PROGRAMS_INTERPRETED = 3
 REDUCTION = {"SPLITS": 16, "BLOCK": 128}
-"""Number of splits and elements that one program of ``sum_partials`` sums at once."""
+"""Block sizes of ``sum_partials``: number of splits and number of elements."""
 
 
 def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """Compute ``heads.knock.knock`` and return a contiguous tensor."""
+    """Triton version of ``heads.knock.knock``. The output is always contiguous."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch("forward", variant, weight, x, y)
     return y
 
 
 def knock_backward_input(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """Compute the gradient of ``x`` from the output gradient ``dy``. ``weight`` must be
-    contiguous."""
+    """Compute the gradient of ``x``. ``weight`` must be contiguous."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch("backward_input", variant, weight, x, dy, dx)
     return dx
 
 
 def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> Tensor:
-    """Compute the gradient ``[n, D, D]`` of the matrices.
+    """Compute the gradient of ``weight``. Deterministic, because rows are summed in a fixed order.
 
-    Rows are summed in float32 in a fixed order, first within each split and then over the splits.
-    The partial sums temporarily use ``4 n D^2`` bytes per split.
+    Needs a temporary float32 buffer with the size of the weight for each split.
     """
     if x.numel() == 0:
         return torch.zeros_like(weight)
@@ -53,7 +51,7 @@ def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Varian
 
 
 class FusedKnock(torch.autograd.Function):
-    """Autograd function that saves only ``x`` (a view of Megatron's QKV buffer) and the weight."""
+    """Saves only ``x`` (a view of Megatron's QKV buffer) and the weight for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
@@ -74,10 +72,9 @@ class FusedKnock(torch.autograd.Function):
 
 
 def _launch(kernel: Kernel, variant: Variant, weight: Tensor, *tensors: Tensor) -> Tensor | None:
-    """Launch one kernel over all rows.
+    """Launch a kernel. The last tensor is the output.
 
-    ``tensors`` have shape ``[..., D]`` and end with the output, except for ``backward_weight``,
-    which instead returns float32 partial sums of shape ``[S, n, D, D]``.
+    ``backward_weight`` is different: it has no output tensor, but returns partial sums in float32.
     """
     count, head_dim = tensors[0].shape[:-1].numel(), weight.shape[-1]
     if count == 0:
@@ -105,7 +102,7 @@ def _launch(kernel: Kernel, variant: Variant, weight: Tensor, *tensors: Tensor) 
 
 
 def _fits_a_descriptor(tensor: Tensor, strides: Strides) -> bool:
-    """Check that TMA can address the rows, which requires multiples of 16 bytes."""
+    """TMA needs a uniform stride and 16-byte alignment."""
     step = strides.token * tensor.element_size()
     return strides.heads == 1 and step > 0 and not (step | tensor.data_ptr()) % 16
 

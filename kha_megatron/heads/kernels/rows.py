@@ -1,4 +1,4 @@
-"""Strides of head rows, as the kernels address them. This module does not import Triton."""
+"""Memory layout of head rows. Can be imported without Triton."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,11 @@ from torch import Tensor
 
 
 class Strides(NamedTuple):
-    """Strides in elements, where row ``r`` is head ``r % heads`` of token ``r // heads``. If all
-    rows have a uniform stride, ``heads`` is 1."""
+    """How to find row ``r``: it is head ``r % heads`` of token ``r // heads``. Strides are in
+    elements.
+
+    If all rows are evenly spaced, we treat them as a single head (``heads=1``).
+    """
 
     heads: int
     token: int
@@ -15,8 +18,7 @@ class Strides(NamedTuple):
 
 
 def strides_of(x: Tensor) -> Strides | None:
-    """Return the strides of the rows of ``x`` ``[..., D]``, or None if two strides are not
-    enough."""
+    """Return the strides of the rows of ``x``, or None if this needs more than two strides."""
     steps: list[tuple[int, int]] = []
     for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
         if size == 1:
@@ -33,6 +35,6 @@ def strides_of(x: Tensor) -> Strides | None:
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, Strides]:
-    """Return ``x`` ``[..., D]`` and its strides, after making ``x`` contiguous if necessary."""
+    """Return ``x`` and its strides. Makes ``x`` contiguous first if that's necessary."""
     strides = strides_of(x)
     return rows_of(x.contiguous()) if strides is None else (x, strides)

@@ -1,15 +1,17 @@
-"""Device functions that apply KHA to one tile of head rows.
+"""Building blocks of the KHA kernels, operating on one tile of rows.
 
-Shape legend: ``M`` rows per tile (one head of one token each), ``D`` head dim, ``P`` the next power
-of two from ``D``, as required by Triton, ``J`` columns per block. Tiles and matrices are padded
-with zeros.
+``M`` is the number of rows per tile, ``D`` the head dim, ``P`` the head dim rounded up to a power
+of two (required by Triton), and ``J`` the number of columns per block. Padding is filled with
+zeros.
 
-If the matrices do not fit into shared memory, a kernel processes ``J < P`` columns at a time. For
-``mlp`` these are hidden features, and each block adds to the whole ``y``. For ``gate`` and
-``linear`` these are output features, and each block computes some columns of ``y``.
+Usually ``J == P``. If the matrices don't fit into shared memory, we process blocks of ``J < P``
+columns:
 
-Matmuls accumulate in float32. Intermediate results are rounded to the dtype of the weights, as if
-cuBLAS had stored them.
+- ``mlp``: blocks of hidden features. Each block adds to all columns of ``y``.
+- ``gate`` and ``linear``: blocks of output features, so each block computes some columns of ``y``.
+
+Matmuls accumulate in float32. Intermediate results are rounded to the dtype of the weights, as they
+would be with cuBLAS.
 """
 
 # ruff: noqa: RET505 (Triton compiles the code after a returning `if`, so `else` is needed)
@@ -25,7 +27,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 @triton.jit
 def dot(a, b):
-    """Compute ``a @ b`` in float32, without TF32."""
+    """Matmul with float32 output (no TF32)."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     else:
@@ -42,11 +44,11 @@ def dot_add(a, b, total):
 
 @triton.jit
 def doubled_sigmoid(x, dtype: tl.constexpr):
-    """Compute ``2 * sigmoid(x)`` for a float32 ``x``, which is exactly 1 at 0.
+    """Compute ``2 * sigmoid(x)`` in float32 (exactly 1 at 0).
 
-    For bfloat16 matmuls, ``1 + tanh(x / 2)`` is computed with ``tanh.approx.f32``. Its relative
-    error is at most 2**-11 (PTX), i.e. one eighth of bfloat16's rounding error. The interpreter
-    simulates this maximum error.
+    If the matmuls are in bfloat16, we use ``1 + tanh(x / 2)`` with ``tanh.approx.f32``. Its
+    relative error is at most 2**-11 (see the PTX docs), i.e. 1/8 of bfloat16's rounding error. The
+    interpreter always simulates the maximum error.
     """
     if dtype != tl.bfloat16:
         return 2.0 * tl.sigmoid(x)
@@ -69,7 +71,7 @@ def offsets(rows, columns, heads, token, head):
 def load_rows(
     X, first, count, j, heads, token, head, D: tl.constexpr, M: tl.constexpr, J: tl.constexpr
 ):
-    """Load columns ``j`` to ``j + J`` of ``M`` rows, with zeros from row ``count`` on."""
+    """Load columns ``j`` to ``j + J`` of ``M`` rows. Rows past ``count`` are zero."""
     rows = first + tl.arange(0, M)
     columns = j + tl.arange(0, J)
     inside = (rows < count)[:, None] & (columns < D)[None, :]
@@ -93,7 +95,7 @@ def load_matrix(W, rows, columns, D: tl.constexpr):
 
 @triton.jit
 def load_weights(W, j, VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr, J: tl.constexpr):
-    """Load columns ``j`` to ``j + J`` of each matrix of the variant (rows for ``down``)."""
+    """Load columns ``j`` to ``j + J`` of all matrices (rows instead of columns for ``down``)."""
     every = tl.arange(0, P)
     block = j + tl.arange(0, J)
     if VARIANT == "mlp":
@@ -107,13 +109,11 @@ def load_weights(W, j, VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr, 
 
 @triton.jit
 def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
-    """Apply KHA to one tile of rows (see ``kha_megatron.heads.knock.knock``).
+    """Apply KHA to a tile of rows (see ``kha_megatron.heads.knock.knock``).
 
-    Only ``gate`` uses ``x_j``, the block's columns ``[M, J]`` of ``x`` ``[M, P]``.
-
-    Returns:
-        In float32, the block's contribution to ``y`` ``[M, P]`` for ``mlp``, otherwise its columns
-            ``[M, J]``.
+    ``x_j`` contains the columns of ``x`` in the current block (only needed for ``gate``). Returns
+    what the block adds to ``y`` for ``mlp``, otherwise the block's columns of ``y``. Both are in
+    float32.
     """
     if VARIANT == "mlp":
         up, gate, down = weights
@@ -127,12 +127,14 @@ def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
 
 @triton.jit
 def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
-    """Recompute the gradients that the final matmuls of both backward kernels need.
+    """Recompute what both backward kernels need for their final matmuls.
 
     Returns:
-        A tuple of ``[M, J]`` tiles in the dtype of ``x``. ``mlp``: the gradients of ``x @ W_up``
-            and ``x @ W_gate``, and the hidden features. ``gate``: the gradient of ``x @ W_gate``,
-            and the direct contribution to the gradient of ``x_j`` in float32. ``linear``: ``dy_j``.
+        A tuple of [M, J] tiles, in the dtype of ``x`` unless noted:
+
+        - ``mlp``: gradients of ``x @ W_up`` and ``x @ W_gate``, and the hidden features
+        - ``gate``: gradient of ``x @ W_gate``, and the direct gradient of ``x_j`` (float32)
+        - ``linear``: ``dy_j``
     """
     if VARIANT == "mlp":
         up, gate, down = weights
@@ -152,7 +154,7 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
 
 @triton.jit
 def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
-    """Add the block's contribution to ``dx`` ``[M, P]``, the float32 gradient of ``x``."""
+    """Add the current block's contribution to ``dx`` (float32)."""
     if VARIANT == "mlp":
         dx = dot_add(gradients[0], tl.trans(weights[0]), dx)
         return dot_add(gradients[1], tl.trans(weights[1]), dx)

@@ -1,7 +1,7 @@
 """Tile sizes and launch options of the KHA kernels, tuned by compiling for Hopper (sm_90).
 
-This module does not import Triton. ``tools/cross_compile.py`` compiles every row and checks it
-against its limit of spilled registers and against the shared memory of a multiprocessor.
+After you change a row, run ``tools/cross_compile.py`` to check its register spills and shared
+memory. This module can be imported without Triton.
 """
 
 from dataclasses import dataclass
@@ -15,34 +15,33 @@ Kernel = Literal["forward", "backward_input", "backward_weight"]
 _TilingVariant = Variant | Literal["float32"]
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Head dims that the kernels are tested with."""
+"""Head dims covered by the kernel tests."""
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 OLDEST_TRITON = (3, 5)
-"""First release with host-side tensor descriptors (3.4) and ``disable_licm`` (3.5)."""
+"""We need host-side tensor descriptors (Triton 3.4) and ``disable_licm`` (3.5)."""
 
 ARCHITECTURE = "sm_90"
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory available to one program on that architecture."""
+"""Shared memory per program in bytes."""
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tile sizes (see ``tiles``) and launch options of one kernel."""
+    """Tile sizes and launch options of one kernel."""
 
     rows: int
     columns: int
-    """The padded head dim if the matrices fit into shared memory, otherwise the block size
-    ``J``."""
+    """Padded head dim, or the block size ``J`` if the matrices don't fit into shared memory."""
     warps: int
     stages: int  # depth of software pipelining, which also saves registers; 1 disables it
     spills: int = 0  # maximum bytes of spilled registers per thread
     per_processor: int = 1  # programs that run concurrently on a multiprocessor
 
     def allows_descriptors(self, variant: Variant, head_dim: int, dtype: torch.dtype) -> bool:
-        """Whether rows can be loaded with TMA descriptors, which do not support column blocks."""
+        """Whether we can use TMA. It doesn't work with column blocks."""
         whole = variant == "mlp" or self.columns == padded(head_dim)
         return whole and dtype.itemsize == 2
 
@@ -106,5 +105,4 @@ TILINGS: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
     ("backward_weight", "float32", 128): Tiling(16, 16, 8, 1),
     ("backward_weight", "float32", 256): Tiling(16, 16, 8, 1, spills=712),
 }
-"""Tilings by kernel, variant (or ``float32`` for all variants in that dtype) and padded head
-dim."""
+"""Keys are kernel, variant (``float32`` is for all variants) and padded head dim."""

@@ -1,9 +1,9 @@
-"""Self-check of the Triton kernels against a float64 reference, which ``auto`` requires.
+"""Self-check of the Triton kernels against a float64 reference (for ``KHA_KERNELS=auto``).
 
-The first call with a new layout triggers one comparison on random data. It uses more rows than the
-concurrent programs process in one loop iteration and ends with a partial tile, and each row is
-checked separately. The check temporarily needs a few hundred MB. Since kernels and PyTorch compute
-the same function and all-reduce the same gradients, each rank can decide independently.
+We compare the kernels with PyTorch on random data when a new layout is first used. The check covers
+more rows than the GPU processes at a time plus a partial tile, looks at each row separately, and
+temporarily needs a few hundred MB. There's no need for ranks to agree: Triton and PyTorch compute
+the same function, so each rank can decide for itself.
 """
 
 import functools
@@ -24,23 +24,23 @@ from kha_megatron.heads.kernels.tilings import Kernel, tiling
 from kha_megatron.heads.knock import MATRICES, Variant
 
 MAX_RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
-"""Maximum relative error (by norm) of a row or matrix. It allows for a few roundings of half a unit
-in the last place, for the worst of many rows."""
+"""Maximum relative error (by norm) per row or matrix. This leaves room for a few rounding errors,
+even in the worst of many rows."""
 
 CHUNK = 4096
-"""Number of rows per float64 computation, which limits the memory."""
+"""Rows per float64 computation (to limit memory)."""
 
 
 @dataclass(frozen=True)
 class KnockCase:
-    """A KHA variant and the memory layout of its rows."""
+    """KHA variant and memory layout to check."""
 
     variant: Variant
     head_dim: int
     dtype: torch.dtype
     strides: Strides
     shift: int
-    """Offset of the first row in bytes, modulo 16, because Triton specializes on alignment."""
+    """Address of the first row modulo 16, because Triton specializes on alignment."""
     device: torch.device = field(repr=False)
 
     def __str__(self) -> str:
@@ -48,16 +48,13 @@ class KnockCase:
 
     @classmethod
     def of(cls, x: Tensor, variant: Variant) -> "KnockCase":
-        """Return the case of ``knock(x, weight, variant)``, where unsupported strides are
-        copied."""
         strides, shift = strides_of(x), x.data_ptr() % 16
-        if strides is None:
+        if strides is None:  # rows_of will make a contiguous copy
             strides, shift = Strides(1, x.shape[-1], 0), 0
         return cls(variant, x.shape[-1], x.dtype, strides, shift, x.device)
 
     def find_error(self) -> str | None:
-        """Return a description of the first wrong result, or None. Kernel exceptions are
-        propagated."""
+        """Run the kernels and return an error message if a result is wrong, otherwise None."""
         from kha_megatron.heads.kernels import knock_launch as kernels
 
         generator = torch.Generator(self.device).manual_seed(0)  # keep the global RNG state
@@ -93,7 +90,7 @@ class KnockCase:
         return self._difference("gradient of the matrices", dw.flatten(1), want_dw.flatten(1))
 
     def _draw_rows(self, tokens: int, draw: Callable[..., Tensor]) -> Tensor:
-        """Return random ``[tokens, heads, D]`` rows with these strides, and NaN in all gaps."""
+        """Return random rows with the layout of this case. Gaps in memory are filled with NaN."""
         sizes = tokens, self.strides.heads, self.head_dim
         strides = (*self.strides[1:], 1)
         first = self.shift // self.dtype.itemsize
@@ -116,10 +113,10 @@ _trusted: dict[KnockCase, bool] = {}
 
 
 def is_trusted(case: KnockCase) -> bool:
-    """Return whether the kernels agree with PyTorch in this case.
+    """Return True if the kernels agree with PyTorch. Runs the check on the first call.
 
-    The first call runs the comparison and logs a warning on every rank if it fails. During CUDA
-    graph capture the comparison is not possible, so PyTorch is used and a later call compares.
+    A failed check logs a warning on every rank. We can't run the check during CUDA graph capture,
+    so this returns False and tries again later.
     """
     if case not in _trusted:
         if case.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -154,10 +151,10 @@ def _compare(case: KnockCase) -> str | None:
 
 
 def _emphasis(count: int, turn: int, tile: int, device: torch.device) -> Tensor:
-    """Return factors ``[count]`` that scale up the rows after the first turn and of the last tile.
+    """Return factors that scale up the rows after the first turn and the rows of the last tile.
 
-    In a sum of squares these rows then have as much weight as all others, so that omitting them is
-    detected.
+    Without this, the weight gradient would hardly change if a kernel skipped these rows. The
+    factors give them as much weight as all other rows together (in a sum of squares).
     """
     factors = torch.ones(count, device=device)
     for rest in (count - turn, count % tile):
