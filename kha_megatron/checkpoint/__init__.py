@@ -1,1 +1,1 @@
-"""Read and write checkpoint directories without Megatron."""
+"""Readers and writers for Megatron and Hugging Face checkpoints (Megatron isn't needed)."""

@@ -1,4 +1,4 @@
-"""Read ``config.json`` and safetensors files of a Hugging Face model without executing code."""
+"""Minimal reader for Hugging Face models. It never runs code from the model directory."""
 
 import hashlib
 import json
@@ -26,21 +26,18 @@ CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
-"""If this file exists and peft is installed, transformers loads an adapter on top of the model."""
+"""If peft is installed and this file exists, transformers loads an adapter on top of the model."""
 
 _REMEDY = f"Copy the model again, or delete {MANIFEST} if you changed the model on purpose."
 
 
 def is_hf_folder(path: Path) -> bool:
-    """Check whether a directory contains a Hugging Face model."""
+    """Return True if ``path`` is a Hugging Face model directory."""
     return (path / CONFIG).is_file()
 
 
 class HFCheckpoint:
-    """A Hugging Face model directory opened for reading.
-
-    ``config`` is the content of ``config.json``.
-    """
+    """An open Hugging Face model. ``config`` is the parsed ``config.json``."""
 
     def __init__(
         self, path: Path, config: dict[str, Any], tensors: dict[str, tuple[Path, TensorEntry]]
@@ -52,12 +49,11 @@ class HFCheckpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> "HFCheckpoint":
-        """Open a model directory and read the headers of its safetensors files.
+        """Open a model directory. Only reads the headers of the safetensors files.
 
         Raises:
-            CheckpointError: If a file is missing or corrupted, if the index or a symbolic link
-                points outside of the directory, if ``manifest.json`` does not match the tensors, or
-                if the directory contains an adapter.
+            CheckpointError: If files are missing or corrupted, point outside of the directory, or
+                don't match ``manifest.json``. PEFT adapters are also rejected.
         """
         path = Path(path)
         if not is_hf_folder(path):
@@ -76,7 +72,7 @@ class HFCheckpoint:
                 raise CheckpointError(f"{path / name} not found. Copy the model again.")
             headers[name] = read_header(path / name)
         files: dict[str, str] = {}
-        for name, entries in headers.items():  # includes tensors that the index does not list
+        for name, entries in headers.items():  # not just those in the index
             for key in entries:
                 if (other := files.setdefault(key, name)) != name:
                     raise CheckpointError(
@@ -86,7 +82,7 @@ class HFCheckpoint:
         return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
 
     def identity(self) -> dict[str, Any]:
-        """Describe the model for the manifest of a conversion."""
+        """Metadata about this model for the manifest of a converted checkpoint."""
         digest = hashlib.sha256((self.path / CONFIG).read_bytes())
         if (self.path / INDEX).is_file():
             digest.update((self.path / INDEX).read_bytes())
@@ -98,14 +94,13 @@ class HFCheckpoint:
         }
 
     def keys(self) -> dict[str, TensorEntry]:
-        """Return the dtype and shape of all tensors, sorted by name."""
+        """Return the metadata of all tensors, sorted by name."""
         return {key: entry for key, (_, entry) in sorted(self._tensors.items())}
 
     def tensor(self, key: str) -> Tensor:
-        """Load a tensor to the CPU in its stored dtype. This method is thread-safe.
+        """Load a tensor to CPU. Can be called from multiple threads.
 
-        Raises:
-            CheckpointError: If the tensor does not exist or does not match ``manifest.json``.
+        If there's a ``manifest.json``, this also verifies the SHA-256 of the tensor.
         """
         if key not in self._tensors:
             raise CheckpointError(f"Tensor {key} not found in {self.path}.")
@@ -121,12 +116,12 @@ class HFCheckpoint:
         return tensor
 
     def linears(self, keys: Sequence[str]) -> Tensor:
-        """Load and stack the transposed weights of ``n`` linear layers, ``[n, in, out]``."""
+        """Load several ``nn.Linear`` weights, transpose and stack them."""
         return torch.stack([self.tensor(key).T for key in keys])
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """Read a JSON object. Raise CheckpointError if the file contains anything else."""
+    """Like ``json.loads``, but raises CheckpointError unless the file is a JSON object."""
     try:
         return {**json.loads(file.read_bytes())}
     except (OSError, ValueError, TypeError, RecursionError) as error:
@@ -134,7 +129,7 @@ def json_object(file: Path) -> dict[str, Any]:
 
 
 def _read_digests(path: Path, tensors: dict[str, tuple[Path, TensorEntry]]) -> dict[str, str]:
-    """Read the SHA-256 of each tensor from the manifest and compare names, dtypes and shapes."""
+    """Load the checksums from the manifest, and check that it matches the tensors."""
     manifest = read_manifest(path)
     expected = {key: (dtype, shape) for key, (dtype, shape, _) in manifest.items()}
     found = {key: (NAMES[entry.dtype], list(entry.shape)) for key, (_, entry) in tensors.items()}
@@ -148,10 +143,10 @@ def _read_digests(path: Path, tensors: dict[str, tuple[Path, TensorEntry]]) -> d
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    """Read from the index which file contains each tensor.
+    """Read the ``weight_map`` of the index (empty for single-file models).
 
-    Returns an empty dict if ``model.safetensors`` exists. As in transformers, this file has
-    precedence over an index, which may be left over from another model.
+    Like transformers, we prefer ``model.safetensors`` if both exist. In that case, the index might
+    be left over from another model.
     """
     if (path / WEIGHTS).is_file():
         return {}
@@ -171,11 +166,10 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def has_file(folder: Path, name: str) -> bool:
-    """Check whether a model directory contains a file.
+    """Check if a model directory contains a file.
 
-    Raises:
-        CheckpointError: If the file is a symbolic link that points neither into the directory nor
-            to the blobs of the Hugging Face cache.
+    Raises CheckpointError for symlinks, unless they stay within the directory or point to the blobs
+    of the Hugging Face cache.
     """
     path, home = (Path(os.path.realpath(place)) for place in (folder / name, folder))
     in_cache = home.parent.name == "snapshots" and path.parent == home.parent.parent / "blobs"
@@ -188,6 +182,6 @@ def has_file(folder: Path, name: str) -> bool:
 
 
 def copy_file(folder: Path, name: str, target: Path) -> None:
-    """Copy a file from a model directory. Raises the errors of :func:`has_file`."""
+    """Copy a file from a model directory (with the same symlink check as :func:`has_file`)."""
     has_file(folder, name)
     shutil.copyfile(folder / name, target)

@@ -1,7 +1,7 @@
-"""Write a sharded safetensors model one tensor at a time, in any order and from several threads.
+"""Streaming writer for sharded safetensors models.
 
-The headers are written first. The resulting files are byte-identical to those written by
-``safetensors.torch.save_file``.
+We write all headers first, so tensors can then be written in any order and from any thread. The
+files are byte-identical to those of ``safetensors.torch.save_file``.
 """
 
 import hashlib
@@ -21,18 +21,18 @@ from kha_megatron.checkpoint.staging import check_room
 
 
 class HFWriter:
-    """Writer of the safetensors shards, index and manifest of a model.
+    """Writes safetensors shards, the index and the manifest.
 
-    The writer does not call ``fsync``, because ``staging.staged_folder`` flushes all files.
+    Note: this doesn't call ``fsync``. Use ``staging.staged_folder``, which flushes all files.
 
     Args:
-        folder: Empty directory to write to.
-        tensors: Names, dtypes and shapes of all tensors that will be written, in model order.
-        max_shard_bytes: Maximum size of a shard. As in ``save_pretrained``, a tensor larger than
-            this is stored in its own shard.
+        folder (Path): Empty output directory.
+        tensors (Sequence[TensorEntry]): All tensors that will be written, in model order.
+        max_shard_bytes (int): Maximum shard size. As in ``save_pretrained``, larger tensors get
+            their own shard.
 
     Raises:
-        OutputError: If there is not enough disk space.
+        OutputError: If there isn't enough disk space.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class HFWriter:
     ) -> None:
         self.folder = folder
         self._entries = {entry.name: entry for entry in tensors}
-        self._places: dict[str, tuple[str, int]] = {}  # file, first byte
+        self._places: dict[str, tuple[str, int]] = {}  # file name, byte offset
         self._digests: dict[str, str] = {}
         check_room(folder, sum(entry.nbytes for entry in tensors))
         self._shards = split_state_dict_into_shards_factory(
@@ -58,7 +58,7 @@ class HFWriter:
                 shard.truncate(len(first) + sum(entry.nbytes for entry in entries))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write one tensor, which may be non-contiguous. This method is thread-safe."""
+        """Write a tensor (thread-safe). It doesn't have to be contiguous."""
         assert self._entries[name] == (name, tensor.dtype, tensor.shape), name
         file, start = self._places[name]
         data = bytes_of(tensor)
@@ -68,13 +68,13 @@ class HFWriter:
         self._digests[name] = hashlib.sha256(data).hexdigest()
 
     def close(self, source: Mapping[str, Any]) -> int:
-        """Write the manifest, and the index if there are several shards.
+        """Write the manifest and (if there's more than one shard) the index.
 
         Args:
-            source: Description of the converted checkpoint, from ``identity()`` of its reader.
+            source (Mapping[str, Any]): ``identity()`` of the source checkpoint.
 
         Returns:
-            Number of shards.
+            int: Number of shards.
         """
         missing = self._entries.keys() - self._digests.keys()
         assert not missing, f"{sorted(missing)} were not written"

@@ -1,7 +1,7 @@
-"""Write and verify ``integrity.json``, Megatron's list of SHA-256 hashes of a checkpoint's files.
+"""Write and verify Megatron's ``integrity.json``, i.e. the SHA-256 of each checkpoint file.
 
-Megatron-Core hashes one file after another on rank 0 and cannot load a checkpoint without hashes.
-Here, several threads compute hashes in parallel, and each rank verifies a part of the files.
+In Megatron-Core, rank 0 hashes one file after another, and checkpoints without hashes can't be
+loaded at all. We use multiple threads, and split up the verification between ranks.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from kha_megatron.errors import CheckpointError
 INTEGRITY = "integrity.json"
 _REMEDY = "Copy it again, or load another checkpoint."
 _THREADS_TO_WRITE = 16  # one rank hashes the files of all ranks
-_THREADS_TO_VERIFY = 2  # all ranks of a machine hash at the same time
+_THREADS_TO_VERIFY = 2  # per rank; all ranks on a node do this at the same time
 
 
 def write_hashes(folder: str | Path) -> None:
-    """Hash all files of a checkpoint directory and write ``integrity.json``."""
+    """Hash all files in a checkpoint directory."""
     folder = Path(folder)
     found = (file.name for file in folder.iterdir() if file.is_file())
     names = sorted(name for name in found if name != INTEGRITY)
@@ -35,7 +35,7 @@ def write_hashes(folder: str | Path) -> None:
 
 
 def read_hashes(folder: Path) -> dict[str, str] | None:
-    """Return the hexadecimal SHA-256 of each file, or None if there is no ``integrity.json``."""
+    """Read ``{file name: hex digest}``. None if there's no ``integrity.json``."""
     file = folder / INTEGRITY
     if not file.exists():
         return None
@@ -50,12 +50,12 @@ def read_hashes(folder: Path) -> dict[str, str] | None:
 
 
 def is_file_name(name: Any) -> bool:
-    """Check that an untrusted value is a plain file name without any path component."""
+    """Return True for plain file names. Guards against paths like ``../x``."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def check_file(file: Path, digest: str) -> None:
-    """Raise CheckpointError if the SHA-256 of ``file`` is not ``digest``."""
+    """Raise CheckpointError if the SHA-256 of a file doesn't match."""
     try:
         found = _digest(file)
     except OSError as error:
@@ -68,7 +68,7 @@ def check_file(file: Path, digest: str) -> None:
 
 
 class FileChecks:
-    """Verify the hash of each file of a directory once, before the file is first read."""
+    """Verifies hashes lazily, and only once per file."""
 
     def __init__(self, folder: Path, digests: Mapping[str, str]) -> None:
         self._folder = folder
@@ -78,7 +78,7 @@ class FileChecks:
         self._checks: dict[str, Future[None]] = {}
 
     def check(self, name: str) -> None:
-        """Verify a file, or wait for another thread that is already verifying it."""
+        """Verify a file. If another thread is already doing that, wait for it."""
         if name not in self._digests:
             return
         with self._lock:
@@ -89,10 +89,10 @@ class FileChecks:
 
 
 def verify_hashes(folder: str | Path) -> None:
-    """Verify all listed files, each on one of the ranks. Every rank must call this function.
+    """Verify all files in ``integrity.json``. Must be called on all ranks.
 
-    Raises:
-        CheckpointError: If a file is corrupted or missing. All ranks raise the same error.
+    Each rank verifies some of the files. If any of them is missing or corrupted, all ranks raise
+    the same CheckpointError.
     """
     import torch.distributed as dist
 

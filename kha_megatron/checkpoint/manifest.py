@@ -1,7 +1,7 @@
-"""Write and read ``manifest.json`` with the SHA-256, dtype and shape of a model's tensors.
+"""``manifest.json`` has the SHA-256, dtype and shape of each tensor in a converted HF model.
 
-A converted Megatron checkpoint contains ``converted_from.json`` instead, which records the source
-model. Its hashes are stored in Megatron's ``integrity.json``.
+Converted Megatron checkpoints have ``integrity.json`` (hashes) and ``converted_from.json`` (source
+model) instead.
 """
 
 import json
@@ -19,22 +19,22 @@ _FORMAT = 1
 def write_manifest(
     folder: Path, source: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Write ``manifest.json`` into a Hugging Face model directory.
+    """Write ``manifest.json``.
 
     Args:
-        folder: Model directory.
-        source: Description of the converted checkpoint, from ``identity()`` of its reader.
-        tensors: File, dtype, shape and SHA-256 of each tensor: ``{name: {"file": ..., ...}}``.
+        folder (Path): Hugging Face model directory.
+        source (Mapping[str, Any]): ``identity()`` of the source checkpoint.
+        tensors (Mapping): Dicts with ``file``, ``dtype``, ``shape`` and ``sha256``, by tensor name.
     """
     content = {"format": _FORMAT, "source": dict(source), "tensors": dict(tensors)}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> dict[str, tuple[str, list[int], str]]:
-    """Read the dtype, shape and SHA-256 of each tensor. Returns an empty dict without a manifest.
+    """Read ``(dtype, shape, sha256)`` for each tensor, or an empty dict if there is no manifest.
 
     Raises:
-        CheckpointError: If the manifest is corrupted or was written by another program.
+        CheckpointError: If the manifest is corrupted or wasn't written by us.
     """
     file = folder / MANIFEST
     if not file.exists():

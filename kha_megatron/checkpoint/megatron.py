@@ -1,4 +1,4 @@
-"""Read Megatron's ``torch_dist`` checkpoints in a single process without Megatron or a GPU."""
+"""Reader for Megatron's ``torch_dist`` checkpoints. Doesn't need Megatron, GPUs or torchrun."""
 
 import hashlib
 import re
@@ -21,7 +21,7 @@ from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, is_complete, r
 from kha_megatron.errors import CheckpointError
 
 LEGACY_COMMON = "common.pt"
-"""File with the state common to all ranks, in checkpoints from before Megatron-Core 0.19."""
+"""Before Megatron-Core 0.19, this file had the training arguments and other common state."""
 
 LAYERS = "decoder.layers."
 
@@ -35,18 +35,18 @@ NORMS = (
     ("self_attention.linear_q_up_proj.layer_norm_", "self_attention.q_layernorm."),
     ("self_attention.linear_kv_up_proj.layer_norm_", "self_attention.kv_layernorm."),
 )
-"""Alternative names of each norm. Transformer Engine fuses some norms into the linear layer that
-follows, and Megatron's local layers rename only some of theirs to match."""
+"""Aliases for norm parameters. Transformer Engine fuses some norms into the next linear layer, and
+Megatron only renames some of its local norms to match."""
 
 _NORM = re.compile(
     rf"(.*\.|)({'|'.join(re.escape(name) for names in NORMS for name in names)})(weight|bias)"
 )
 _NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
-"""Matches the keys of optimizer state."""
+"""Optimizer state."""
 
 
 def other_names(key: str) -> list[str]:
-    """Return the alternative names of a norm. The list is empty for all other tensors."""
+    """Return all aliases of a norm parameter. Empty for any other parameter."""
     if (match := _NORM.fullmatch(key)) is None:
         return []
     before, norm, kind = match.groups()
@@ -55,7 +55,7 @@ def other_names(key: str) -> list[str]:
 
 
 class MegatronCheckpoint:
-    """A Megatron checkpoint (one iteration) opened for reading."""
+    """A single iteration of a Megatron checkpoint, opened for reading."""
 
     def __init__(self, path: Path, folder: TorchDistFolder) -> None:
         self.path = path
@@ -66,13 +66,12 @@ class MegatronCheckpoint:
         """Open a checkpoint.
 
         Args:
-            path: Directory of an iteration, or a ``--save`` directory, from which the checkpoint
-                that training would resume from is opened.
-            verify: Whether to verify the hash of each file before it is first read.
+            path (str | Path): Either a single iteration, or a ``--save`` directory. For the latter,
+                we open the checkpoint that training would resume from.
+            verify (bool): Verify the hash of each file before reading it for the first time.
 
         Raises:
-            CheckpointError: If there is no complete ``torch_dist`` checkpoint, or a file is
-                corrupted.
+            CheckpointError: If there's no complete ``torch_dist`` checkpoint, or it's corrupted.
         """
         path = resolve(Path(path))
         if not is_complete(path):
@@ -86,7 +85,7 @@ class MegatronCheckpoint:
         return cls(path, TorchDistFolder(path, checks))
 
     def identity(self) -> dict[str, Any]:
-        """Describe the checkpoint for the manifest of a conversion."""
+        """Metadata about this checkpoint for the manifest of a converted model."""
         iteration = self._common.get("iteration")
         return {
             "format": "torch_dist",
@@ -96,30 +95,30 @@ class MegatronCheckpoint:
         }
 
     def keys(self) -> dict[str, StoredTensor]:
-        """Return the model's tensors by name, without optimizer state.
+        """Return all model parameters (no optimizer state) by name.
 
-        If all layers are alike, each tensor contains the parameters of all layers, ``[L, ...]``,
-        and its name has no layer index.
+        Note that Megatron stacks layers if they're all the same. In this case, there's no layer
+        index in the name, and tensors have an additional dimension: ``[num_layers, ...]``.
         """
         return {
             key: tensor for key, tensor in self._folder.tensors.items() if not _NOT_MODEL.match(key)
         }
 
     def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Load a tensor to the CPU. See :meth:`.TorchDistFolder.read`."""
+        """Load a tensor (or a slice of it) to CPU. See :meth:`.TorchDistFolder.read`."""
         if key not in self._folder.tensors:
             raise CheckpointError(f"Tensor {key} not found in {self.path}.")
         return self._folder.read(key, index)
 
     def layer_tensor(self, layer: int, suffix: str) -> Tensor:
-        """Load ``decoder.layers.{layer}.{suffix}``, whether or not the layers are stacked."""
+        """Load ``decoder.layers.{layer}.{suffix}``. Also works if layers are stacked."""
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None and 0 <= layer < stacked.shape[0]:
             return self._folder.read(LAYERS + suffix, (layer,))
         return self.tensor(f"{LAYERS}{layer}.{suffix}")
 
     def layers_with(self, suffix: str) -> list[int]:
-        """Return the indices of all layers with a tensor ``decoder.layers.{layer}.{suffix}``."""
+        """Return the indices of all layers that have a parameter called ``suffix``."""
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None:
             return list(range(stacked.shape[0]))
@@ -128,7 +127,7 @@ class MegatronCheckpoint:
 
     @cached_property
     def _common(self) -> dict[str, Any]:
-        """State common to all ranks: arguments, iteration and scheduler."""
+        """Common state dict with ``args``, ``iteration`` etc."""
         legacy = self.path / LEGACY_COMMON
         try:
             if legacy.is_file():
@@ -144,7 +143,6 @@ class MegatronCheckpoint:
 
     @property
     def iteration(self) -> int:
-        """Training iteration at which the checkpoint was saved."""
         iteration = self._common.get("iteration")
         if type(iteration) is not int:
             raise CheckpointError(f"{self.path} does not record its iteration.")
@@ -152,7 +150,7 @@ class MegatronCheckpoint:
 
     @cached_property
     def args(self) -> dict[str, Any]:
-        """Megatron's training arguments. Enums and objects are :class:`.torch_dist.Record`."""
+        """Megatron's training arguments. Enums and other objects are :class:`.Record` instances."""
         args = self._common.get("args")
         if not isinstance(args, Record) or not isinstance(args.state, dict):
             raise CheckpointError(f"{self.path} does not contain Megatron's training arguments.")

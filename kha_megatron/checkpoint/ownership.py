@@ -1,9 +1,11 @@
-"""Make sure that only one process at a time writes into a directory.
+"""Keep two processes from writing to the same directory.
 
-The owner holds an advisory lock on ``.owner.json`` in the directory until it exits. The kernel
-releases the lock even if the process is killed. Some cluster file systems have no locks, or locks
-that other nodes do not see, so the file also records a random run id. The owner compares this id
-before and after it writes, and stops if another run has replaced it.
+The owner holds a lock (``flock``) on ``.owner.json`` until it exits. Even if it gets killed, the
+kernel releases the lock.
+
+Some cluster file systems don't support locks, or other nodes don't see them. That's why there's
+also a random run ID in the file. The owner checks it before and after writing, and stops if someone
+else has changed it.
 """
 
 import errno
@@ -29,7 +31,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Ownership:
-    """The right of this process to write into ``directory``. Created by :func:`claim`."""
+    """Returned by :func:`claim`. Call :meth:`check` to see if we still own the directory."""
 
     def __init__(self, directory: Path, descriptor: int, run_id: str) -> None:
         self.directory = directory
@@ -37,7 +39,7 @@ class Ownership:
         self._descriptor = descriptor
 
     def check(self) -> None:
-        """Raise OutputError if another run has taken over the directory since :func:`claim`."""
+        """Raise OutputError if another run has taken over the directory in the meantime."""
         owner = _read_owner(self.directory / OWNER)
         if owner and owner["run_id"] != self.run_id:
             raise OutputError(
@@ -46,18 +48,18 @@ class Ownership:
             )
 
     def release(self) -> None:
-        """Release the lock. The file stays, because removing it could race with a new owner."""
+        """Release the lock. Doesn't delete the file, since that could race with a new owner."""
         os.close(self._descriptor)
 
 
 def claim(directory: Path) -> Ownership:
-    """Create a directory if necessary and become its only writer until this process exits.
+    """Create a directory (if it doesn't exist) and become its owner.
 
-    A Slurm job that was requeued after its node crashed takes the directory over from its earlier
-    attempt, even if the file server has not released the lock of the crashed node yet.
+    If a Slurm job gets requeued, it can take over the directory from its previous attempt. This
+    also works if the node crashed and the file server hasn't released the lock yet.
 
     Raises:
-        OutputError: If another process owns the directory, or the directory cannot be written.
+        OutputError: If another process owns the directory, or we can't write to it.
     """
     file = directory / OWNER
     try:
@@ -89,7 +91,7 @@ def claim(directory: Path) -> Ownership:
 
 @contextmanager
 def owned(directory: Path) -> Iterator[Ownership]:
-    """Own a directory for the duration of the block. Raises OutputError as :func:`claim` does."""
+    """Context manager that calls :func:`claim` and releases the directory on exit."""
     ownership = claim(directory)
     try:
         yield ownership
@@ -98,16 +100,16 @@ def owned(directory: Path) -> Iterator[Ownership]:
 
 
 def has_files(directory: Path) -> bool:
-    """Return whether a directory exists and contains more than the file that names its owner."""
+    """Return True if the directory contains any files besides ``.owner.json``."""
     return directory.is_dir() and any(path.name != OWNER for path in directory.iterdir())
 
 
 def try_lock(descriptor: int, target: Path) -> bool | None:
-    """Try to lock an open file without waiting.
+    """Try to lock an open file (non-blocking).
 
     Returns:
-        True if this process now holds the lock and False if another process does. None if the file
-        system does not support locks, which is logged once for ``target``.
+        bool | None: True if we got the lock, and False if another process has it. None if the file
+        system doesn't support locks (this logs a warning with ``target``).
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -137,7 +139,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _read_owner(file: Path) -> dict[str, Any]:
-    """Return the content of the owner file, or an empty dict if it is missing or incomplete."""
+    """Read the owner file. Returns an empty dict if it's missing or incomplete."""
     try:
         owner = dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -146,7 +148,7 @@ def _read_owner(file: Path) -> dict[str, Any]:
 
 
 def _is_requeued(owner: dict[str, Any]) -> bool:
-    """Return whether the owner is an earlier attempt of this Slurm job."""
+    """True if the owner is an earlier attempt of this Slurm job."""
     this = _this_process()
     return (
         this["slurm_job"] is not None
@@ -156,7 +158,7 @@ def _is_requeued(owner: dict[str, Any]) -> bool:
 
 
 def _is_running(owner: dict[str, Any]) -> bool:
-    """Return whether the owner is a running process of this machine."""
+    """True if the owner is a process on this machine, and it's still running."""
     if owner.get("host") != socket.gethostname():
         return False
     try:

@@ -1,7 +1,10 @@
-"""Read safetensors files and build their headers.
+"""Low-level helpers for safetensors files.
 
-A file consists of the length of the header (8 bytes, little-endian), the header (JSON with the
-dtype, shape and offsets of each tensor) and the contiguous tensor data.
+The format is simple::
+
+    8 bytes   size of the header (little-endian)
+    header    JSON with dtype, shape and offsets of each tensor
+    data      all tensors, contiguous
 """
 
 import json
@@ -38,14 +41,14 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Dtype names in headers, sorted as ``save_file`` sorts tensors."""
+"""Dtype names in the header. ``save_file`` sorts tensors in this order."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ORDER = {dtype: place for place, dtype in enumerate(NAMES)}
 
 
 class TensorEntry(NamedTuple):
-    """Metadata of a tensor."""
+    """Name, dtype and shape of a tensor."""
 
     name: str
     dtype: torch.dtype
@@ -53,15 +56,15 @@ class TensorEntry(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
-    """Build the same header that ``save_file`` would write for these tensors.
+    """Build the same header that ``save_file`` would write.
 
     Returns:
-        Header including its length field, and the offset in the file at which each tensor starts.
+        tuple[bytes, dict[str, int]]: Header (with its size field), and the file offset of each
+            tensor.
     """
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts, end = {}, 0
@@ -81,7 +84,7 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Read the metadata of all tensors. Raise CheckpointError if the file is corrupted."""
+    """Read the header of a file. Raises CheckpointError if it's corrupted."""
     try:
         with safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
@@ -94,9 +97,10 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 
 
 def read_tensor(file: Path, name: str) -> Tensor:
-    """Load a tensor to the CPU in its stored dtype.
+    """Load a tensor to CPU.
 
-    The file is memory-mapped only while the tensor exists, so memory does not grow with the file.
+    The file stays memory-mapped only as long as the tensor is alive, so reading a large file tensor
+    by tensor doesn't need much memory.
     """
     try:
         with safe_open(file, framework="pt") as opened:
@@ -106,5 +110,5 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
-    """Return the data of a CPU tensor in row-major order as a ``uint8`` array ``[nbytes]``."""
+    """Return the raw bytes of a CPU tensor in row-major order."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Write files and directories atomically, so that a crash or Ctrl-C leaves no partial output."""
+"""Atomic writes, so that a crash or Ctrl-C doesn't leave partial output behind."""
 
 import json
 import math
@@ -21,15 +21,15 @@ def check_output_folder(
     only: Sequence[str] = (),
     inside: bool = False,
 ) -> None:
-    """Raise OutputError if a command would overwrite files that it did not write.
+    """Raise OutputError if a command would overwrite anything other than its own output.
 
     Args:
-        folder: Output directory. It does not need to exist yet.
-        overwrite: Whether the user allows replacing a non-empty directory.
-        mark: Name of a file that identifies earlier output of the same command. Without this file,
-            the directory is not replaced.
-        only: Patterns of the files that the command may delete. By default, all files.
-        inside: Whether the command writes into the directory instead of replacing it.
+        folder (Path): Output directory. Doesn't have to exist yet.
+        overwrite (bool): Whether the user passed ``--overwrite``.
+        mark (str, optional): File that identifies previous output of the same command. We don't
+            replace directories without it.
+        only (Sequence[str]): Glob patterns of files that may be deleted (everything if empty).
+        inside (bool): Set this if the command writes into the directory instead of replacing it.
     """
     target = Path(os.path.realpath(folder))  # unlike resolve(), does not fail on a symlink loop
     if _siblings(target)[1].is_dir() and not target.exists():
@@ -64,7 +64,7 @@ def check_output_folder(
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise OutputError if the file system of a directory has fewer than ``needed`` free bytes."""
+    """Raise OutputError if there's less free disk space than ``needed`` (in bytes)."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OutputError(
             f"Not enough disk space for {folder}: {needed:,} bytes are required, but only {free:,} "
@@ -76,12 +76,16 @@ def check_room(folder: Path, needed: int) -> None:
 def staged_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary directory that replaces ``target`` if the block succeeds.
 
-    All files are flushed to disk before the directory is renamed. If the block raises an error,
-    ``target`` stays unchanged. If ``target`` is a symbolic link, the directory it points to is
-    replaced. Temporary directories of killed processes are removed.
+    Example::
+
+        with staged_folder(target) as folder:
+            (folder / "config.json").write_text("{}")
+
+    Everything is flushed to disk before the rename. On errors, ``target`` doesn't change. If it's a
+    symlink, we replace the directory it points to. Leftovers of killed processes are cleaned up.
 
     Raises:
-        OutputError: If a write fails, or if another process is writing ``target``.
+        OutputError: If we can't write, or another process is already writing to ``target``.
     """
     target = Path(os.path.realpath(target))
     staged, replaced = _siblings(target)
@@ -105,12 +109,12 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 
 def _siblings(target: Path) -> tuple[Path, Path]:
-    """Return the temporary paths of the new and the old directory."""
+    """Temporary paths of the new and the old directory."""
     return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.replaced")
 
 
 def _clean_up(target: Path) -> None:
-    """Restore the old directory if it has not been replaced, and remove temporary directories."""
+    """Undo a half-finished replacement, and remove temporary directories."""
     staged, replaced = _siblings(target)
     if replaced.exists() and not target.exists():
         replaced.rename(target)
@@ -120,7 +124,7 @@ def _clean_up(target: Path) -> None:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Lock ``target`` against other writers. The kernel releases the lock of a dead process."""
+    """Lock ``target``. If we get killed, the kernel releases the lock."""
     file = target.with_name(f".{target.name}.lock")
     with file.open("a") as opened:
         if try_lock(opened.fileno(), target) is False:
@@ -135,7 +139,7 @@ def _locked(target: Path) -> Iterator[None]:
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
-    """Yield the path of a temporary file that replaces ``target`` if the block succeeds."""
+    """Like :func:`staged_folder`, but for a single file."""
     staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
     try:
         try:
@@ -156,7 +160,7 @@ def write_json(target: Path, content: Any) -> None:
 
 
 def as_json(content: Any) -> str:
-    """Serialize to indented JSON. NaN and infinity become null, and paths become strings."""
+    """Like ``json.dumps``, but NaN and Inf become null, and paths become strings."""
     return json.dumps(_plain(content), indent=2, allow_nan=False)
 
 
@@ -171,7 +175,7 @@ def _plain(value: Any) -> Any:
 
 
 def flush(path: Path) -> None:
-    """Flush a file or directory to disk (``fsync``)."""
+    """``fsync`` a file or directory."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,10 +1,12 @@
-"""Read PyTorch's distributed checkpoint format (DCP) without executing code from its pickles.
+"""Reader for distributed checkpoints (DCP) that doesn't execute code from pickles.
 
-A checkpoint directory contains shards (``__0_0.distcp``), each a sequence of ``torch.save``
-archives, and ``.metadata``, a pickle that maps tensors to byte ranges of the shards. PyTorch
-unpickles ``.metadata`` as trusted input, whereas the unpickler in this module only accepts an
-allow-list of names. Tensors are loaded with ``weights_only=True``, and all other objects are
-returned as :class:`Record`.
+A checkpoint directory contains
+
+- shards (``__0_0.distcp`` etc.), i.e. concatenated ``torch.save`` archives
+- ``.metadata``, a pickle that maps each tensor to byte ranges in the shards
+
+PyTorch trusts ``.metadata`` and just unpickles it. We only accept names from an allow-list, and
+load everything else with ``weights_only=True``. Non-tensor objects become a :class:`Record`.
 """
 
 import io
@@ -32,7 +34,7 @@ from kha_megatron.errors import CheckpointError
 METADATA = ".metadata"
 
 _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", "types")
-"""Packages that may occur in Megatron's non-tensor state. Their classes are not imported."""
+"""Megatron's state may contain objects from these packages. We don't import their classes."""
 
 _ALLOWED: dict[str, Any] = {
     **{
@@ -55,20 +57,20 @@ _ALLOWED: dict[str, Any] = {
     "pathlib._local.PosixPath": pathlib.PurePosixPath,  # Python 3.13
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
 }
-"""Allow-list for ``.metadata``: all names that PyTorch and Megatron write."""
+"""Allow-list for ``.metadata``. This is everything that PyTorch and Megatron write."""
 
 _MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
 
 
 class RefusedNameError(Exception):
-    """A pickle refers to a class or function that is not on the allow-list."""
+    """Raised if a pickle contains a class or function that isn't on the allow-list."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"it contains {name}, which is not on the allow-list")
 
 
 class Record:
-    """Placeholder for an unpickled object whose class was not imported."""
+    """Placeholder for an object from a pickle, since we don't import its class."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -85,18 +87,18 @@ class Record:
 
 
 def reason(error: BaseException) -> str:
-    """Summarize an error that was raised while reading a corrupted file in one line."""
-    if named := re.search(r"GLOBAL (\S+)", str(error)):  # of torch.load
+    """Format an error (from reading a corrupted file) as one short line."""
+    if named := re.search(r"GLOBAL (\S+)", str(error)):  # from torch.load
         error = RefusedNameError(named[1])
     first = (str(error).splitlines() or [""])[0][:200]
-    if first.startswith("Weights only load failed"):  # followed by the advice to disable the check
+    if first.startswith("Weights only load failed"):  # torch then recommends disabling it
         first = "not an archive of plain tensors"
     return first if isinstance(error, RefusedNameError) else f"{type(error).__name__}: {first}"
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangular part of a tensor and its byte range in a shard."""
+    """Part of a global tensor, and where to find it in the shards."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -107,7 +109,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor and the chunks it was saved in."""
+    """A global tensor, which may be split into several chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -115,15 +117,15 @@ class StoredTensor:
 
 
 class TorchDistFolder:
-    """Reader of a checkpoint directory.
+    """Reads tensors and objects from a checkpoint directory.
 
     Args:
-        path: Checkpoint directory.
-        checks: Verifies the hash of each shard before it is first read. The caller must have
-            verified ``.metadata``.
+        path (Path): Checkpoint directory.
+        checks (FileChecks): Used to verify each shard before we read it. It's up to the caller to
+            verify ``.metadata`` first.
 
     Raises:
-        CheckpointError: If a file is missing, truncated, corrupted or malicious.
+        CheckpointError: If files are missing, truncated, corrupted or malicious.
     """
 
     def __init__(self, path: Path, checks: FileChecks) -> None:
@@ -151,18 +153,15 @@ class TorchDistFolder:
                 )
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
-        """Load a tensor to the CPU and assemble it from its chunks. This method is thread-safe.
+        """Load a tensor to CPU and assemble its chunks. Thread-safe.
 
         Args:
-            key: Name of the tensor, one of ``tensors``.
-            index: Index into the first dimensions, e.g. of a layer and an expert, to load only a
-                slice of the tensor.
+            key (str): Name of the tensor.
+            index (tuple[int, ...]): Load only this slice, e.g. ``(layer, expert)`` for the weight
+                of one expert.
 
         Returns:
-            Tensor of shape ``shape[len(index):]`` in the stored dtype.
-
-        Raises:
-            CheckpointError: If a chunk is corrupted.
+            Tensor: Has shape ``shape[len(index):]`` and the stored dtype.
         """
         stored, depth = self.tensors[key], len(index)
         shape, whole = stored.shape[depth:], None
@@ -177,7 +176,7 @@ class TorchDistFolder:
         return torch.empty(shape, dtype=stored.dtype) if whole is None else whole
 
     def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[Chunk]:
-        """Return the chunks that contain an index of the first dimensions."""
+        """Find all chunks that overlap with ``tensor[index]``."""
         depth = len(index)
         if (key, depth) not in self._by_index:
             found = defaultdict(list)
@@ -189,7 +188,7 @@ class TorchDistFolder:
         return self._by_index[key, depth].get(index, [])
 
     def read_object(self, key: str) -> Any:
-        """Load an entry of ``objects`` with :func:`load_plain`."""
+        """Load a non-tensor entry. See :func:`load_plain`."""
         with self._opened(key, self.objects[key]) as archive:
             return load_plain(archive.read())
 
@@ -202,7 +201,7 @@ class TorchDistFolder:
 
     @contextmanager
     def _opened(self, key: str, chunk: Chunk) -> Iterator[IO[bytes]]:
-        """Open the byte range of a chunk. Errors in the block become a CheckpointError."""
+        """Open a chunk for reading. Errors in the block are converted to CheckpointError."""
         self.checks.check(chunk.file)
         try:
             with (self.path / chunk.file).open("rb") as shard:
@@ -216,9 +215,9 @@ class TorchDistFolder:
 
 
 def load_plain(source: bytes) -> Any:
-    """Load tensors and plain values with ``torch.load``. Objects are returned as :class:`Record`.
+    """``torch.load`` with ``weights_only=True``. Other objects become a :class:`Record`.
 
-    The safe globals of this process are ignored, because Megatron adds its own classes to them.
+    We temporarily clear torch's list of safe globals, because Megatron adds its own classes to it.
     """
     trusted = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
@@ -244,16 +243,15 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickle(pickled: bytes) -> metadata.Metadata:
-    """Unpickle ``.metadata`` with the allow-list."""
     for opcode, argument, _ in pickletools.genops(pickled):
-        # the unpickler would allocate a memo with this many entries
+        # otherwise, the unpickler would allocate a memo of this size
         if opcode.name in _MEMO and not 0 <= int(argument or 0) <= len(pickled):
             raise ValueError(f"memo index {argument} in {len(pickled)} bytes")
     return _Unpickler(io.BytesIO(pickled)).load()
 
 
 def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    """Extract tensors and objects from ``.metadata``. Raises any error if it is malformed."""
+    """Parse ``.metadata``. If it's malformed, this can raise any kind of error."""
     places: dict[Any, tuple[str, int, int]] = {}
     for where, info in (index.storage_data or {}).items():
         if not is_file_name(info.relative_path):
@@ -271,7 +269,7 @@ def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str,
 
 
 def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, places: Any) -> StoredTensor:
-    """Build a tensor entry. Raise ValueError unless the chunks cover the tensor exactly."""
+    """Collect a tensor's chunks and make sure that they cover it exactly."""
     dtype, shape = entry.properties.dtype, _sizes(entry.size)
     if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no name or dtype")

@@ -1,7 +1,7 @@
-"""Write Megatron's ``torch_dist`` checkpoints without Megatron or process groups.
+"""Multi-threaded writer for ``torch_dist`` checkpoints (no Megatron or process groups needed).
 
-Each thread appends its chunks to its own shard, as ``torch.save`` archives. ``.metadata`` records
-the byte range of each chunk. See :mod:`kha_megatron.checkpoint.torch_dist` for the reader.
+Each thread appends to its own shard. For the file format, see
+:mod:`kha_megatron.checkpoint.torch_dist`.
 """
 
 import json
@@ -35,13 +35,13 @@ _MARK = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 
 class TorchDistWriter:
-    """Writer of one checkpoint, a context manager that closes its files on exit.
+    """Writes one checkpoint. Use it as a context manager to close the files.
 
-    :meth:`write` and :meth:`write_object` are thread-safe. The writer does not call ``fsync``,
-    because ``staging.staged_folder`` flushes all files.
+    :meth:`write` and :meth:`write_object` are thread-safe. Like ``HFWriter``, we leave ``fsync`` to
+    ``staging.staged_folder``.
 
     Args:
-        iteration_folder: Existing, empty directory to write to.
+        iteration_folder (Path): Empty directory. Must already exist.
     """
 
     def __init__(self, iteration_folder: Path) -> None:
@@ -65,14 +65,15 @@ class TorchDistWriter:
     ) -> None:
         """Write a chunk of a global tensor.
 
-        If all layers of a model are alike, their parameters are stacked, and the weight of a layer
-        is written as ``tensor[None]`` with ``offsets=(layer, 0, 0)``.
+        For stacked layers, you'd write the weight of layer 3 like this::
+
+            writer.write(key, weight[None], shape=(num_layers, *weight.shape), offsets=(3, 0, 0))
 
         Args:
-            key: Name of the global tensor.
-            tensor: Chunk with as many dimensions as the global tensor.
-            shape: Shape of the global tensor.
-            offsets: Position of the chunk in each dimension of the global tensor.
+            key (str): Name of the global tensor.
+            tensor (Tensor): Chunk with the same number of dimensions as the global tensor.
+            shape (tuple[int, ...]): Shape of the global tensor.
+            offsets (tuple[int, ...]): Position of the chunk in the global tensor.
         """
         size, shape, offsets = tensor.shape, torch.Size(shape), torch.Size(offsets)
         with self._lock:
@@ -94,23 +95,23 @@ class TorchDistWriter:
         shape: tuple[int, ...] = (1,),
         offsets: tuple[int, ...] = (0,),
     ) -> None:
-        """Write an object that is not a tensor, such as a ``Namespace`` or an ``_extra_state``.
+        """Write anything that isn't a tensor, e.g. a ``Namespace`` or an ``_extra_state``.
 
-        Megatron expects an ``_extra_state`` for every module, which is None without FP8. For
-        stacked layers use ``shape=(layers,)`` and ``offsets=(layer,)``, and for experts
-        ``shape=(layers, experts)`` and ``offsets=(layer, expert)``.
+        Megatron expects an ``_extra_state`` for every module (it's None without FP8). Use
+        ``shape=(num_layers,)`` and ``offsets=(layer,)`` if layers are stacked, and
+        ``shape=(num_layers, num_experts)`` and ``offsets=(layer, expert)`` for experts.
         """
         name = f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
         self._objects[name] = BytesStorageMetadata()
         self._append(MetadataIndex(name), [value])
 
     def close(self, common: Mapping[str, Any], source: Mapping[str, Any]) -> None:
-        """Finish the checkpoint: write the common state, all metadata files and the hashes.
+        """Write the common state, all metadata, and hashes.
 
         Args:
-            common: State common to all ranks: ``args`` (a ``Namespace`` of plain values),
-                ``iteration`` and ``checkpoint_version`` (3.0).
-            source: Description of the converted checkpoint, from ``identity()`` of its reader.
+            common (Mapping[str, Any]): Common state dict with ``args`` (a ``Namespace`` of plain
+                values), ``iteration``, and ``checkpoint_version`` (3.0).
+            source (Mapping[str, Any]): ``identity()`` of the source checkpoint.
         """
         for key, whole in self._tensors.items():
             written = sum(math.prod(chunk.sizes) for chunk in whole.chunks)
@@ -137,7 +138,7 @@ class TorchDistWriter:
         write_hashes(self.folder)
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
-        """Append a ``torch.save`` archive to this thread's shard."""
+        """``torch.save`` a value to the current thread's shard."""
         if not hasattr(self._own, "shard"):
             with self._lock:
                 path = self.folder / f"__0_{len(self._shards)}.distcp"

@@ -1,12 +1,18 @@
-"""Find the checkpoint to read in a ``--save`` directory, whatever its tracker file says.
+"""Find the right checkpoint in a ``--save`` directory, even if the tracker file is wrong.
 
-Megatron writes the shards, ``.metadata``, the commit mark, the hashes, and finally the tracker
-file. A killed save therefore leaves either a directory without a mark, which must not be loaded, or
-a complete checkpoint that the tracker file does not name, which must not be lost.
+Megatron writes files in this order:
 
-Just before the mark, our entry point writes ``commit.json`` with the time of the commit.
-Checkpoints are ordered by this time and not by their iteration, because a run that was rolled back
-to an earlier iteration leaves checkpoints with higher iterations behind.
+1. shards and ``.metadata``
+2. ``metadata.json``, the commit mark
+3. ``integrity.json``
+4. the tracker file, ``latest_checkpointed_iteration.txt``
+
+If a job is killed before (2), the checkpoint is incomplete and must not be loaded. If it's killed
+before (4), the checkpoint is fine, but the tracker file doesn't name it yet.
+
+Our entry point also writes ``commit.json`` with the current time just before (2). We order
+checkpoints by this time instead of their iteration. After a rollback, there can be checkpoints with
+higher iterations that aren't part of the run anymore.
 """
 
 import json
@@ -22,13 +28,13 @@ from kha_megatron.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Name of the directory of a checkpoint without an iteration, and content of its tracker file."""
+"""Used instead of an iteration, both as directory name and in the tracker file."""
 
 COMMIT_MARK = "metadata.json"
-"""File that Megatron writes after all shards. A checkpoint without this file is incomplete."""
+"""Megatron writes this after all shards. Without it, a checkpoint is incomplete."""
 
 COMMIT = "commit.json"
-"""``{"time": nanoseconds since the epoch}``, written by :func:`record_commit`."""
+"""``{"time": <ns since epoch>}``, see :func:`record_commit`."""
 
 _CHECKPOINT_FILES = (
     INTEGRITY,
@@ -39,7 +45,7 @@ _CHECKPOINT_FILES = (
     "*.distcp",
     CONVERTED_FROM,
 )
-"""Files of a checkpoint in the order in which they are removed."""
+"""All files of a checkpoint. We delete them in this order."""
 
 
 class Selection(NamedTuple):
@@ -47,18 +53,18 @@ class Selection(NamedTuple):
 
     folder: Path
     tracker: str | None
-    """Content of the tracker file, or None if it does not exist."""
+    """What's in the tracker file. None if it doesn't exist."""
     newest: Path | None
-    """Complete checkpoint to load, or None if there is none."""
+    """The checkpoint to load (always complete), if there is one."""
     named: Path | None
-    """Checkpoint named by the tracker file, whether or not it is complete."""
+    """The checkpoint that the tracker file names. Might be incomplete."""
     problem: str | None
-    """Reason for not following the tracker file, or None if it names ``newest``."""
+    """What's wrong with the tracker file. None if it names ``newest``."""
     incomplete: list[str]
-    """Names of incomplete checkpoints with a higher iteration than ``newest``."""
+    """Incomplete checkpoints with a higher iteration than ``newest``."""
 
     def line(self, doing: str) -> str | None:
-        """Return a log line such as ``resuming from iter_0000007: ...``, or None if all is well."""
+        """Log message, e.g. ``resuming from iter_0000007: ...``. None if everything's fine."""
         words = []
         if self.problem and self.newest:
             words.append(f"{doing} {self.newest.name}: {TRACKER} {self.problem}")
@@ -70,11 +76,12 @@ class Selection(NamedTuple):
 def select_iteration(folder: Path) -> Selection:
     """Select the checkpoint to load from a ``--save`` directory.
 
-    Follow the tracker file if it names a complete checkpoint, unless another checkpoint was
-    committed after the tracker file was written. In that case the job was killed before it updated
-    the tracker file. Otherwise select the checkpoint that was committed last. Checkpoints of other
-    programs do not record when they were committed, so the highest iteration counts as the last. A
-    release counts as iteration 0.
+    Normally, we use the one in the tracker file, as long as it's complete. However, if another
+    checkpoint was committed after the tracker file was written, the job must have been killed
+    before it could update the tracker, so we use that checkpoint instead.
+
+    If the tracker file doesn't help, we use the checkpoint that was committed last. Other programs
+    don't record the commit time, so for their checkpoints we go by iteration (release is 0).
     """
     file = folder / TRACKER
     tracker = file.read_text(errors="replace").strip() if file.is_file() else None
@@ -116,23 +123,23 @@ def select_iteration(folder: Path) -> Selection:
 
 
 def record_commit(path: Path) -> None:
-    """Record the time at which a checkpoint is committed, right before its commit mark.
+    """Write ``commit.json``. Call this right before writing the commit mark.
 
-    The time is later than that of all other checkpoints in the same ``--save`` directory, even if
-    the clocks of two machines differ.
+    The recorded time is always later than for other checkpoints in the same ``--save`` directory,
+    even if the clocks of two machines differ.
     """
     others = (other for other in path.parent.iterdir() if other != path and is_complete(other))
     latest = max((_commit(other).time for other in others), default=0)
     with staged_file(path / COMMIT) as staged:
         staged.touch()
-        now = staged.stat().st_mtime_ns  # by the clock that also dates the tracker file
+        now = staged.stat().st_mtime_ns  # same clock as for the mtime of the tracker file
         staged.write_text(json.dumps({"time": max(now, latest + 1)}))
 
 
 class _Commit(NamedTuple):
     time: int
     recorded: bool
-    """False if ``time`` is only the modification time of the commit mark."""
+    """False if there's no ``commit.json``, and ``time`` is the mtime of the commit mark."""
 
 
 def _commit(path: Path) -> _Commit:
@@ -144,9 +151,9 @@ def _commit(path: Path) -> _Commit:
 
 
 def newest_other(path: Path) -> Path | None:
-    """Return the newest checkpoint beside ``path`` that our entry point has committed.
+    """Return the newest other checkpoint that was saved by our entry point.
 
-    The entry point saves no weights that are not finite.
+    Our entry point never saves NaN or Inf weights.
     """
     others = [other for other in path.parent.iterdir() if other != path and iteration_of(other)]
     recorded = [other for other in others if _commit(other).recorded and is_complete(other)]
@@ -154,18 +161,22 @@ def newest_other(path: Path) -> Path | None:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the checkpoint that a run would resume from, or None if no checkpoint is complete."""
+    """Return the checkpoint to resume from. None if there's no complete checkpoint."""
     return select_iteration(folder).newest if folder.is_dir() else None
 
 
 def resolve(path: Path) -> Path:
-    """Return the checkpoint to read, given a checkpoint or a ``--save`` directory.
+    """Find the checkpoint to read for a user-specified path.
 
-    If no checkpoint is complete, the one named by the tracker file is returned, so that the reader
-    reports what is missing.
+    Args:
+        path (Path): Either a checkpoint, or a ``--save`` directory.
+
+    Returns:
+        Path: Checkpoint directory. If there's no complete checkpoint, we return the one in the
+            tracker file, so that the reader can report what's missing.
 
     Raises:
-        CheckpointError: If there is no checkpoint.
+        CheckpointError: If there's no checkpoint at all.
     """
     if not path.is_dir():
         raise CheckpointError(
@@ -186,7 +197,7 @@ def resolve(path: Path) -> Path:
 
 
 def repair(selection: Selection) -> None:
-    """Make the tracker file name the selected checkpoint, and log the change."""
+    """Fix the tracker file (and log this) if it doesn't name the selected checkpoint."""
     if selection.problem and selection.newest:
         with staged_file(selection.folder / TRACKER) as staged:
             staged.write_text(tracker_word(selection.newest))
@@ -195,26 +206,27 @@ def repair(selection: Selection) -> None:
 
 
 def folder_name(iteration: int) -> str:
-    """Return the directory name of an iteration, e.g. ``iter_0000123``."""
+    """Directory name of an iteration, e.g. ``iter_0000123``."""
     return f"iter_{iteration:07d}"
 
 
 def iteration_of(path: Path) -> int | None:
-    """Return the iteration of a checkpoint directory (0 for ``release``), or None for others."""
+    """Parse the iteration from a directory name (0 for ``release``). None for other names."""
     if path.name == RELEASE:
         return 0
     return int(path.name[5:]) if re.fullmatch(r"iter_[0-9]{7,}", path.name) else None
 
 
 def tracker_word(path: Path) -> str:
-    """Return the content of a tracker file that names the given checkpoint."""
+    """What the tracker file should contain for a given checkpoint."""
     return RELEASE if path.name == RELEASE else str(iteration_of(path))
 
 
 def is_complete(path: Path) -> bool:
-    """Check whether saving a ``torch_dist`` checkpoint was completed.
+    """Return True if a ``torch_dist`` checkpoint was saved completely.
 
-    Megatron does not write the commit mark atomically, but it writes the hashes after the mark.
+    The hashes are written after the commit mark, so it's enough to find those. If there are none,
+    we check the content of the commit mark, since Megatron doesn't write it atomically.
     """
     if (path / INTEGRITY).is_file():
         return True
@@ -225,7 +237,7 @@ def is_complete(path: Path) -> bool:
 
 
 def choices(folder: Path) -> str:
-    """List the complete checkpoints of a directory, as the end of an error message."""
+    """List complete checkpoints (at most five), to be appended to an error message."""
     complete = sorted(path.name for path in folder.iterdir() if is_complete(path))
     if not complete:
         return f"There is no complete checkpoint in {folder}."
@@ -233,9 +245,10 @@ def choices(folder: Path) -> str:
 
 
 def clear_for_overwriting(path: str | Path) -> None:
-    """Remove the files of an earlier checkpoint, commit marks first, before saving a new one.
+    """Delete an old checkpoint before a new one is saved to the same directory.
 
-    If the job is killed during the save, the mixture of old and new shards does not look complete.
+    We delete the commit marks first. Otherwise, if the job is killed while saving, the mix of old
+    and new shards would look like a complete checkpoint.
     """
     path = Path(path)
     held = [file for pattern in _CHECKPOINT_FILES for file in path.glob(pattern)]

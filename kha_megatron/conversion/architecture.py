@@ -1,4 +1,4 @@
-"""Model description shared by Megatron's arguments and Hugging Face's ``config.json``."""
+"""Common model config that Megatron's arguments and ``config.json`` are both parsed into."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -14,11 +14,11 @@ from kha_megatron.model.rules import build_head_facts
 
 @dataclass(frozen=True, kw_only=True)
 class Scaling:
-    """Base class for RoPE scaling. Field names are keys of ``rope_parameters``."""
+    """Base class for RoPE scaling. Fields have the same names as in ``rope_parameters``."""
 
     rope_type: ClassVar[str]
     arguments: ClassVar[Mapping[str, str]]
-    """Megatron's argument name for each field that has one."""
+    """Maps field names to Megatron arguments (only for fields that have one)."""
 
     factor: float
 
@@ -35,7 +35,7 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn(Scaling):
-    """YaRN scaling, which Megatron supports only for multi-latent attention."""
+    """YaRN scaling. Megatron only supports this for multi-latent attention (MLA)."""
 
     rope_type = "yarn"
     arguments = MappingProxyType(
@@ -55,16 +55,15 @@ class Yarn(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture(ModelConfig):
-    """Configuration of a decoder-only transformer with RMSNorm, SwiGLU and RoPE.
+    """Config of a decoder-only transformer with RMSNorm, SwiGLU and RoPE.
 
-    For MLA and GLA, ``kv_channels`` is the value head dim. For MoE models, ``moe_layer_freq``
-    contains a 0 or 1 for each layer.
+    Some fields are more specific than in :class:`ModelConfig`:
 
-    Raises:
-        ConfigError: If the attention does not support the head mechanisms.
+    - ``kv_channels`` is the value head dim for MLA and GLA.
+    - ``moe_layer_freq`` always has one entry per layer in MoE models (1 = MoE, 0 = dense).
     """
 
-    if TYPE_CHECKING:  # never None where these fields are used
+    if TYPE_CHECKING:  # these are never None here
         num_layers: int
         vocab_size: int
         padded_vocab_size: int
@@ -77,7 +76,7 @@ class Architecture(ModelConfig):
         q_lora_rank: int
     scaling: Scaling | None = None
     normalised: bool = True
-    """Whether the router weights of a token are normalized to sum to 1 before scaling."""
+    """Normalize the top-k router weights to sum to 1 (``norm_topk_prob`` in Hugging Face)."""
     moe_router_topk_scaling_factor: float | None = flag(None, hf="routed_scaling_factor")
     moe_router_num_groups: int | None = flag(None, hf="n_group")
     """Number of expert groups for group-limited routing (DeepSeek-V3)."""
@@ -86,25 +85,25 @@ class Architecture(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # exported models and --attention-backend unfused support any head dim
+        # exported models (and --attention-backend unfused) support any head dim
         self.kha.check(replace(build_head_facts(self), fused_attention=False))
         object.__setattr__(self, "kha_attention", self.kha.attention)
         object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
 
     @cached_property
     def head_tensors(self) -> tuple[HeadTensor, ...]:
-        """Head mechanism parameters of one layer."""
+        """Parameters that the head mechanisms add to each layer."""
         return self.kha.tensors(self.head_sizes)
 
     @property
     def is_uniform(self) -> bool:
-        """Whether all layers have the same tensors. Megatron then stores them stacked."""
+        """True if all layers have the same parameters. Megatron stacks the layers in this case."""
         return not self.num_experts or all(map(self.is_moe, range(self.num_layers)))
 
     def differences(self, other: "Architecture", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
-        """Return each setting that differs, mapped to the values of ``self`` and ``other``.
+        """Return ``{name: (ours, theirs)}`` for all settings with different values.
 
-        The vocabulary size and settings that only affect training are ignored.
+        Doesn't compare the vocab size, or head mechanism settings that only matter in training.
         """
         ours, theirs = self._settings(ignored), other._settings(ignored)
         found = {name: (ours.get(name), theirs.get(name)) for name in ours | theirs}
@@ -123,10 +122,10 @@ class Architecture(ModelConfig):
 
 
 _TRAINING_ONLY = ("start", "balance", "balance_scale", "anneal")
-"""Head mechanism settings that do not affect the outputs of a trained model."""
+"""Settings of head mechanisms that don't change the outputs of a trained model."""
 
 ROWS: dict[str, Field] = {row.field: row for row in rows(Architecture)}
-"""Names of each field in Megatron and Hugging Face."""
+"""Lookup table from field names to Megatron and Hugging Face names."""
 HF_KEYS: dict[str, str] = {name: row.hf for name, row in ROWS.items() if row.hf}
 
 STYLE: dict[str, Any] = {
@@ -136,7 +135,7 @@ STYLE: dict[str, Any] = {
     "position_embedding_type": "rope",
     "hidden_dropout": 0.0,
 }
-"""Fields that have the same value in all supported models."""
+"""Settings that all supported models have in common."""
 
 LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""Fields used only by MLA and GLA."""
+"""These fields are only used for latent attention (MLA and GLA)."""

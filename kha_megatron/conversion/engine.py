@@ -22,59 +22,58 @@ from kha_megatron.errors import OutputError
 OnBytes = Callable[[int], None]
 Put = Callable[[TensorSlot, list[Tensor]], None]
 
-_COPIES = 2  # of each tensor in memory, since the written tensor may be a copy of the one read
-_EXTRA_BYTES = 256 * 2**20  # memory budget in addition to the copies of the largest slot
+_COPIES = 2  # per tensor: the one we read, and maybe a copy that we write
+_EXTRA_BYTES = 256 * 2**20  # on top of the copies of the largest slot
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """Result of :meth:`Plan.write`."""
+    """Summary returned by :meth:`Plan.write`."""
 
     path: Path
     architecture: str
-    """``model_type`` of the Hugging Face model, or ``megatron``."""
+    """``model_type`` of the HF model, or ``megatron``."""
     tensors: int
     parameters: int
-    """Number of trained parameters. Expert biases for load balancing are not counted."""
+    """Trainable parameters, i.e. excluding the load-balancing biases of MoE routers."""
     size: int
-    """Size of all tensors in bytes."""
+    """Total size in bytes."""
     shards: int
     dtype: str
     tokenizer: str | None
-    """Source directory of the tokenizer, or None if no tokenizer was written."""
+    """Where the tokenizer was loaded from. None if we didn't write one."""
     not_finite: dict[str, int]
-    """Number of NaN and infinite elements, only for tensors that contain any."""
+    """NaN/Inf counts by tensor name. Only has tensors with at least one."""
     arguments: list[str] = field(default_factory=list)
-    """Megatron flags to start training from the checkpoint."""
+    """Megatron flags for training from the converted checkpoint."""
 
 
 @dataclass(frozen=True)
 class Plan(ABC):
-    """Base class for a validated conversion that is ready to be written."""
+    """Base class for conversions. The source is already validated when a plan is created."""
 
     source: ModelSource
 
     marker: ClassVar[str]
-    """Name of a file by which an output directory of this conversion is recognized."""
+    """We assume that a directory with this file was written by the same kind of conversion."""
     patterns: ClassVar[tuple[str, ...]]
-    """Glob patterns of all output files. Overwriting never deletes any other files."""
+    """Glob patterns for all output files. ``--overwrite`` never deletes anything else."""
 
     @property
     def entries(self) -> list[TensorEntry]:
-        """The tensors to write, in model order."""
+        """Metadata of the output tensors, in model order."""
         return [entry for _, held in self.source.entries() for entry in held]
 
     @property
     def size(self) -> int:
-        """Total size of the tensors in bytes."""
         return sum(entry.nbytes for entry in self.entries)
 
     def check_target(self, target: Path, *, overwrite: bool) -> None:
-        """Check that the converted model can be written to ``target``.
+        """Make sure that we can write to ``target`` without destroying anything.
 
         Raises:
-            OutputError: If ``target`` contains the source checkpoint or unrelated files, or if it
-                contains a converted model and ``overwrite`` is False.
+            OutputError: If ``target`` contains the source checkpoint or unrelated files, or if
+                there's already a converted model and ``overwrite`` isn't set.
         """
         if self.source.path.resolve().is_relative_to(os.path.realpath(target)):
             raise OutputError(f"{target} contains the source checkpoint. Use another directory.")
@@ -86,13 +85,16 @@ class Plan(ABC):
     ) -> Conversion:
         """Convert the model and write it to ``target``.
 
-        If the conversion fails, ``target`` is unchanged, because the output is first written to a
-        temporary directory next to it. ``on_bytes`` is a progress callback that receives the number
-        of bytes of each converted tensor. By default, there is one worker thread per core.
+        We write to a temporary directory first, so ``target`` doesn't change if anything fails.
+
+        Args:
+            target: Output directory.
+            workers: Number of threads (default: one per available CPU core).
+            on_bytes: Progress callback, called with the size of each chunk of converted tensors.
 
         Raises:
-            CheckpointError: If a source file is corrupted or values overflow the new dtype.
-            OutputError: If the output cannot be written.
+            CheckpointError: If the source is corrupted, or values overflow the new dtype.
+            OutputError: If we can't write to ``target``.
         """
 
     def summarize(
@@ -122,16 +124,19 @@ def transfer(
     workers: int | None = None,
     on_bytes: OnBytes = lambda count: None,
 ) -> dict[str, int]:
-    """Read all slots and pass their tensors to ``put``, which is called from several threads.
+    """Read all tensors with a thread pool and pass them to ``put``.
 
-    Large slots come first, so that all threads finish at about the same time. Memory usage is
-    limited to two copies of the largest slot plus 256 MiB. See :meth:`Plan.write` for the other
-    arguments. Returns the number of NaN and infinite elements of each tensor that contains any.
+    Large slots are scheduled first so that all threads finish at about the same time. Peak memory
+    is at most two copies of the largest slot plus 256 MiB. Note that ``put`` needs to be
+    thread-safe.
+
+    Returns:
+        NaN/Inf counts by tensor name.
     """
     not_finite: dict[str, int] = {}
     workers = workers or len(os.sched_getaffinity(0))
     sizes = {slot: sum(entry.nbytes for entry in held) for slot, held in source.entries()}
-    waiting = sorted(sizes, key=sizes.__getitem__)  # slots are popped from the end
+    waiting = sorted(sizes, key=sizes.__getitem__)  # largest last, since we pop from the end
     free = _COPIES * max(sizes.values()) + _EXTRA_BYTES
 
     def move(slot: TensorSlot) -> TensorSlot:

@@ -1,7 +1,7 @@
-"""Convert between Hugging Face configurations (``config.json``) and :class:`Architecture`.
+"""Convert between Hugging Face configs (``config.json``) and :class:`Architecture`.
 
-Missing fields get the default of the architecture's configuration class. Unknown fields are
-rejected unless their value is False or None, because they may change what the model computes.
+Unknown fields are an error, since they might change the model's outputs (False and None are OK). If
+a field is missing, we use the default of the config class.
 """
 
 import dataclasses
@@ -41,9 +41,9 @@ _COMMON = (
     "attention_dropout",
 )
 _OPEN = ("qk_layernorm", "add_qkv_bias")
-"""Fields that some architectures fix to one value."""
+"""Not configurable in every architecture."""
 _MAX = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
-"""Upper limits of fields that determine the length of a list."""
+"""Sanity limits for fields that set the length of a list."""
 _ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
 _HARMLESS = {
     *PreTrainedConfig().to_dict(),
@@ -73,11 +73,11 @@ _HARMLESS = {
     "layer_types",
     "hidden_act",
 }
-"""Fields that do not affect logits or are checked separately."""
+"""Fields that don't affect the logits, or that we check separately."""
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """Return the architecture family for the ``model_type`` in ``config.json``."""
+    """Look up the family for ``model_type``."""
     name = raw.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise CheckpointError(
@@ -89,9 +89,9 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 
 
 def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
-    """Build the architecture that the content of a ``config.json`` describes."""
+    """Parse the content of a ``config.json``."""
     family = family_of(raw)
-    # limit sizes first, because transformers allocates lists of these lengths
+    # check sizes first, transformers allocates lists of these lengths
     experts = family.experts.keys.values() if family.experts else ()
     for name in {*(HF_KEYS[field] for field in _names(family)), *experts, *_MAX}:
         value, most = raw.get(name), _MAX.get(name, 2**31 - 1)
@@ -101,7 +101,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
                 f"Invalid config.json: {name}={value} must be between {least} and {most}."
             )
     try:
-        # copy the values, because transformers modifies its arguments
+        # transformers modifies its arguments, so pass a copy
         values = {_ALIASES.get(name, name): deepcopy(value) for name, value in raw.items()}
         own = {name: v for name, v in values.items() if name not in ("auto_map", "model_type")}
         config = family.config(**own)
@@ -109,7 +109,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
         return _to_architecture(family, config)
     except KHAError:
         raise
-    except Exception as error:  # wrong types raise many kinds of exceptions
+    except Exception as error:  # bad types can raise almost anything
         raise CheckpointError(
             f"config.json is not a valid {family.config.__name__} ({type(error).__name__}: "
             f"{in_one_line(error)})."
@@ -123,13 +123,13 @@ def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
 
 
 def _names(family: Family) -> tuple[str, ...]:
-    """Return the fields of :class:`Architecture` that the family's configuration contains."""
+    """Names of all ``Architecture`` fields that this family has in its config."""
     latent = LATENT if family.latent is not False else ()
     return (*_COMMON, *(name for name in _OPEN if name not in family.always), *latent)
 
 
 def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Reject unknown fields and values that Megatron does not support."""
+    """Reject unknown fields and anything else that Megatron can't represent."""
     experts = family.experts
     implied = dict(experts.implied) if experts else {}
     known = {*(HF_KEYS[name] for name in _names(family)), *family.only, *implied, *_HARMLESS}
@@ -141,7 +141,7 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
     given = {n: deepcopy(v) for n, v in raw.items() if n in known and n != "model_type"}
     usual = family.config(**given)
     for name, value in raw.items():
-        # accept values that are the default given the other fields
+        # OK if transformers would derive the same value from the other fields
         if name not in known and value not in (None, False, getattr(usual, name, None)):
             quantized = "please save the model in bfloat16 or float32 first"
             raise _unsupported(name, value, quantized if "quantiz" in name else "unknown field")
@@ -231,14 +231,14 @@ def _read_yarn(given: Mapping[str, Any]) -> Yarn:
 
 
 def has_stock_heads(model: Architecture) -> bool:
-    """Return whether the model's attention and mechanisms exist in a stock architecture."""
+    """True if stock HF architectures support the attention (they may have an output gate)."""
     kha = model.kha
     gate_fits = not (kha.has_output_gate and model.multi_latent_attention)
     return kha.attention is None and gate_fits and not kha.without_output_gate().mechanisms
 
 
 def stock_type(model: Architecture) -> str:
-    """Choose the stock ``model_type`` for a model without KHA."""
+    """Pick the stock ``model_type`` for a model without KHA."""
     if not has_stock_heads(model):
         raise CheckpointError(
             f"No stock architecture supports {model.kha}. Please use --architecture kha."
@@ -253,10 +253,13 @@ def stock_type(model: Architecture) -> str:
 
 
 def fill_missing_tensors(model: Architecture, model_type: str) -> Architecture:
-    """Add the optional MoE tensors that an architecture requires, initialized to zero.
+    """Enable MoE tensors that are mandatory in the target architecture.
 
-    Routers with sigmoid scores require a correction bias. In addition, ``glm4_moe`` and
-    ``deepseek_v3`` require a shared expert, and ``qwen3_next`` requires a gated shared expert.
+    They are initialized to zero, so the outputs don't change:
+
+    - Sigmoid routers have a correction bias.
+    - ``glm4_moe`` and ``deepseek_v3`` also have a shared expert.
+    - ``qwen3_next`` has a shared expert with a gate.
     """
     if not model.num_experts:
         return model
@@ -271,9 +274,9 @@ def fill_missing_tensors(model: Architecture, model_type: str) -> Architecture:
 def with_zero_tensors(
     model: Architecture, *, shared: int, bias: bool = True, gate: bool = False
 ) -> Architecture:
-    """Add a correction bias and a shared expert of width ``shared``, initialized to zero.
+    """Add a zero-initialized router bias and a shared expert with FFN size ``shared``.
 
-    The output does not change. If the model already has a shared expert, it is kept.
+    If the model already has a shared expert, we keep it as is.
     """
     width: Any = model.shared_width or shared or None
     return replace(
@@ -285,9 +288,9 @@ def with_zero_tensors(
 
 
 def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
-    """Build the model's configuration for a Hugging Face architecture.
+    """Build the HF config for a given ``model_type``.
 
-    To detect unsupported settings, the configuration is parsed again and compared with the model.
+    We parse the result again and compare it to ``model``, to make sure that nothing got lost.
     """
     if model_type not in FAMILIES:
         raise CheckpointError(
@@ -316,7 +319,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
 def _build_config(model: Architecture, family: Family, model_type: str) -> PreTrainedConfig:
     names = [name for name in _names(family) if name not in LATENT]
     if model.multi_latent_attention:
-        names.remove("kv_channels")  # here config.head_dim is the rotary head dim
+        names.remove("kv_channels")  # for MLA, head_dim in config.json is the rotary dim
         names += LATENT
     fields = {HF_KEYS[name]: getattr(model, name) for name in names} | dict(family.only)
     fields["tie_word_embeddings"] = model.tied_embeddings
@@ -324,7 +327,7 @@ def _build_config(model: Architecture, family: Family, model_type: str) -> PreTr
         fields |= {f"kha_{name}": v for name, v in model.kha.to_dict(start=False).items()}
     fields |= family.extra(model)
     fields |= family.experts.to_config(model) if family.experts else {}
-    # always write partial_rotary_factor, because its default depends on the library
+    # be explicit about partial_rotary_factor, libraries disagree on the default
     rope = {
         "rope_type": "default",
         "rope_theta": model.rotary_base,

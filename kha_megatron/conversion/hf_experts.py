@@ -1,4 +1,4 @@
-"""Mixture-of-experts fields of Hugging Face configurations."""
+"""MoE settings in Hugging Face configs."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -14,36 +14,36 @@ _OFF = {
     "moe_router_group_topk": 1,
     "moe_shared_expert_intermediate_size": 0,
 }
-"""Configuration values that :class:`Architecture` represents as None."""
+"""How ``config.json`` spells "not used" (None in :class:`Architecture`)."""
 
 
 class ExpertFields(NamedTuple):
-    """Mapping between :class:`Architecture` and the MoE configuration of one architecture."""
+    """Describes how an architecture stores its MoE settings in ``config.json``."""
 
     fields: tuple[str, ...]
-    """Fields of ``Architecture`` that are converted by name."""
+    """``Architecture`` fields that have a direct counterpart in the config."""
     read: Callable[[PreTrainedConfig], dict[str, Any]]
-    """Computes further ``Architecture`` fields, including ``moe_layer_freq``."""
+    """Reads the remaining ``Architecture`` fields, e.g. ``moe_layer_freq``."""
     write: Callable[[Architecture], dict[str, Any]]
-    """Computes further configuration fields, which ``known`` lists."""
+    """Inverse of ``read``. These keys need to be in ``known``, too."""
     known: tuple[str, ...]
     number: str = "num_experts"
-    """Configuration key for the number of experts."""
+    """Config key for the number of experts."""
     always: Mapping[str, Any] = {}
-    """Fields of ``Architecture`` with a fixed value."""
+    """``Architecture`` fields with a fixed value."""
     implied: Mapping[str, Any] = {}
-    """Optional configuration fields for which only this value is supported."""
+    """Optional config keys that must have this value if they are present."""
     dense: Callable[[Architecture], dict[str, Any]] = lambda model: {}
-    """Computes the configuration fields of a model without experts."""
+    """Config fields for models without any experts."""
 
     @property
     def keys(self) -> dict[str, str]:
-        """Configuration key of each ``Architecture`` field that is converted by name."""
+        """Maps ``Architecture`` fields to config keys."""
         own = {"num_experts": self.number, "normalised": "norm_topk_prob"}
         return own | {name: HF_KEYS[name] for name in self.fields}
 
     def from_config(self, config: PreTrainedConfig) -> dict[str, Any]:
-        """Read the ``Architecture`` fields. The result is empty if no layer has experts."""
+        """Read the MoE fields of a config (nothing if all layers are dense)."""
         special = self.read(config)
         if not any(special["moe_layer_freq"]):
             return {}
@@ -143,14 +143,14 @@ QWEN3 = ExpertFields(
     ("num_local_experts", "decoder_sparse_step", "mlp_only_layers"),
     always=_SOFTMAX,
 )
-"""MoE of ``qwen3_moe``, with softmax scores and without shared experts."""
+"""``qwen3_moe``: softmax router, no shared experts."""
 
 QWEN3_NEXT = QWEN3._replace(
     fields=(*_COMMON, "moe_shared_expert_intermediate_size"),
     always=_SOFTMAX | {"moe_shared_expert_gate": True},
     dense=lambda model: {"num_experts": 0, "mlp_only_layers": list(range(model.num_layers))},
 )
-"""MoE of ``qwen3_next``, which adds a gated shared expert to ``qwen3_moe``."""
+"""``qwen3_next``: like ``qwen3_moe`` with an additional, gated shared expert."""
 
 DEEPSEEK = ExpertFields(
     (*_COMMON, *_SCALED),
@@ -162,5 +162,4 @@ DEEPSEEK = ExpertFields(
     implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     dense=lambda model: {"first_k_dense_replace": model.num_layers},
 )
-"""MoE of ``deepseek_v3`` and ``glm4_moe``, with sigmoid scores and a correction bias. The first
-layers may be dense."""
+"""``deepseek_v3``, ``glm4_moe``: sigmoid router with correction bias, first layers can be dense."""

@@ -1,4 +1,4 @@
-"""The supported Hugging Face architectures."""
+"""Registry of supported Hugging Face architectures."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -24,28 +24,28 @@ from kha_megatron.hf import KHAModelConfig
 
 
 class Family(NamedTuple):
-    """Description of a transformers architecture."""
+    """Everything we need to know about a transformers architecture."""
 
     config: type[PreTrainedConfig]
     causal_lm: str | None
-    """Class name of the causal language model, or None if transformers has no such class."""
+    """Name of the causal LM class. None if transformers doesn't have one."""
     always: Mapping[str, Any] = {}
-    """Fields of ``Architecture`` with a fixed value."""
+    """``Architecture`` fields with a fixed value."""
     only: Mapping[str, Any] = {}
-    """Configuration fields for which Megatron supports only this value."""
+    """Config fields where Megatron supports only this value."""
     experts: ExpertFields | None = None
     latent: bool | None = False
-    """Whether the architecture uses latent attention. None means that the config decides."""
+    """True for MLA/GLA. None if it depends on the config."""
     partial_rope: bool = False
     gate: Gate | None = None
-    """Attention output gate that every model of the architecture has."""
+    """Set if all models of this family have an output gate."""
     switches: Mapping[str, Gate] = {}
-    """Configuration flags that enable a gate."""
+    """Boolean config fields that turn on a gate."""
     files: FileFormat = STANDARD
     extra: Callable[[Architecture], dict[str, Any]] = lambda model: {}
-    """Computes further configuration fields."""
+    """Additional config fields."""
     rope: Callable[[Architecture], dict[str, Any]] = lambda model: {}
-    """Computes further ``rope_parameters``, which do not affect text."""
+    """Additional ``rope_parameters`` (these don't affect text)."""
 
 
 def _full_attention(model: Architecture) -> dict[str, Any]:
@@ -53,17 +53,17 @@ def _full_attention(model: Architecture) -> dict[str, Any]:
 
 
 def _sections(model: Architecture) -> dict[str, Any]:
-    """Split the rotary features into sections for image positions, as the format requires."""
+    """Multimodal RoPE sections. The format requires them, but they don't matter for text."""
     pairs = int(model.kv_channels * model.rotary_percent) // 2
     sections = [(pairs + rest) // 3 for rest in (2, 1, 0)]
     return {"mrope_section": sections, "mrope_interleaved": True}
 
 
 OUTPUT_GATE = Gate(output="element")
-"""Megatron's ``--attention-output-gate``."""
+"""Same as ``--attention-output-gate`` in Megatron."""
 _QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
 _LLAMA = {"qk_layernorm": False, "add_qkv_bias": False}
-_NO_BIAS = {"attention_bias": False}  # in these architectures, this bias includes o_proj
+_NO_BIAS = {"attention_bias": False}  # would also add a bias to o_proj
 _QWEN3_NEXT_FILES = FileFormat(
     ("mlp.shared_experts.", "mlp.shared_expert."), gate_in_query="head", norms_minus_one=True
 )
@@ -82,8 +82,8 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": Family(
         DeepseekV3Config,
         "DeepseekV3ForCausalLM",
-        _QWEN3,  # qk_layernorm refers to the norms of the compressed states
-        # transformers fixes the epsilon of these norms to 1e-6
+        _QWEN3,  # for MLA, these are the norms of the compressed states
+        # transformers hardcodes eps=1e-6 for these norms
         _NO_BIAS | {"num_nextn_predict_layers": 0, "rope_interleave": True, "rms_norm_eps": 1e-6},
         DEEPSEEK,
         latent=True,
@@ -115,14 +115,14 @@ FAMILIES: dict[str, Family] = {
         rope=_sections,
     ),
 }
-"""Supported architectures by ``model_type``."""
+"""Keyed by ``model_type``."""
 
 
 @strict
 class PublishedConfig(Qwen3Config):
-    """Configuration of the models published at github.com/qiuzh20/gated_attention.
+    """Config of the gated-attention models from https://github.com/qiuzh20/gated_attention.
 
-    Note that their ``model_type`` is ``qwen3``, and that ``qkv_bias`` also includes ``o_proj``.
+    Note: their ``model_type`` is ``qwen3``, and ``qkv_bias`` also adds a bias to ``o_proj``.
     """
 
     elementwise_attn_output_gate: bool = False
@@ -142,4 +142,4 @@ PUBLISHED = Family(
     },
     files=FileFormat(gate_in_query="group"),
 )
-"""Published gated-attention models, which can be imported but not exported."""
+"""Published gated-attention models (import only)."""

@@ -43,11 +43,11 @@ SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "heterogeneous_layers_config_path": (None,),
 }
-"""Supported values of further arguments that affect the model's output."""
+"""Allow-list for other arguments that would change the model's outputs."""
 
 _HYBRID = "hybrid_layer_pattern"
 _MLPS = {"-": 0, "E": 1}
-"""MLP symbols in ``--hybrid-layer-pattern``, with 1 for MoE layers and 0 for dense layers."""
+"""In ``--hybrid-layer-pattern``, ``-`` is a dense MLP and ``E`` is an MoE layer."""
 
 _READ = (
     "hidden_size",
@@ -62,7 +62,7 @@ _READ = (
     "init_method_std",
     "attention_dropout",
 )
-"""Fields that are copied from and to Megatron's arguments."""
+"""Fields we can simply copy in both directions."""
 _WRITTEN = (
     "num_layers",
     "num_query_groups",
@@ -73,7 +73,7 @@ _WRITTEN = (
     "multi_latent_attention",
     "attention_output_gate",
 )
-"""Fields that are only copied to Megatron's arguments."""
+"""Fields we can copy when writing, but not when reading."""
 _EXPERTS = (
     "num_experts",
     "moe_router_topk",
@@ -86,7 +86,10 @@ _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
 def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: int) -> Architecture:
-    """Build the architecture from a checkpoint's arguments. Its ``vocab_size`` includes padding."""
+    """Parse the arguments stored in a checkpoint.
+
+    Note: ``vocab_size`` still includes padding here.
+    """
     for name, allowed in SUPPORTED_ARGUMENTS.items():
         if args.get(name) not in allowed:
             raise _unsupported(name, args.get(name), f"expected {allowed[0]!r}")
@@ -123,7 +126,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
     latent = bool(args.get("multi_latent_attention"))
     given = _copy(args, (*_READ, *(LATENT if latent else ())))
     if latent and given["q_lora_rank"] is None and given["qk_layernorm"]:
-        # Megatron would normalize the input of the query projection
+        # Megatron would then normalize the input of q_proj
         raise _unsupported("q_lora_rank", None, "qk_layernorm requires compressed queries")
     if kha.attention == "gta" and not latent and given["rotary_percent"] != 0.5:
         percent = given["rotary_percent"]
@@ -149,7 +152,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
 
 
 def _experts(args: Mapping[str, Any], layers: int, sparse: Sequence[int]) -> dict[str, Any]:
-    """Read the MoE fields. ``sparse`` is the layer frequency of a HybridModel."""
+    """Read the MoE arguments. For hybrid models, ``sparse`` overrides ``moe_layer_freq``."""
     score, balance = args["moe_router_score_function"], args["moe_router_load_balancing_type"]
     if score not in ("softmax", "sigmoid"):
         raise _unsupported("moe_router_score_function", score, "expected softmax or sigmoid")
@@ -161,8 +164,8 @@ def _experts(args: Mapping[str, Any], layers: int, sparse: Sequence[int]) -> dic
     if isinstance(frequency, int):
         frequency = [layer % frequency == 0 for layer in range(layers)]
     factor, groups = args["moe_router_topk_scaling_factor"], args.get("moe_router_num_groups") or 1
-    # Megatron normalizes sigmoid scores only if top-k is larger than 1. Unless
-    # moe_router_pre_softmax is set, softmax is applied to the logits of the chosen experts.
+    # Sigmoid scores are only normalized for top-k > 1. Softmax comes after top-k (so weights sum
+    # to 1), unless moe_router_pre_softmax is set.
     sigmoid = score == "sigmoid"
     normalised = args["moe_router_topk"] > 1 if sigmoid else not args["moe_router_pre_softmax"]
     return _copy(args, _EXPERTS) | {
@@ -176,16 +179,17 @@ def _experts(args: Mapping[str, Any], layers: int, sparse: Sequence[int]) -> dic
 
 
 STOCK_FACTOR = 8.0
-"""RoPE scaling factor of Megatron's own scripts, which ignore ``--rope-scaling-factor``."""
+"""Megatron's own scripts always use this factor and ignore ``--rope-scaling-factor``."""
 _STOCK_SPEC = "kha_megatron.training.stock"
-"""Layer spec for Megatron's own training script with the ``--kha-*`` flags added by a patch."""
+"""Used with Megatron's own training script, patched to accept ``--kha-*`` flags."""
 
 
 def rope_scaling_factor(args: Mapping[str, Any]) -> float:
-    """Return the RoPE scaling factor with which a run was actually trained.
+    """Return the RoPE scaling factor that was really used in training.
 
-    The argument is only used by our entry point, which is recognized by its ``kha_*`` arguments.
-    Converted checkpoints contain the correct factor and no ``spec``.
+    Only our own entry point respects ``--rope-scaling-factor``. We can tell from the ``kha_*``
+    arguments whether it was used. Converted checkpoints don't have a ``spec`` and always store the
+    right factor.
     """
     of_our_entry_point = "kha_query" in args and (args.get("spec") or [None])[0] != _STOCK_SPEC
     if "spec" in args and not of_our_entry_point:
@@ -219,9 +223,9 @@ def _yarn(args: Mapping[str, Any]) -> Yarn | None:
 
 
 def to_arguments(model: Architecture) -> dict[str, Any]:
-    """Build the model arguments that Megatron would store in a checkpoint.
+    """Build the arguments that Megatron would store in a checkpoint of this model.
 
-    To detect unsupported settings, the arguments are parsed again and compared with the model.
+    The result is parsed again to catch settings that Megatron can't represent.
     """
     names = (*STYLE, *_READ, *_WRITTEN, *(LATENT if model.multi_latent_attention else ()))
     scaling, base = model.scaling, model.rotary_base
@@ -282,18 +286,18 @@ _NOT_FROM_CHECKPOINT = (
     "bf16",
     "fp16",
 )
-"""Model arguments that ``--use-checkpoint-args`` does not restore."""
+"""``--use-checkpoint-args`` doesn't restore these, so we need to pass them explicitly."""
 
 
 def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
-    """Return the flags to start training from a converted checkpoint with ``args``.
+    """Build the command line for training from a converted checkpoint.
 
-    These flags do not include ``--load``, because a restarted job would then load the converted
-    checkpoint again and overwrite its own checkpoints.
+    We don't pass ``--load`` here. Otherwise, a restarted job would load the converted checkpoint
+    again and overwrite its own progress.
     """
     words = ["--pretrained-checkpoint", checkpoint, "--use-checkpoint-args"]
     names: tuple[str, ...] = _NOT_FROM_CHECKPOINT
-    if args.get("kha_attention") == "gta":  # our entry point checks these before loading
+    if args.get("kha_attention") == "gta":  # checked by our entry point before loading
         names += ("position_embedding_type", "rotary_percent")
     for name in names:
         flag = ROWS[name].flag if name in ROWS else f"--{name.replace('_', '-')}"

@@ -1,6 +1,6 @@
-"""Run Megatron models on the CPU.
+"""Run Megatron models on CPU.
 
-Models run in a separate process, because the CPU runtime monkey-patches PyTorch and Megatron.
+This needs a subprocess, since our CPU runtime monkey-patches both PyTorch and Megatron.
 """
 
 import logging
@@ -26,22 +26,23 @@ from kha_megatron.mcore.compat import check_version
 
 
 class Outputs(NamedTuple):
-    """Float32 outputs of a model on the CPU."""
+    """Logits and hidden states in float32."""
 
     logits: Tensor
-    """Shape ``[B, S, V]``. For Megatron, ``V`` includes the vocabulary padding."""
+    """``[batch, seq, vocab]``. For Megatron models, this includes the vocab padding."""
     layers: list[Tensor]
-    """Hidden states ``[B, S, C]`` after each decoder layer."""
+    """Output of each decoder layer, ``[batch, seq, hidden]``."""
 
 
 def run_megatron(
     iteration: Path, tokens: Tensor, *, rounded_to: torch.dtype | None = None
 ) -> Outputs:
-    """Run the Megatron model of one checkpoint iteration in a new process.
+    """Run a Megatron checkpoint in a new process.
 
     Args:
-        tokens: Token IDs of shape ``[B, S]``.
-        rounded_to: Dtype to which weights are rounded before they are converted to float32.
+        iteration: Checkpoint directory of a single iteration.
+        tokens: Token IDs, ``[batch, seq]``.
+        rounded_to: Round the weights to this dtype first. We still compute in float32.
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_exit_with_parent) as pool:
@@ -101,7 +102,7 @@ _UNSHARDED: dict[str, Any] = {
     "perform_initialization": False,
     "spec": None,
 }
-"""Arguments to run on a single CPU process. They change logits only by rounding errors."""
+"""Overrides for a single CPU process. They only affect the logits by rounding errors."""
 
 
 def _run_here(
@@ -137,7 +138,7 @@ def _run_here(
 
 
 def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
-    """Register forward hooks that append each layer's output to the returned list."""
+    """Add forward hooks that collect all layer outputs in the returned list."""
     outputs: list[Tensor] = []
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
@@ -149,9 +150,10 @@ def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = None) -> Any:
-    """Build Megatron's GPTModel or HybridModel with local modules from a checkpoint's arguments.
+    """Build a GPTModel (or HybridModel) from the arguments in a checkpoint.
 
-    By default, the model is unsharded and in float32. ``overrides`` takes precedence.
+    The model uses local modules, isn't sharded, and is in float32. You can change this with
+    ``overrides``.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import add_megatron_arguments
@@ -174,7 +176,7 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
 def load_model_weights(model: Any, checkpoint: MegatronCheckpoint) -> Any:
     """Load the weights with ``dist_checkpointing``.
 
-    Norms are looked up under all their names, which depend on the transformer implementation.
+    Norms are named differently in Transformer Engine and local checkpoints, so we try all names.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

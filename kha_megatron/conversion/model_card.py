@@ -1,4 +1,4 @@
-"""Model card (``README.md``) of exported models."""
+"""Generate a model card (``README.md``) for exported models."""
 
 import os
 from collections.abc import Mapping
@@ -75,11 +75,11 @@ def model_card(
     origin: Mapping[str, Any],
     folded: KHAConfig | None,
 ) -> str:
-    """Build the text of the model card.
+    """Render the model card.
 
     Args:
-        origin: Identity of the source checkpoint, as stored in the manifest.
-        folded: Head mechanisms of the source if they were folded into the projections.
+        origin: ``identity()`` of the source checkpoint (this is also in ``manifest.json``).
+        folded: KHA config of the source model, if it was folded into the projections.
     """
     kha, is_kha = model.kha, written.architecture == "kha"
     name = os.path.basename(os.path.abspath(origin["path"]))  # also for "."

@@ -1,8 +1,7 @@
-"""Layouts in which Megatron tensors are split into Hugging Face tensors and joined again.
+"""Split Megatron tensors into Hugging Face tensors and join them again.
 
-The blocks of ``join(split(x))`` concatenate to ``x`` bit for bit. Meta tensors are also supported.
-In shapes, ``H`` is the number of query heads, ``D`` the head dim, ``C`` the hidden size, ``F`` the
-FFN hidden size and ``V`` the vocabulary size.
+Splitting and joining are exact: if you concatenate ``row.join(row.split(x, model), model)``, you
+get ``x`` back bit for bit. This also works with meta tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,43 +22,42 @@ When = Callable[[Architecture, int], bool]
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """Mapping between a Megatron tensor and one or more Hugging Face tensors.
+    """Maps a Megatron tensor to one or more Hugging Face tensors.
 
-    By default, the Megatron tensor is the concatenation of Hugging Face tensors of the same shape.
-    For example, ``[2F, C]`` with the parts ``("gate", "up")`` contains all rows of the gate
-    projection, followed by all rows of the up projection.
+    By default, the tensor is split into equal chunks along the first dimension. For example,
+    ``linear_fc1`` has the parts ``("gate", "up")``, i.e. it's ``gate_proj`` stacked on ``up_proj``.
     """
 
     hf: str
-    """Hugging Face name relative to ``model.layers.{i}.``, with ``{}`` in place of the part."""
+    """HF name without ``model.layers.{i}.`` (``{}`` is replaced by the part)."""
     names: tuple[str, ...]
-    """Megatron names relative to ``decoder.layers.{i}.``. By default, the first one is written."""
+    """Megatron names without ``decoder.layers.{i}.``. We write the first one."""
     shape: _Shape
     when: When = lambda model, layer: True
-    """Whether the given layer (starting at 0) has this tensor."""
+    """Whether a layer (0-based) has this tensor."""
     parts: tuple[str, ...] = ("",)
     both: bool = False
-    """Whether to write all names, because Megatron's two backends read different names."""
+    """Write all names, not just the first, because Megatron's two backends read different ones."""
     per_expert: bool = False
     trained: bool = True
-    """Whether the tensor is updated by gradients."""
+    """False if the tensor isn't updated by gradients."""
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        """Return the Hugging Face names without the layer prefix."""
+        """HF names without the layer prefix."""
         return tuple(self.hf.format(part) for part in self.parts)
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        """Split the Megatron tensor into the tensors of :meth:`hf_names`."""
+        """Split a Megatron tensor into HF tensors (same order as :meth:`hf_names`)."""
         return list(tensor.chunk(len(self.hf_names(model))))
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        """Convert Hugging Face tensors to blocks that concatenate to the Megatron tensor."""
+        """Inverse of :meth:`split`. The returned blocks still need to be concatenated."""
         return list(parts)
 
 
 @dataclass(frozen=True, eq=False)
 class VocabularyRow(Row):
-    """Embedding or output layer ``[V, C]``, which only Megatron pads with zeros."""
+    """Embedding or LM head. Only Megatron pads these (with zeros)."""
 
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         return [tensor[: model.vocab_size]]
@@ -72,7 +70,7 @@ class VocabularyRow(Row):
 
 @dataclass(frozen=True, eq=False)
 class QKVRow(Row):
-    """Fused ``linear_qkv``; see :class:`kha_megatron.model.qkv.QKVLayout` for the layout."""
+    """Fused ``linear_qkv``. See :class:`kha_megatron.model.qkv.QKVLayout`."""
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
         return tuple(self.hf.format(part.hf) for part in model.qkv.parts.values())
@@ -92,8 +90,8 @@ class QKVRow(Row):
 
 @dataclass(frozen=True, eq=False)
 class LatentRow(Row):
-    """Up projection ``[H * D, latent / c]``, stored in Hugging Face as one tensor for each of the
-    ``c`` latent heads. Since MLA has only one latent head, its number is omitted."""
+    """KV up-projection. GLA has one HF weight per latent head (``kv_b_proj.0``, ``kv_b_proj.1``,
+    ...), while MLA has a single ``kv_b_proj``."""
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
         numbers = [""] if model.latent_heads == 1 else [f".{n}" for n in range(model.latent_heads)]
@@ -104,8 +102,9 @@ class LatentRow(Row):
 class HeadRow(Row):
     """Parameter of a head mechanism.
 
-    Stacked matrices ``[n, D, D]``, which are multiplied from the right, become one transposed
-    ``nn.Linear`` weight each. A projection ``[heads, features, C]`` becomes a single weight.
+    Megatron stores matrices as ``[num_matrices, head_dim, head_dim]`` and multiplies from the
+    right. In HF, each of them is a separate ``nn.Linear`` weight (so it's transposed). Input
+    projections are flattened to two dimensions.
     """
 
     tensor: HeadTensor = field(kw_only=True)
@@ -130,14 +129,14 @@ def head_row(tensor: HeadTensor) -> HeadRow:
 
 
 class TensorSlot(NamedTuple):
-    """Row of one layer and expert. Slots are converted independently of each other."""
+    """A :class:`Row` in a given layer (and expert). This is the unit of work in a conversion."""
 
     row: Row
     layer: int | None = None
     expert: int | None = None
 
     def hf_names(self, model: Architecture) -> list[str]:
-        """Return the full names of the Hugging Face tensors."""
+        """Full HF names, e.g. ``model.layers.0.mlp.gate_proj.weight``."""
         prefix = "" if self.layer is None else f"model.layers.{self.layer}."
         if self.expert is not None:
             prefix += f"mlp.experts.{self.expert}."
@@ -146,25 +145,24 @@ class TensorSlot(NamedTuple):
 
 @dataclass(frozen=True)
 class FileFormat:
-    """Differences between an architecture's safetensors files and the rows in ``table``."""
+    """How an architecture's safetensors files differ from the rows in ``table``."""
 
     renamed: tuple[str, str] | None = None
-    """Substring of tensor names to replace, and its replacement."""
+    """``(old, new)`` replacement in tensor names."""
     gate_in_query: Literal["head", "group"] | None = None
-    """Whether ``q_proj`` contains the output gate after each query head, or after each group of
-    query heads."""
+    """Set if ``q_proj`` includes the output gate, either after each query head or after each
+    group."""
     norms_minus_one: bool = False
-    """Whether norm weights are stored as ``w - 1``, which rounds 16-bit weights below 1/2."""
+    """Norm weights are stored as ``w - 1``. This rounds 16-bit weights below 1/2."""
 
     def names(self, slot: TensorSlot, model: Architecture) -> list[str]:
-        """Return the tensor names of a slot in the files."""
         names = slot.hf_names(model)
         if self.gate_in_query:
             names = [name for name in names if _GATE not in name]
         return [name.replace(*self.renamed) for name in names] if self.renamed else names
 
     def write(self, slot: TensorSlot, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Convert the tensors of a slot to those stored in the files."""
+        """Convert the tensors of a slot to the format of the files."""
         names, parts = slot.hf_names(model), list(parts)
         gate = self._gate(names)
         if gate is not None:
@@ -174,7 +172,7 @@ class FileFormat:
         return [part - 1 for part in parts] if self._is_norm(names) else parts
 
     def read(self, slot: TensorSlot, model: Architecture, held: Sequence[Tensor]) -> list[Tensor]:
-        """Convert tensors stored in the files to those of a slot."""
+        """Inverse of :meth:`write`."""
         names, parts = slot.hf_names(model), list(held)
         gate = self._gate(names)
         if gate is not None:

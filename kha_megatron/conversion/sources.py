@@ -1,6 +1,6 @@
-"""Megatron and Hugging Face checkpoints as sources of Hugging Face tensors.
+"""Common interface for reading Megatron and Hugging Face checkpoints.
 
-When a checkpoint is opened, the shapes of all tensors are checked against the configuration.
+All tensor shapes are checked against the config when a checkpoint is opened.
 """
 
 import math
@@ -29,16 +29,15 @@ FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 EMBEDDING = "embedding.word_embeddings.weight"
 _MAX_ELEMENTS = 2**56
 _PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
-"""Arguments whose product divides a vocabulary size padded by Megatron."""
+"""Megatron pads the vocab to a multiple of the product of these arguments."""
 _RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
-"""Buffers in checkpoints of old transformers versions, which are recomputed from the config."""
+"""Buffers saved by old versions of transformers. We ignore them."""
 
 
 class Read(Protocol):
-    """Thread-safe function that reads the Hugging Face tensors of a slot in the order of its names.
+    """Read the HF tensors of a slot (thread-safe).
 
-    If ``meta`` is True, meta tensors with the same shapes and dtypes are returned. Raises
-    CheckpointError if a file is corrupted.
+    With ``meta=True``, you get meta tensors with the same shapes and dtypes instead.
     """
 
     def __call__(self, slot: TensorSlot, *, meta: bool = False) -> list[Tensor]: ...
@@ -46,7 +45,7 @@ class Read(Protocol):
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Model whose tensors can be read slot by slot."""
+    """An open checkpoint. Tensors are read lazily, one slot at a time."""
 
     checkpoint: HFCheckpoint | MegatronCheckpoint
     model: Architecture
@@ -54,14 +53,14 @@ class ModelSource:
     files: FileFormat = STANDARD
     tokenizer: TokenizerFiles = field(default_factory=lambda: TokenizerFiles({}))
     padding_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Megatron's vocabulary arguments, if the vocabulary padding was kept."""
+    """Megatron's vocab size arguments. Only set if we keep the vocab padding."""
 
     @property
     def path(self) -> Path:
         return self.checkpoint.path
 
     def entries(self) -> Iterator[tuple[TensorSlot, list[TensorEntry]]]:
-        """Iterate over all slots and their tensor entries in model order."""
+        """Yield each slot with the metadata of its tensors."""
         for slot in tensor_slots(self.model):
             named = zip(slot.hf_names(self.model), self.read(slot, meta=True), strict=True)
             yield slot, [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in named]
@@ -73,10 +72,10 @@ def open_source(
     """Open a Hugging Face model or a Megatron checkpoint.
 
     Args:
-        path: Path to the Hugging Face model, Megatron's ``--save`` directory or one iteration.
-        tokenizer: Tokenizer directory that overrides the model's tokenizer.
-        padded: Whether to keep Megatron's vocabulary padding.
-        comparing: Whether to keep the padding and ignore the tokenizer.
+        path: HF model directory, ``--save`` directory, or a single iteration.
+        tokenizer: Use this tokenizer instead of the model's own.
+        padded: Keep Megatron's vocab padding.
+        comparing: Keep the padding, and don't load a tokenizer.
     """
     source = _open_hf(path) if is_hf_folder(path) else _open_megatron(path)
     if comparing:
@@ -96,7 +95,7 @@ def open_source(
         kept = {name: args.get(name) for name in ("vocab_size", *_PADDING)}
         return replace(source, padding_arguments=kept)
     multiple = math.prod(args.get(name) or 1 for name in _PADDING)
-    # prefer the argument, because a tokenizer may have fewer entries than its model
+    # prefer the argument, tokenizers can be smaller than the model's vocab
     for size in (args.get("vocab_size"), entries):
         if size and entries <= size <= rows < size + multiple:
             return truncate_vocabulary(source, size)
@@ -108,7 +107,7 @@ def _open_hf(path: Path) -> ModelSource:
     formats, model = family_of(checkpoint.config).files, from_hf_config(checkpoint.config)
     infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
     wanted: dict[str, tuple[int, ...]] = {}
-    # with a corrupted number of layers, report missing tensors instead of running out of memory
+    # the limit is for corrupted configs, so we don't run out of memory with 10**9 layers
     for slot in islice(tensor_slots(model), 2 * len(infos) + 1000):
         shape, names = slot.row.shape(model), formats.names(slot, model)
         if min(shape) < 0 or math.prod(shape) > _MAX_ELEMENTS:
@@ -116,7 +115,7 @@ def _open_hf(path: Path) -> ModelSource:
         parts = slot.row.split(torch.empty(shape, device="meta"), model)
         parts = formats.write(slot, model, parts)
         wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
-    # models without shared experts may have empty tensors for them
+    # models without shared experts may still have empty tensors for them
     spare = {n for n, info in infos.items() if ".shared_experts." in n and 0 in info.shape}
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if model.tied_embeddings and {head, embedding} <= infos.keys():
@@ -168,7 +167,7 @@ def _open_megatron(path: Path) -> ModelSource:
 
 
 def truncate_vocabulary(source: ModelSource, rows: int) -> ModelSource:
-    """Truncate the embedding and output layer to the first ``rows`` tokens."""
+    """Keep only the first ``rows`` rows of the embedding and LM head."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         parts = source.read(slot, meta=meta)
@@ -185,7 +184,7 @@ def _check_tensors(
     missing: Iterable[str],
     unexpected: Iterable[str],
 ) -> None:
-    """Check that the tensors of a checkpoint match those that its configuration describes."""
+    """Raise CheckpointError if the stored tensors aren't what we'd expect from the config."""
     problems = [f"missing {name}" for name in sorted(missing)]
     problems += [f"unexpected {name}" for name in sorted(unexpected)]
     for name, info in infos.items():

@@ -1,6 +1,6 @@
-"""Table of Megatron tensors and the corresponding Hugging Face tensors.
+"""Mapping between Megatron and Hugging Face tensors.
 
-To support a new type of attention or MLP, add rows to this table.
+If you want to support a new type of attention or MLP, add its tensors here.
 """
 
 import re
@@ -25,7 +25,7 @@ _IN_ATTENTION = ("self_attention.", "input_layernorm.")
 
 
 def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
-    """Iterate over all slots of a model, layer by layer."""
+    """Yield all slots: embedding, layers, final norm and LM head."""
     first, *last = (TensorSlot(row) for row in MODEL if row.when(model, 0))
     yield first
     rows = (*_BEFORE_HEADS, *map(head_row, model.head_tensors), *_AFTER_HEADS)
@@ -41,7 +41,7 @@ def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
 
 
 def _norm(name: str) -> tuple[str, ...]:
-    """Return all names of a norm that Transformer Engine may fuse into the next linear layer."""
+    """All names of a norm (Transformer Engine may fuse it into the next linear layer)."""
     return (name, *other_names(name))
 
 
@@ -54,7 +54,7 @@ def _compressed_queries(model: Architecture, layer: int) -> bool:
 
 
 def _fused_norm(model: Architecture, layer: int) -> bool:
-    """Whether Transformer Engine fuses the input norm into ``linear_qkv``."""
+    """True if Transformer Engine fuses the input norm into ``linear_qkv``."""
     return not model.multi_latent_attention and not model.qkv.tied
 
 
@@ -110,8 +110,8 @@ _BEFORE_HEADS: tuple[Row, ...] = (
         lambda model, layer: model.qkv.tied,
     ),
 )
-"""Input norm and projections of MHA, MQA, GQA and GTA. For GTA, the rotary half of each head comes
-first in both formats."""
+"""Input norm, and projections of MHA, MQA, GQA and GTA. Note that each GTA head starts with its
+rotary half, both in Megatron and HF."""
 
 _LATENT: tuple[Row, ...] = (
     Row(
@@ -162,8 +162,8 @@ _LATENT: tuple[Row, ...] = (
         _latent,
     ),
 )
-"""Projections of MLA and GLA. In both formats, each head starts with the no-position features,
-which are followed by the rotary or value features. RoPE rotates adjacent features."""
+"""MLA and GLA. Both formats use the same order within a head: features without position first, then
+rotary or value features. RoPE is interleaved, i.e. it rotates adjacent features."""
 
 ATTENTION_OUTPUT = Row(
     "self_attn.o_proj.weight",
@@ -178,11 +178,11 @@ EXPERT_BIAS = Row(
     lambda model, layer: model.is_moe(layer) and model.moe_router_enable_expert_bias,
     trained=False,
 )
-"""Always in float32. Megatron updates this bias from the expert load instead of gradients."""
+"""Always float32. Megatron updates it based on expert load instead of gradients."""
 
 
 def _mlp(hf: str, megatron: str, width: str, when: When, *, per_expert: bool = False) -> list[Row]:
-    """Build the rows of a SwiGLU MLP whose FFN hidden size is the field ``width``."""
+    """SwiGLU MLP. ``width`` is the name of the field with its FFN hidden size."""
     return [
         Row(
             hf + "{}_proj.weight",
@@ -271,22 +271,24 @@ MODEL: tuple[Row, ...] = (
     ),
     OUTPUT_LAYER,
 )
-"""Rows of the tensors that do not belong to a layer."""
+"""Tensors outside of the decoder layers."""
 
 
 Location = tuple[str, tuple[int, ...]]
-"""Key of a Megatron checkpoint and an index into the leading dimensions of its tensor."""
+"""Checkpoint key, plus an index such as ``(layer, expert)`` if tensors are stacked."""
 
 
 def locate_tensors(
     infos: Mapping[str, StoredTensor], model: Architecture
 ) -> tuple[dict[TensorSlot, Location], list[str], list[str]]:
-    """Find the tensor of each slot in a Megatron checkpoint, where layers may be stacked.
+    """Find out where each slot is stored in a Megatron checkpoint.
+
+    Layers may be stored separately (``decoder.layers.0.``) or stacked.
 
     Returns:
-        The location of each slot, the names of unexpected tensors and the names of missing tensors.
+        Locations by slot, unexpected tensor names, and missing tensor names.
     """
-    step = 2 if _HYBRID_NORM in infos else 1  # a HybridModel numbers attention and MLP separately
+    step = 2 if _HYBRID_NORM in infos else 1  # HybridModel counts attention and MLP as two layers
     stored: dict[tuple[int | None, str], Location] = {}
     for key, info in infos.items():
         if match := _SINGLE.fullmatch(key):

@@ -1,4 +1,4 @@
-"""Export of checkpoints to the Hugging Face format."""
+"""Export checkpoints to Hugging Face format."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +36,12 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 @dataclass(frozen=True)
 class HFPlan(Plan):
-    """Conversion to a Hugging Face model directory."""
+    """See :func:`plan_export`."""
 
     config: PreTrainedConfig
     max_shard_bytes: int
     folded: KHAConfig | None = None
-    """Head mechanisms of the source if they are folded into the projections."""
+    """KHA config of the source model, if we're folding it into the projections."""
 
     marker = MANIFEST
     patterns = (MANIFEST, CONFIG, INDEX, CARD, *FILES, "model*.safetensors", "*_kha.py")
@@ -95,23 +95,22 @@ def plan_export(
     upcycle: KHAConfig | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> HFPlan:
-    """Open a checkpoint and prepare its conversion to a Hugging Face model.
+    """Open a checkpoint and prepare to export it.
 
     Args:
         path: Megatron checkpoint or Hugging Face model.
-        architecture: Target ``model_type``. ``auto`` selects a matching stock architecture, or
-            ``kha`` if there is none. Defaults to ``auto`` if ``fold`` is True, otherwise ``kha``.
-        dtype: ``float32``, ``bfloat16`` or ``float16``. By default, dtypes are unchanged.
-        allow_overflow: Whether values beyond the range of ``dtype`` may become infinite.
-        tokenizer: Tokenizer directory that overrides the model's tokenizer.
-        fold: Whether to fold linear KHA and collaborative heads into the projections.
-        upcycle: Head mechanisms to add without changing the outputs.
-        max_shard_bytes: Maximum size of each safetensors file.
+        architecture: Target ``model_type``. With ``auto``, we pick a stock architecture if there's
+            one that fits, or else ``kha``. The default is ``kha`` (``auto`` if ``fold`` is set).
+        dtype: ``float32``, ``bfloat16`` or ``float16``. By default, dtypes don't change.
+        allow_overflow: Allow values outside of the range of ``dtype`` to become infinite.
+        tokenizer: Use this tokenizer instead of the model's own.
+        fold: Fold linear KHA and collaborative heads into the projections.
+        upcycle: Head mechanisms to add to the model (without changing its outputs).
+        max_shard_bytes: Maximum size per safetensors file.
 
     Raises:
-        CheckpointError: If the checkpoint is corrupted or the architecture does not support it.
-        ConfigError: If the dtype is unknown, the tokenizer cannot be loaded, or the head mechanisms
-            cannot be added.
+        CheckpointError: If the checkpoint is corrupted, or can't be exported to ``architecture``.
+        ConfigError: If an argument is invalid.
     """
     new_dtype = parse_dtype(dtype)
     source = open_source(path, tokenizer=tokenizer)

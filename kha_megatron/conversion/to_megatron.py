@@ -1,7 +1,7 @@
-"""Import of checkpoints into Megatron's ``torch_dist`` format, for any parallel layout.
+"""Import checkpoints into Megatron's ``torch_dist`` format.
 
-The result is a release checkpoint, i.e. training starts at iteration 0 without optimizer and RNG
-state, both with ``--load`` and with ``--pretrained-checkpoint``.
+The result is a ``release`` checkpoint: training starts at iteration 0, and there's no optimizer or
+RNG state. You can load it with any parallel layout.
 """
 
 import math
@@ -32,15 +32,15 @@ from kha_megatron.model.model_config import ModelConfig
 
 _CORE_ATTENTION = "self_attention.core_attention"
 _TOKENIZER = "tokenizer"
-"""Name of the tokenizer directory."""
+"""Subdirectory for the tokenizer."""
 
 
 @dataclass(frozen=True)
 class MegatronPlan(Plan):
-    """Conversion to a Megatron checkpoint."""
+    """See :func:`plan_import`."""
 
     args: dict[str, Any]
-    """Training arguments to store in the checkpoint."""
+    """Will be stored in the checkpoint."""
 
     marker = TRACKER
     patterns = TRACKER, RELEASE, _TOKENIZER
@@ -105,11 +105,11 @@ def plan_import(
     divisible_by: int = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: int = 1,
 ) -> MegatronPlan:
-    """Open a checkpoint and prepare its conversion to a Megatron checkpoint.
+    """Open a checkpoint and prepare to import it.
 
-    The vocabulary is padded to a multiple of ``divisible_by * tensor_parallel``, but Megatron can
-    load the result with any TP size. If the source is a Megatron checkpoint, its padding is kept.
-    See ``to_hf.plan_export`` for the other arguments and the errors.
+    We pad the vocab to a multiple of ``divisible_by * tensor_parallel`` (or keep the existing
+    padding of Megatron checkpoints). Note that you can still load the result with a different TP
+    size. The other arguments are the same as in ``to_hf.plan_export``.
     """
     new_dtype = parse_dtype(dtype)
     source = open_source(path, tokenizer=tokenizer, padded=True)
@@ -140,7 +140,7 @@ def plan_import(
 def _write_slot(
     writer: TorchDistWriter, model: Architecture, slot: TensorSlot, parts: list[Tensor]
 ) -> None:
-    """Write the tensors of a slot as chunks of the global Megatron tensor."""
+    """Write a slot to its (possibly stacked) Megatron tensor."""
     row = slot.row
     prefix, grid, position = _stack(model, slot)
     whole = (*grid, *row.shape(model))
@@ -154,7 +154,7 @@ def _write_slot(
 
 
 def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
-    """Write empty extra states for linear layers and norms, because Megatron requires them."""
+    """Megatron requires an ``_extra_state`` for each linear layer, norm and core attention."""
     written = set()
     for slot in tensor_slots(model):
         prefix, grid, position = _stack(model, slot)
@@ -171,7 +171,7 @@ def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
 
 
 def _stack(model: Architecture, slot: TensorSlot) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return the key prefix of a slot, the stacked dimensions and the slot's index in them."""
+    """Return ``(key prefix, stacked dims, index into the stacked dims)``."""
     prefix, grid, position = "", tuple[int, ...](), tuple[int, ...]()
     if slot.layer is not None:
         uniform = model.is_uniform

@@ -1,4 +1,4 @@
-"""Tokenizer and generation config of a converted model."""
+"""Copy tokenizers and generation configs."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Vocabulary files. Every tokenizer has at least one of them."""
+"""Every tokenizer has at least one of these."""
 _TOKENIZER = (
     *VOCABULARIES,
     "tokenizer_config.json",
@@ -29,19 +29,19 @@ _TOKENIZER = (
 )
 _TEMPLATES = "additional_chat_templates"
 FILES = (*_TOKENIZER, _TEMPLATES, _GENERATION, "vocab.*", "*.model")
-"""Glob patterns of the files that :meth:`TokenizerFiles.write` creates."""
+"""Glob patterns for everything that :meth:`TokenizerFiles.write` might create."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """A model's tokenizer and generation config."""
+    """Tokenizer and ``generation_config.json`` of a model."""
 
     token_ids: Mapping[str, Any]
-    """Special token IDs to store in ``config.json``."""
+    """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` for ``config.json``."""
     origin: str | None = None
-    """Tokenizer directory, or None if there is no Hugging Face tokenizer."""
+    """Directory of the tokenizer. None if there's no Hugging Face tokenizer."""
     loaded: PreTrainedTokenizerBase | None = None
-    """Tokenizer to save, or None if the tokenizer files are copied unchanged."""
+    """If None, we just copy the tokenizer files."""
     folder: Path = Path()
     files: tuple[str, ...] = ()  # to copy from the folder
 
@@ -49,10 +49,10 @@ class TokenizerFiles:
     def open(
         cls, checkpoint: HFCheckpoint | MegatronCheckpoint, override: Path | None
     ) -> "TokenizerFiles":
-        """Find the tokenizer of a checkpoint, or use the tokenizer in the directory ``override``.
+        """Find the tokenizer of a checkpoint, unless it's overridden by ``override``.
 
-        If a Megatron checkpoint uses a tokenizer type other than ``HuggingFaceTokenizer``, the
-        result has no tokenizer.
+        For Megatron checkpoints, this only works with ``--tokenizer-type HuggingFaceTokenizer``. We
+        don't copy any other kind of tokenizer.
         """
         if isinstance(checkpoint, MegatronCheckpoint):
             args = checkpoint.args
@@ -66,20 +66,20 @@ class TokenizerFiles:
             files = _files(path)
             origin = str(path) if set(files) & set(VOCABULARIES) else None
             ids = {name: config.get(name) for name in _TOKEN_IDS}
-            # some old configurations use -1 instead of null
+            # some old configs use -1 for null
             ids = {name: None if token == -1 else token for name, token in ids.items()}
             return cls(ids, origin, folder=path, files=files)
         if not folder.name or not folder.is_dir():
             raise ConfigError(f"Tokenizer directory {folder} not found. Pass one with --tokenizer.")
-        _files(folder)  # rejects links to paths outside of the directory
+        _files(folder)  # raises if a symlink leaves the directory
         loaded = load_hf_tokenizer(folder)
         files = (_GENERATION,) if has_file(settings, _GENERATION) else ()
         return cls(_ids_of(loaded), str(folder), loaded, settings, files)
 
     def tokenize(self, text: str, rows: int, length: int, *, entries: int) -> Tensor:
-        """Tokenize the beginning of a text to a batch of at most ``[rows, length]`` token IDs.
+        """Tokenize a text and return a batch of up to ``[rows, length]`` token IDs.
 
-        Token IDs must be less than ``entries``, the model's vocabulary size.
+        Raises an error if a token ID doesn't fit into a vocab of size ``entries``.
         """
         if self.origin is None:
             raise ConfigError("The model has no tokenizer. Please pass one with --tokenizer.")
@@ -97,10 +97,10 @@ class TokenizerFiles:
         return torch.tensor(ids[: rows * length]).view(rows, length)
 
     def write_tokenizer(self, target: Path) -> bool:
-        """Write the tokenizer and generation config, and return whether there is a tokenizer.
+        """Write the tokenizer and generation config. Returns False if there's no tokenizer.
 
-        If the generation config comes from another directory, its special token IDs are replaced by
-        those of the tokenizer.
+        If the generation config comes from a different directory, we replace its special token IDs
+        with those of the tokenizer.
         """
         if self.origin is None:
             return False
@@ -121,11 +121,11 @@ class TokenizerFiles:
         return True
 
     def write(self, target: Path) -> None:
-        """Write the tokenizer and generation config of a Hugging Face model.
+        """Same as :meth:`write_tokenizer`, but for Hugging Face models.
 
-        If the tokenizer has no padding token, the end-of-text token is used. In this case,
-        ``config.json`` gets no ``pad_token_id``, because transformers would otherwise not train the
-        embedding of the end-of-text token.
+        If the tokenizer doesn't have a padding token, we use EOS for padding. In this case we leave
+        ``pad_token_id`` out of ``config.json``, because transformers wouldn't train the EOS
+        embedding otherwise.
         """
         ids = self.token_ids
         if self.loaded is not None and self.loaded.pad_token is None:
@@ -148,10 +148,10 @@ def _files(folder: Path) -> tuple[str, ...]:
 
 
 def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a local directory without running remote code."""
+    """Load a tokenizer from disk (never runs remote code)."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except Exception as error:  # corrupted files raise many kinds of exceptions
+    except Exception as error:  # corrupted files can raise anything
         raise ConfigError(
             f"Could not load the tokenizer {folder} ({type(error).__name__}: "
             f"{in_one_line(error)}). Please pass a valid tokenizer with --tokenizer."

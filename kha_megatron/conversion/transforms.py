@@ -1,6 +1,6 @@
-"""Lazy transformations of a model source, e.g. dtype casts, folding and upcycling.
+"""Lazy transforms of a :class:`ModelSource`, e.g. casting, folding and upcycling.
 
-Each function returns a new source that transforms tensors when they are read.
+Each of these functions returns a new source. The tensors are transformed when you read them.
 """
 
 import math
@@ -29,15 +29,15 @@ _KNOCKED = {
     "v_proj": "value",
     "kv_proj": "value",
 }
-"""Projection computed by each Hugging Face module."""
+"""Which projection an HF module computes."""
 _DOUBLED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
-"""Hugging Face modules of the projections in ``Mechanism.projections_to_double``."""
+"""Maps HF modules to names in ``Mechanism.projections_to_double``."""
 
 
 def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = False) -> ModelSource:
-    """Cast all tensors to ``dtype``, except for the correction biases of routers.
+    """Cast all tensors to ``dtype`` (except for the correction bias of MoE routers).
 
-    Unless ``allow_overflow`` is True, reading raises CheckpointError if a finite value overflows.
+    Finite values that overflow are an error, unless ``allow_overflow`` is set.
     """
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
@@ -59,7 +59,7 @@ def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = Fals
 
 
 def fold_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
-    """Fold the linear matrices and collaborative heads of ``kha`` into the projections."""
+    """Fold linear KHA and collaborative heads into the projections."""
     if not kha.variants and kha.collaborative is None:
         raise CheckpointError(
             f"Nothing to fold: the model in {source.path} uses neither KHA nor collaborative heads."
@@ -70,9 +70,9 @@ def fold_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
 
 
 def _fold_knock(source: ModelSource) -> ModelSource:
-    """Fold linear matrices into the weights and biases of the preceding projections (eq. 8).
+    """Fold KHA-Linear matrices into the preceding projection, including its bias (eq. 8).
 
-    Note that queries and keys can also be folded, because QK-norm and RoPE are applied after KHA.
+    This is possible for queries and keys too, because QK-norm and RoPE come after KHA.
     """
     model = source.model
     knock = model.kha.knock
@@ -102,7 +102,7 @@ def _fold_knock(source: ModelSource) -> ModelSource:
 
 
 def _knocked_rows(name: str, model: Architecture) -> list[tuple[str, int, int]]:
-    """Return the projections in a tensor, with the rows per head and the first row in a head."""
+    """List ``(projection, rows per head, first row in each head)`` for a tensor."""
     module = name.split(".")[1]
     if module == "kv_b_proj":
         rows = model.qk_head_dim + model.v_head_dim
@@ -113,11 +113,11 @@ def _knocked_rows(name: str, model: Architecture) -> list[tuple[str, int, int]]:
 
 
 def _fold_collaborative(source: ModelSource) -> ModelSource:
-    """Fold collaborative heads into ordinary heads with ``W_Q diag(m_i)`` as query head ``i``.
+    """Fold collaborative heads into ordinary heads.
 
-    All key heads become identical. The new head dim is the maximum of the key and value head dims,
-    and smaller heads are zero-padded. RoPE still rotates the same features. Since the head dim
-    determines the softmax scale, queries are multiplied by the change of this scale.
+    Query head ``i`` becomes ``W_Q diag(m_i)``, and all key heads are the same. Queries, keys and
+    values now need a common head dim, so we take the maximum and pad with zeros. This changes the
+    softmax scale, so we scale the queries to compensate. RoPE still rotates the same features.
     """
     model, shared = source.model, source.model.kha.collaborative
     assert shared is not None
@@ -125,7 +125,7 @@ def _fold_collaborative(source: ModelSource) -> ModelSource:
     width = max(keys, values)
     rotated = int(values * model.rotary_percent)
     share = rotated / width
-    if int(width * share) != rotated:  # libraries truncate the product
+    if int(width * share) != rotated:  # libraries round the product down
         share = math.nextafter(share, 1.0)
     kha = model.kha.without(shared.name)
     folded = replace(model, kha=kha, kv_channels=width, rotary_percent=share)
@@ -166,7 +166,7 @@ def _fold_collaborative(source: ModelSource) -> ModelSource:
 
 
 def _pad_heads(part: Tensor, heads: int, features: int, dim: int = 0) -> Tensor:
-    """Zero-pad each of the ``heads`` along ``dim`` to ``features``."""
+    """Zero-pad all heads to size ``features`` along ``dim``."""
     split = part.unflatten(dim, (heads, -1))
     zeros = features - split.shape[dim + 1]
     if not zeros:
@@ -175,10 +175,10 @@ def _pad_heads(part: Tensor, heads: int, features: int, dim: int = 0) -> Tensor:
 
 
 def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
-    """Add head mechanisms such that the model's outputs are bit-exact.
+    """Add head mechanisms to a trained model. The outputs stay exactly the same.
 
-    Matrices are initialized to the identity and input projections to zero. If a gate then halves
-    its input, the preceding projection is doubled (see ``Mechanism.projections_to_double``).
+    KHA matrices start as the identity, and input projections as zero. A sigmoid gate is then 1/2,
+    so we double the preceding projection (see ``Mechanism.projections_to_double``).
     """
     before, added = source.model.kha, [mechanism.name for mechanism in kha.mechanisms]
     if not added:
@@ -229,7 +229,7 @@ def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
 
 
 def add_zero_tensors(source: ModelSource, model: Architecture) -> ModelSource:
-    """Add the expert biases and shared experts that only ``model`` has, initialized to zero."""
+    """Add all-zero expert biases and shared experts where only ``model`` has them."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         row, layer = slot.row, slot.layer
@@ -248,7 +248,7 @@ def _weights_dtype(source: ModelSource, slot: TensorSlot) -> torch.dtype:
 
 
 def round_as_stored(source: ModelSource, files: FileFormat) -> ModelSource:
-    """Round norm weights as in an architecture whose files store them minus one."""
+    """Apply the rounding of a file format that stores norm weights as ``w - 1``."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         parts = source.read(slot, meta=meta)
@@ -262,8 +262,8 @@ def pad_vocabulary(source: ModelSource, rows: int) -> ModelSource:
 
 
 def count_not_finite(tensor: Tensor) -> int:
-    """Count NaN and infinite elements. The result is 0 for meta tensors."""
-    # aminmax propagates NaN and takes a tenth of the time of isfinite
+    """Count NaN and Inf values (0 for meta tensors)."""
+    # aminmax propagates NaN, and it's 10x faster than isfinite
     if tensor.is_meta or not tensor.numel() or all(map(torch.isfinite, tensor.aminmax())):
         return 0
     return int((~tensor.isfinite()).sum())

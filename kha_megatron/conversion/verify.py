@@ -1,7 +1,7 @@
-"""Comparison of two checkpoints by tensors, settings and logits.
+"""Compare two checkpoints: tensors, settings and logits.
 
-Logits are computed independently of the conversion code, i.e. Megatron checkpoints are loaded with
-Megatron and Hugging Face models with transformers.
+We don't use our conversion code for logits. Instead, Megatron checkpoints are loaded by Megatron,
+and Hugging Face models by transformers.
 """
 
 import math
@@ -35,7 +35,7 @@ from kha_megatron.errors import CheckpointError, in_one_line
 
 BATCH, LENGTH = 2, 64
 LOGIT_TOLERANCE = 1e-4
-"""Maximum difference of float32 logits that is attributed to rounding errors."""
+"""Float32 logits may differ by this much due to rounding errors."""
 _MAY_DIFFER = (
     "max_position_embeddings",
     "ffn_hidden_size",
@@ -43,7 +43,7 @@ _MAY_DIFFER = (
     "init_method_std",
     "attention_dropout",
 )
-"""Settings that only affect training or are determined by tensor shapes."""
+"""Only used for training, or implied by tensor shapes."""
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class TensorComparison:
     """Result of :func:`compare_tensors`."""
 
     tensors: int
-    """Number of tensors in both checkpoints."""
+    """Number of tensors that both checkpoints have."""
     parameters: tuple[int, int]
     missing: list[str] = field(default_factory=list)
-    """Names of tensors that only the first checkpoint has."""
+    """Tensors that are only in the first checkpoint."""
     unexpected: list[str] = field(default_factory=list)
-    """Names of tensors that only the second checkpoint has."""
+    """Tensors that are only in the second checkpoint."""
     mismatched: list[str] = field(default_factory=list)
-    """Names of tensors with different shapes."""
+    """Tensors with different shapes."""
     different: list[str] = field(default_factory=list)
-    """Names of tensors whose values differ after rounding to the smaller dtype."""
+    """Tensors with different values (after rounding to the smaller dtype)."""
     not_finite: dict[str, int] = field(default_factory=dict)
-    """Total number of NaN and infinite elements in both checkpoints, by tensor name."""
+    """NaN/Inf counts by tensor name, added up over both checkpoints."""
     remark: str = "as they are"
-    """Transformation that was applied to one of the checkpoints before the comparison."""
+    """What we did to make the checkpoints comparable, e.g. ``the first folded``."""
 
     @property
     def agrees(self) -> bool:
@@ -73,20 +73,20 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Difference between the float32 logits of two models on the same batch."""
+    """How much the float32 logits of two models differ on the same batch."""
 
     max_difference: float
     mean_difference: float
     kl: float
-    """Mean KL divergence in nats between the token distributions of the first and second model."""
+    """Mean KL divergence of the token distributions (second model from first), in nats."""
     argmax: float
-    """Fraction of positions at which both models predict the same token."""
+    """Fraction of positions where both models predict the same token."""
     tokens: int
     first_layer: int | None = None
-    """First layer (starting at 0) whose outputs differ by more than ``LOGIT_TOLERANCE``."""
+    """First layer (0-based) where the outputs differ by more than ``LOGIT_TOLERANCE``."""
     limit: float | None = LOGIT_TOLERANCE
-    """Maximum accepted difference. There is no limit if weights were rounded for the comparison or
-    only one of the models drops heads."""
+    """None if we can't expect the logits to match, because weights were rounded for the comparison
+    or only one of the models drops heads."""
 
     @property
     def agrees(self) -> bool:
@@ -99,9 +99,9 @@ class Verification:
 
     tensors: TensorComparison
     logits: Agreement | None = None
-    """None if logits were not compared."""
+    """None if we didn't compare logits."""
     settings: list[str] = field(default_factory=list)
-    """Descriptions of different settings, e.g. ``rotary_base 500.0 against 10000.0``."""
+    """Settings that differ, e.g. ``rotary_base 500.0 against 10000.0``."""
 
     @property
     def agrees(self) -> bool:
@@ -111,25 +111,21 @@ class Verification:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two open checkpoints to compare.
+    """Two checkpoints, after making their tensors comparable.
 
-    To make the tensors comparable, :meth:`open` may fold or upcycle one of the models, truncate the
-    vocabulary and add optional tensors that are zero.
+    For example, if only one of the models uses KHA, :meth:`open` either folds it or upcycles the
+    other model. It also removes vocab padding and adds optional tensors that are zero.
     """
 
     one: ModelSource
     other: ModelSource
     remark: str
     exact: bool
-    """Whether logits must agree up to rounding errors, see ``Agreement.limit``."""
+    """Whether we expect the logits to match (see ``Agreement.limit``)."""
 
     @classmethod
     def open(cls, one: Path, other: Path) -> "Pair":
-        """Open two checkpoints.
-
-        Raises:
-            CheckpointError: If a checkpoint is corrupted or does not match its configuration.
-        """
+        """Open and validate two checkpoints."""
         pair = [open_source(path, comparing=True) for path in (one, other)]
         # Megatron checkpoints include the vocabulary padding
         size = min(source.model.vocab_size for source in pair)
@@ -154,16 +150,12 @@ class Pair:
 
     @property
     def needed_bytes(self) -> int:
-        """Estimated memory to run both models in float32."""
+        """Rough estimate of the memory we need to run both models in float32."""
         parameters = sum(math.prod(entry.shape) for _, held in self.one.entries() for entry in held)
         return int(parameters * 4 * 2.5)
 
     def verify(self, *, logits: bool = True, workers: int | None = None) -> Verification:
-        """Compare tensors and settings, and also logits if both models fit in memory.
-
-        Raises:
-            CheckpointError: If a tensor is corrupted or a model cannot be loaded.
-        """
+        """Compare tensors and settings. Also compares logits if both models fit in memory."""
         tensors = compare_tensors(self, workers=workers)
         differing = self.one.model.differences(self.other.model, _MAY_DIFFER)
         settings = [f"{name} {ours} against {theirs}" for name, (ours, theirs) in differing.items()]
@@ -187,7 +179,7 @@ def _dtype(source: ModelSource) -> torch.dtype:
 
 
 def _same_heads(pair: list[ModelSource]) -> tuple[list[ModelSource], str]:
-    """Fold the model with more head mechanisms or, if this is not possible, upcycle the other."""
+    """Fold the model with more head mechanisms. If that's not possible, upcycle the other one."""
     has = [{m.name for m in source.model.kha.mechanisms} for source in pair]
     more = int(has[0] < has[1])
     less, order = 1 - more, ("first", "second")
@@ -202,7 +194,7 @@ def _same_heads(pair: list[ModelSource]) -> tuple[list[ModelSource], str]:
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
-    """Compare all tensors by their Hugging Face names, using several threads."""
+    """Compare all tensors by HF name (multi-threaded)."""
     ours, theirs = (
         {e.name: (slot, n, e.shape) for slot, held in source.entries() for n, e in enumerate(held)}
         for source in (pair.one, pair.other)
@@ -242,8 +234,8 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """Check whether two tensors are equal after rounding to the smaller dtype, as are two NaNs."""
-    if count_not_finite(one) != count_not_finite(other):  # rounding may cause overflow
+    """Like ``torch.equal``, but rounds to the smaller dtype first and treats NaNs as equal."""
+    if count_not_finite(one) != count_not_finite(other):  # check this first, rounding may overflow
         return False
     if one.dtype != other.dtype:
         smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype
@@ -268,7 +260,7 @@ def compare_logits(pair: Pair) -> Agreement:
 
 
 def loss_of(path: Path, tokens: Tensor) -> float:
-    """Compute the mean next-token cross-entropy on ``tokens`` ``[B, S]`` in nats."""
+    """Return the cross-entropy loss on a batch of token IDs, in nats per token."""
     logits = run_model(open_source(path, comparing=True).path, tokens, torch.float32).logits[:, :-1]
     return torch.nn.functional.cross_entropy(
         logits.double().flatten(0, 1), tokens[:, 1:].flatten()
@@ -276,7 +268,7 @@ def loss_of(path: Path, tokens: Tensor) -> float:
 
 
 def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
-    """Run a Megatron or Hugging Face checkpoint in float32; see :func:`run_megatron`."""
+    """Run a checkpoint in float32. See :func:`run_megatron` for the arguments."""
     if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
     disable_progress_bar()
@@ -284,14 +276,14 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=torch.float32,
-            # torch's grouped GEMM requires rows with a multiple of 16 bytes
+            # torch's grouped GEMM needs row sizes that are multiples of 16 bytes
             experts_implementation="eager",
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # mismatches are in the report
             local_files_only=True,
             trust_remote_code=False,
         )
-    except Exception as error:  # transformers raises many kinds of exceptions
+    except Exception as error:  # transformers can raise almost anything
         raise CheckpointError(
             f"Could not load {path} with transformers ({type(error).__name__}: "
             f"{in_one_line(error)})."
@@ -306,7 +298,7 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
 
 
 def compare_outputs(one: Outputs, other: Outputs) -> Agreement:
-    """Compare two outputs over the vocabulary that both models have."""
+    """Compare two outputs, ignoring vocab entries that only one of the models has."""
     entries = min(one.logits.shape[-1], other.logits.shape[-1])
     ours, theirs = one.logits[..., :entries], other.logits[..., :entries]
     difference = (ours - theirs).abs()
