@@ -158,7 +158,6 @@ class KHABridge(MegatronModelBridge):
     def _cast_export_weight_dtype(
         weights: dict[str, Tensor], weight_dtype: torch.dtype | None
     ) -> dict[str, Tensor]:
-        """Keep the correction bias in float32."""
         cast = MegatronModelBridge._cast_export_weight_dtype(weights, weight_dtype)
         return cast | {key: weights[key] for key in weights if key.endswith(CORRECTION_BIAS)}
 

@@ -23,11 +23,7 @@ _SAME_NAME = ("vocab_size", "seq_length", "moe_router_pre_softmax")
 
 
 def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
-    """Convert a Hugging Face config to keyword arguments for the provider.
-
-    Raises:
-        CheckpointError: If Megatron-Bridge does not support the model, e.g. because it uses MLA.
-    """
+    """Convert a Hugging Face config to keyword arguments for the provider."""
     model = from_hf_config(config.to_dict())
     for name, value in (
         ("rope_parameters", model.scaling),

@@ -28,8 +28,6 @@ def require_matplotlib() -> Any:
 
 @dataclass(frozen=True)
 class Line:
-    """Data of a curve in :func:`draw_line_chart`."""
-
     name: str
     colour: str  # matplotlib color, e.g. C0
     points: Sequence[tuple[float, float, float | None]]  # x, y, error (half the width of the band)
@@ -88,8 +86,6 @@ def draw_matrices(
     Args:
         weights: KHA weights by (layer, projection). Each has shape (num_matrices, head_dim,
             head_dim).
-        kha: KHA config of the model.
-        folder: Output directory. Must exist.
     """
     for projection, variant in kha.variants.items():
         for i, matrix in enumerate(MATRICES[variant]):
@@ -108,8 +104,6 @@ def draw_matrix_grid(
 
     Args:
         matrices: Maps layer indices to square matrices. Rows correspond to input features.
-        out_png: Output file.
-        title: Title of the figure.
         diverging: By default, the colors range from 0 to 1. Set this for matrices with negative
             entries (e.g. gates) to get a symmetric range. NaN and inf are always magenta.
     """

@@ -31,8 +31,6 @@ _METRICS = {
 
 @dataclass(frozen=True)
 class _Results:
-    """Results of all finished runs."""
-
     by_run: Mapping[tuple[str, int], dict[str, Any]]
     reference: str
     seeds: Sequence[int]
@@ -66,7 +64,6 @@ def build_report(
     It can be built before all runs have finished, but needs at least one result.
 
     Args:
-        comparison: The comparison.
         results: Maps (variant, seed) to the content of ``result.json``.
         failures: Maps run names to error messages, if any.
         command: Command line to show in the report.

@@ -51,8 +51,6 @@ _ROUNDING = {"bf16": 2**-8, "fp16": 2**-11}
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """A single training run."""
-
     variant: ModelVariant
     seed: int
     recipe: Recipe  # with the variant's KHA config

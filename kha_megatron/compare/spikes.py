@@ -34,8 +34,6 @@ class SpikeDefinition:
 
 @dataclass(frozen=True, kw_only=True)
 class Spike:
-    """A loss spike."""
-
     start: int
     peak: int  # iteration with the highest (or first non-finite) loss
     end: int | None  # first iteration after the spike

@@ -30,11 +30,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Compute the mean and its confidence interval (Student's t).
-
-    Args:
-        values: One value per seed. There is no confidence interval for a single seed.
-    """
+    """Compute the mean over seeds and (for two or more seeds) its confidence interval."""
     n = len(values)
     if n < 2:
         return Estimate(fmean(values), None, n)

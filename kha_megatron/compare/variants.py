@@ -18,8 +18,6 @@ SETTINGS = tuple(row.flag for row in HEAD_FIELDS if row.argument in HEAD_ARGUMEN
 
 @dataclass(frozen=True)
 class ModelVariant:
-    """A KHA config with a name."""
-
     name: str  # also used as directory name
     kha: KHAConfig
     perturbs: bool = False  # True for null runs

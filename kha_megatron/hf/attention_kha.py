@@ -66,8 +66,7 @@ class ReplicatedWeight(HeadParameter):
     """
     A single parameter, replicated on all tensor-parallel ranks.
 
-    It needs its own module because transformers all-reduces gradients in module hooks. Call the
-    module to get the weight.
+    This has to be a module, because transformers uses module hooks to all-reduce gradients.
     """
 
     def __init__(self, tensor: HeadTensor) -> None:
@@ -297,7 +296,6 @@ class ModelRanks(Ranks):
         return placed.to_local(grad_placements=[Partial()])
 
     def own_part(self, weight: Tensor) -> Tensor:
-        """Slice a per-head weight along its first dimension."""
         if self.mesh is None:
             return weight
         return weight.chunk(self.mesh.size())[self.mesh.get_local_rank()]

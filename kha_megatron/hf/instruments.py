@@ -101,8 +101,6 @@ def _measure_gate(
 
 
 class _Recorder(Ranks):
-    """Stores metrics in a `LayerStatistics`."""
-
     def __init__(self, figures: LayerStatistics) -> None:
         self.figures = figures
 

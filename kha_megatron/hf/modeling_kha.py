@@ -283,8 +283,6 @@ class KHARouter(nn.Module):
 
 
 class KHASparseMLP(nn.Module):
-    """Mixture of experts with an optional shared expert."""
-
     def __init__(self, config: KHAModelConfig) -> None:
         super().__init__()
         self.gate = KHARouter(config)

@@ -27,12 +27,7 @@ _MODELING, _ATTENTION, _REGISTRY = (
 
 
 def write_modelling_files(directory: str | Path, config: Any) -> dict[str, str]:
-    """
-    Write the modeling files to an existing directory. Called by `save_pretrained`.
-
-    Returns:
-        `dict[str, str]`: The `auto_map` to put into `config.json`.
-    """
+    """Write the modeling files and return the `auto_map` for `config.json`."""
     for name, source in modelling_files(config).items():
         (Path(directory) / name).write_text(source)
     return dict(AUTO_MAP)

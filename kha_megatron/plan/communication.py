@@ -131,10 +131,8 @@ def _embedding_and_loss(rank: Rank) -> float:
 
 
 def _replicated_parameters(rank: Rank) -> int:
-    """Number of replicated parameters whose gradients are all-reduced over TP ranks, excluding KHA.
-
-    With sequence parallelism these are all norms and routers, otherwise only the QK-norms.
-    """
+    # With sequence parallelism, gradients of all norms and routers are all-reduced over TP ranks,
+    # otherwise only those of the QK-norms. KHA is counted separately.
     model, counts = rank.model, rank.counts
     if not rank.layout.sequence_parallel:
         return len(rank.layers) * 2 * model.head_dim * model.norm_parameters * model.qk_layernorm

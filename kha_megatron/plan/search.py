@@ -92,8 +92,6 @@ def plan_layouts(
     """Find all valid layouts and rank them, best first.
 
     Args:
-        setup: Training setup.
-        gpus: Total number of GPUs.
         gpu_memory: Memory per GPU in bytes.
         fixed: Sizes that are already decided, e.g. ``{"tp": 4}``. We search over all others
             (see :data:`SIZES`).
@@ -138,7 +136,6 @@ def get_layout_arguments(layout: Layout, model: ModelConfig) -> dict[str, Any]:
 
 
 def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
-    """Check if the layout fits into GPU memory, with some headroom."""
     return plan.total_memory <= USABLE_MEMORY * gpu_memory
 
 

@@ -4,10 +4,7 @@ _ARCHITECTURE = "KHAForCausalLM"
 
 
 def register() -> None:
-    """Register KHA models with vLLM.
-
-    This is the entry point for `vllm.general_plugins`, so vLLM calls it in every process.
-    """
+    """Entry point for `vllm.general_plugins`. vLLM calls this in every process."""
     import transformers
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP

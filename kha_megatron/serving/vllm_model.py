@@ -94,10 +94,7 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
 
 
 def load_head_shard(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Weight loader that shards the first dimension of `whole` by heads.
-
-    Similar to `QKVParallelLinear`, KV heads are replicated if there are more TP ranks than heads.
-    """
+    """Weight loader for per-head parameters. KV heads are replicated if there are more TP ranks."""
     rows, ranks = len(parameter), get_tensor_model_parallel_world_size()
     parts = len(whole) // rows
     if len(whole) % rows or not 1 <= parts <= ranks:
@@ -110,8 +107,6 @@ def load_head_shard(parameter: nn.Parameter, whole: Tensor) -> None:
 
 
 class KHASparseMLP(nn.Module):
-    """Mixture of experts with an optional shared expert."""
-
     def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__()
         self.gate = KHARouter(config)
