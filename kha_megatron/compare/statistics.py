@@ -62,7 +62,10 @@ def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
 
 
 def _within(angle: float, freedom: int) -> float:
-    """P(|T| < sqrt(freedom) * tan(angle)), see Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    """Probability that a t-distributed variable lies within +-sqrt(freedom) * tan(angle).
+
+    The angle is in radians. See Abramowitz and Stegun, equations 26.7.3 and 26.7.4.
+    """
     odd = freedom % 2
     term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)
     for k in range(1 + odd, freedom, 2):

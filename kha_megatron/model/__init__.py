@@ -1,1 +1,1 @@
-"""Typed description of a training run: model config, parallel layout, batch and arguments."""
+"""Typed configs for the model, parallel layout, batch and training arguments."""

@@ -1,6 +1,12 @@
-"""Mapping between dataclass fields, Megatron's arguments and Hugging Face's config keys.
+"""Dataclass fields that map to Megatron arguments and Hugging Face config keys.
 
-Fields are declared with :func:`flag`, e.g. ``num_layers: int = flag(hf="num_hidden_layers")``.
+Example::
+
+    @dataclass
+    class Config:
+        num_layers: int = flag(hf="num_hidden_layers")
+
+    read_arguments(Config, {"num_layers": 12})  # {"num_layers": 12}
 """
 
 from collections.abc import Callable, Mapping
@@ -12,40 +18,40 @@ from typing import Any, get_args, get_origin, get_type_hints
 from kha_megatron.errors import ConfigError
 
 MAX_LAYERS = 4096
-"""Maximum number of layers, and of repetitions in a layer pattern."""
+"""Upper limit for layers, and for repetitions in a layer pattern."""
 
 _ROW = "row"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
-    """Names and parsing rules of one dataclass field."""
+    """A field declared with :func:`flag`."""
 
     field: str
     flag: str
-    """Megatron's command-line flag. Boolean flags take no value and invert the default."""
+    """E.g. ``--num-layers``. Boolean flags don't take a value, they invert the default."""
     argument: str
-    """Attribute of Megatron's parsed arguments, which are also stored in its checkpoints."""
+    """Name in Megatron's ``args`` and in its checkpoints."""
     attribute: str | None
-    """Attribute of ``TransformerConfig``, if there is one."""
+    """Name in ``TransformerConfig``, if it has this field."""
     hf: str | None
-    """Key of ``config.json``, if all supported architectures use the same key."""
+    """Key in ``config.json``. None if it depends on the architecture."""
     default: Any
-    """Megatron's default value, or None if the field is required."""
+    """Megatron's default (None for required fields)."""
     kind: type
-    """Type of a single value: int, float, str or bool."""
+    """int, float, str or bool."""
     many: bool
-    """Whether the flag takes multiple values."""
+    """Whether the flag takes a list of values."""
     least: int
-    """Minimum for integers on the command line."""
+    """Minimum for integers. Only checked on the command line."""
     most: int
     """Maximum for integers."""
     reads: Callable[[str], Any] | None
-    """Custom parser. Raises ``ValueError`` with a description of the expected format."""
+    """Custom parser. On errors, it raises ``ValueError`` with the expected format."""
     writes: Callable[[Any], str]
 
     def parse_words(self, words: tuple[str, ...]) -> Any:
-        """Parse the words that follow the flag on a command line."""
+        """Parse the command-line words after the flag."""
         if self.many:
             return words
         expected = 0 if self.kind is bool else 1
@@ -56,7 +62,7 @@ class Field:
         return self.convert(words[0]) if words else not self.default
 
     def convert(self, value: Any) -> Any:
-        """Convert a string, list or enum member to the field's type. Lists become tuples."""
+        """Convert a string, list or enum member to the type of this field."""
         if isinstance(value, list):
             return tuple(value)
         if isinstance(value, Enum):
@@ -76,7 +82,7 @@ class Field:
         raise ConfigError(f"{self.flag} must be {expected}, got {value}.")
 
     def format_words(self, value: Any) -> tuple[str, ...] | None:
-        """Format a value as command-line words, or return None if the flag must be omitted."""
+        """Inverse of :meth:`parse_words`. None means that we shouldn't pass the flag at all."""
         if value is None or (self.kind is bool and value == self.default):
             return None
         if self.kind is bool:
@@ -96,10 +102,10 @@ def flag(
     reads: Callable[[str], Any] | None = None,
     writes: Callable[[Any], str] = str,
 ) -> Any:
-    """Declare a dataclass field with the metadata of :class:`Field`.
+    """Like ``dataclasses.field``, with the metadata of :class:`Field`.
 
-    By default, the flag is the field name with dashes, and ``argument`` and ``attribute`` have the
-    same name as the flag. Fields without a default are required.
+    Names are derived from the field by default, e.g. ``num_layers`` becomes ``--num-layers``. If
+    you pass a different flag, ``argument`` and ``attribute`` follow the flag.
     """
     names = {"flag": name, "argument": argument, "attribute": attribute, "hf": hf}
     row = names | {"least": least, "most": most, "reads": reads, "writes": writes}
@@ -108,7 +114,7 @@ def flag(
 
 @cache
 def rows(*kinds: type) -> tuple[Field, ...]:
-    """Collect the :class:`Field` entries of dataclasses, in definition order."""
+    """Return all fields of the given dataclasses that were declared with :func:`flag`."""
     found = []
     for owner in kinds:
         hints = get_type_hints(owner)
@@ -129,15 +135,11 @@ def rows(*kinds: type) -> tuple[Field, ...]:
 
 
 def read_arguments(owner: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a dataclass's fields from Megatron's arguments, using its defaults where missing.
-
-    Raises:
-        ConfigError: If a string cannot be parsed.
-    """
+    """Read the fields of a dataclass from Megatron's arguments (or use their defaults)."""
     return {r.field: r.convert(arguments.get(r.argument, r.default)) for r in rows(owner)}
 
 
 def read_attributes(owner: type, config: Any) -> dict[str, Any]:
-    """Read those fields of a dataclass that are attributes of a ``TransformerConfig``."""
+    """Like :func:`read_arguments`, but for the attributes of a ``TransformerConfig``."""
     named = ((r, r.attribute) for r in rows(owner) if r.attribute is not None)
     return {r.field: r.convert(getattr(config, name)) for r, name in named if hasattr(config, name)}

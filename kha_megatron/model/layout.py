@@ -1,4 +1,4 @@
-"""Parallel sizes and batch sizes of a run. See :mod:`kha_megatron.model.rules` for validation."""
+"""Parallel layout and batch size. They are validated in :mod:`kha_megatron.model.rules`."""
 
 import math
 import re
@@ -10,7 +10,11 @@ from kha_megatron.model.fields import MAX_LAYERS, flag, read_arguments, read_att
 
 
 def parse_pipeline_layout(text: str) -> tuple[str, ...]:
-    """Parse Megatron's pipeline layout, e.g. ``Ett|(t|)*2L``, into one string per stage."""
+    """Parse ``--pipeline-model-parallel-layout`` into one string per stage.
+
+    >>> parse_pipeline_layout("Ett|(t|)*2L")
+    ('Ett', 't', 't', 'L')
+    """
     plain = text.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         if any(int(found[1]) > MAX_LAYERS for found in re.findall(repeated, plain)):
@@ -31,7 +35,7 @@ def divisors(n: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Parallel sizes, from which the data-parallel size is derived if the world size is known."""
+    """Parallel sizes. If the world size is known, this also gives us ``dp``."""
 
     world_size: int | None = None
     tp: int = flag(1, "--tensor-model-parallel-size")
@@ -41,11 +45,11 @@ class Layout:
         "--num-virtual-stages-per-pipeline-rank",
         attribute="virtual_pipeline_model_parallel_size",
     )
-    """Virtual stages per pipeline rank. None uses the non-interleaved 1F1B schedule."""
+    """Virtual stages per pipeline rank. If None, the 1F1B schedule isn't interleaved."""
     virtual_stage_layers: int | None = flag(
         None, "--num-layers-per-virtual-pipeline-stage", attribute=None
     )
-    """Alternative to ``vpp`` in Megatron. If set, ``vpp`` is computed from this value."""
+    """Megatron's other way to set ``vpp``. We only use it to compute ``vpp``."""
     cp: int = flag(1, "--context-parallel-size")
     ep: int = flag(1, "--expert-model-parallel-size")
     etp: int | None = flag(None, "--expert-tensor-parallel-size")
@@ -71,13 +75,12 @@ class Layout:
         reads=parse_pipeline_layout,
         writes="|".join,
     )
-    """Custom pipeline layout with one string per stage, in layer order."""
+    """Custom pipeline layout. See :func:`parse_pipeline_layout`."""
     weight_shards: int | None = flag(None, "--tensor-parallel-num-weight-shards")
     expert_weight_shards: int | None = flag(None, "--expert-tensor-parallel-num-weight-shards")
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
-        """Build the layout from Megatron's arguments."""
         given = read_arguments(cls, arguments)
         if given["stages"] is not None:
             given["vpp"] = len(given["stages"]) // given["pp"]
@@ -93,12 +96,12 @@ class Layout:
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
-        """Build the layout from a ``TransformerConfig``, which does not define the world size."""
+        """Build the layout from a ``TransformerConfig``. The world size is unknown."""
         return cls(**read_attributes(cls, config))
 
     @property
     def expert_tp(self) -> int:
-        """Tensor-parallel size of the experts. By default, this is ``tp``."""
+        """TP size of the experts (same as ``tp`` unless ``etp`` is set)."""
         return self.tp if self.etp is None else self.etp
 
     @property
@@ -108,12 +111,12 @@ class Layout:
 
     @property
     def expert_dp(self) -> int:
-        """Data-parallel size of the experts."""
+        """DP size of the experts."""
         assert self.world_size is not None
         return self.world_size // (self.expert_tp * self.ep * self.pp)
 
     def chunk_layers(self, num_layers: int) -> list[list[int]]:
-        """Return the number of layers in each virtual stage, indexed as ``[vpp][pp]``."""
+        """Number of layers per stage, indexed by ``[vpp][pp]``."""
         chunks = self.vpp or 1
         if self.stages is not None:
             words = [word.count("t") for word in self.stages]
@@ -130,7 +133,7 @@ class Layout:
         return counts
 
     def stage_layers(self, num_layers: int, stage: int) -> list[list[int]]:
-        """Return the layer indices of each virtual stage on pipeline rank ``stage``."""
+        """Layer indices on pipeline rank ``stage``, as one list per virtual stage."""
         result, start = [], 0
         for counts in self.chunk_layers(num_layers):
             first = start + sum(counts[:stage])
@@ -141,7 +144,7 @@ class Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Batch sizes of a training run, in sequences."""
+    """Sequence length and batch sizes (in sequences)."""
 
     seq_length: int = flag(attribute=None)
     micro_batch_size: int = flag(attribute=None)
@@ -149,7 +152,7 @@ class Batch:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self | None:
-        """Build the batch from Megatron's arguments, or return None if sizes are missing."""
+        """Build the batch from Megatron's arguments. Returns None if sizes are missing."""
         given = read_arguments(cls, arguments)
         given["seq_length"] = given["seq_length"] or arguments.get("encoder_seq_length")
         if not given["seq_length"] or not given["micro_batch_size"]:
@@ -159,6 +162,6 @@ class Batch:
         return cls(**given)
 
     def microbatches(self, dp: int) -> int:
-        """Return the number of microbatches per optimizer step for ``dp`` data-parallel ranks."""
+        """Number of microbatches per optimizer step."""
         assert self.global_batch_size is not None
         return self.global_batch_size // (self.micro_batch_size * dp)

@@ -1,4 +1,4 @@
-"""Configuration of a GPT model with Megatron's names and defaults."""
+"""GPT model config, with the same names and defaults as in Megatron."""
 
 import ast
 import itertools
@@ -15,7 +15,7 @@ AttentionType = Literal["gqa", "mla", "gta", "gla"]
 
 
 def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
-    """Parse Megatron's ``--moe-layer-freq``, e.g. ``2`` or ``[0]*1+[1]*3``."""
+    """Parse ``--moe-layer-freq``, e.g. ``2`` or ``[0]*1+[1]*3``."""
 
     def value(node: ast.AST) -> Any:
         match node:
@@ -49,22 +49,22 @@ def _format_layer_frequency(frequency: int | Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Configuration of a GPT model. Fields are None if unknown or not applicable."""
+    """Config of a GPT model. Fields are None if they're unknown or don't apply."""
 
     num_layers: int | None = flag(hf="num_hidden_layers", most=MAX_LAYERS)
     hidden_size: int = flag(hf="hidden_size")
     ffn_hidden_size: int | None = flag(hf="intermediate_size")
     num_attention_heads: int = flag(hf="num_attention_heads")
     num_query_groups: int = flag(hf="num_key_value_heads")
-    """Number of key/value heads. In MHA, this is the number of query heads, whereas Megatron's
-    argument is ignored unless ``group_query_attention`` is set."""
+    """Number of KV heads. For MHA this equals the number of query heads (Megatron ignores its
+    argument unless ``group_query_attention`` is set)."""
     group_query_attention: bool = flag(False, attribute=None)
     kv_channels: int = flag(hf="head_dim")
     vocab_size: int | None = flag(None, attribute=None, hf="vocab_size")
-    """Vocabulary size before padding."""
+    """Without padding."""
     make_vocab_size_divisible_by: int = flag(128, attribute=None)
     padded_vocab_size: int | None = flag(None, attribute=None)
-    """Explicit padded vocabulary size, which overrides the computed one."""
+    """Overrides the padded vocab size that we'd compute otherwise."""
     max_position_embeddings: int | None = flag(None, attribute=None, hf="max_position_embeddings")
     position_embedding_type: str = flag("learned_absolute", attribute=None)
     rotary_base: float = flag(10000)
@@ -87,7 +87,7 @@ class ModelConfig:
     multi_latent_attention: bool = flag(False)
     q_lora_rank: int | None = flag(None, hf="q_lora_rank")
     kv_lora_rank: int = flag(32, hf="kv_lora_rank")
-    """Dimension of the KV latent, summed over latent heads."""
+    """Size of the KV latent (all latent heads together)."""
     qk_head_dim: int = flag(128, hf="qk_nope_head_dim")
     qk_pos_emb_head_dim: int = flag(64, hf="qk_rope_head_dim")
     v_head_dim: int = flag(128, hf="v_head_dim")
@@ -99,7 +99,7 @@ class ModelConfig:
     moe_layer_freq: int | tuple[int, ...] = flag(
         1, reads=parse_layer_frequency, writes=_format_layer_frequency
     )
-    """Interval between MoE layers, or one 0 (dense) or 1 (MoE) per layer."""
+    """Either an interval, or a list with 0 (dense) or 1 (MoE) for each layer."""
     moe_ffn_hidden_size: int | None = flag(None, hf="moe_intermediate_size")
     moe_shared_expert_intermediate_size: int | None = flag(
         None, hf="shared_expert_intermediate_size"
@@ -121,7 +121,7 @@ class ModelConfig:
     kha_attention: AttentionKind | None = flag(None, attribute=None)
     kha_latent_heads: int = flag(KHAConfig.latent_heads, attribute=None)
     kha: KHAConfig = field(default_factory=KHAConfig)
-    """Head mechanisms, including Megatron's own output gate if ``attention_output_gate`` is set."""
+    """Also includes Megatron's own output gate if ``attention_output_gate`` is set."""
 
     def __post_init__(self) -> None:
         kha = self.kha.with_output_gate(self.attention_output_gate)
@@ -133,10 +133,10 @@ class ModelConfig:
     def from_arguments(
         cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None
     ) -> Self | None:
-        """Build the config from Megatron's arguments, or return None if model sizes are missing.
+        """Build the config from Megatron's arguments. Returns None if model sizes are missing.
 
-        For hybrid models, ``num_layers`` and ``ffn_hidden_size`` are None, because they depend on
-        the layer pattern.
+        In hybrid models, the layer pattern determines ``num_layers`` and ``ffn_hidden_size``, so
+        both are None.
         """
         given = read_arguments(cls, arguments)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
@@ -162,10 +162,10 @@ class ModelConfig:
 
     @classmethod
     def from_config(cls, config: Any, kha: KHAConfig | None = None) -> Self:
-        """Build the config from a ``TransformerConfig``, which does not define the vocabulary.
+        """Build the config from a ``TransformerConfig`` (there's no vocab size in it).
 
-        For hybrid models, ``num_layers`` and ``ffn_hidden_size`` are None. ``num_layers`` is also
-        None for custom pipeline layouts.
+        ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
+        ``ffn_hidden_size`` is None as well.
         """
         given = read_attributes(cls, config)
         if kha is not None:
@@ -179,24 +179,23 @@ class ModelConfig:
 
     @property
     def attention_type(self) -> AttentionType:
-        """Attention type, where MHA and MQA are special cases of ``gqa``."""
+        """``gqa`` also includes MHA and MQA."""
         return self.kha_attention or ("mla" if self.multi_latent_attention else "gqa")
 
     @property
     def head_dim(self) -> int:
-        """Dimension of the query and key heads that KHA is applied to. For MLA, this excludes the
-        rotary part."""
+        """Head dim of queries and keys, as seen by KHA (no rotary part in MLA)."""
         return self.qk_head_dim if self.multi_latent_attention else self.kv_channels
 
     @property
     def normed_dim(self) -> int:
-        """Dimension of the query and key heads in QK-norm."""
+        """Head dim of queries and keys in QK-norm."""
         dims = (mechanism.own_dim for mechanism in self.kha.mechanisms)
         return next(filter(None, dims), self.head_dim)
 
     @property
     def head_sizes(self) -> HeadSizes:
-        """Head sizes without tensor parallelism."""
+        """Head sizes before they're divided by TP."""
         latent = self.multi_latent_attention
         return HeadSizes(
             query_heads=self.num_attention_heads,
@@ -209,7 +208,7 @@ class ModelConfig:
 
     @property
     def latent_heads(self) -> int:
-        """Number of KV latent heads, which is 1 unless the model uses GLA."""
+        """Number of latent KV heads (1 unless we use GLA)."""
         return self.kha_latent_heads if self.kha_attention == "gla" else 1
 
     @property
@@ -218,7 +217,7 @@ class ModelConfig:
 
     @property
     def norm_parameters(self) -> int:
-        """Number of parameters per feature in a normalization layer."""
+        """Parameters per feature. LayerNorm has a bias, RMSNorm doesn't."""
         return 1 if self.normalization == "RMSNorm" else 2
 
     @property
@@ -256,7 +255,7 @@ class ModelConfig:
 
     @property
     def qkv(self) -> QKVLayout:
-        """Layout of the QKV projection. Not valid for MLA."""
+        """QKV layout (not for MLA)."""
         return QKVLayout(
             groups=self.num_query_groups,
             queries=self.num_attention_heads // self.num_query_groups,
@@ -267,7 +266,7 @@ class ModelConfig:
         )
 
     def padded_vocab(self, tp: int) -> int:
-        """Return the padded vocabulary size for ``tp`` tensor-parallel ranks."""
+        """Padded vocab size for the given TP size."""
         if self.padded_vocab_size:
             return self.padded_vocab_size
         assert self.vocab_size is not None

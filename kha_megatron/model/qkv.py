@@ -1,13 +1,15 @@
 """Row layout of Megatron's ``linear_qkv`` weight.
 
-Rows are grouped by KV head. Each group contains the query heads, the rows of head mechanisms with
-the output gate first (see ``HeadRows``), the key and the value. In grouped-tied attention, the tied
-state replaces key and value.
+There's one group of rows per KV head. Each group contains, in this order:
 
-Tensor parallelism splits the rows evenly. If there are more ranks than groups, the ranks that share
-a group all-gather its rows, and each of them uses a part of the queries. For FP8, the mechanism
-rows of each group are padded with zeros to a multiple of :data:`UNIT`. Since the padding is
-independent of the tensor-parallel size, checkpoints have the same tensors for every layout.
+- query heads
+- rows for head mechanisms, with the output gate first (see ``HeadRows``)
+- zero padding, such that the mechanism rows are a multiple of :data:`UNIT` (needed for FP8)
+- key and value, or the tied state in grouped-tied attention (GTA)
+
+With tensor parallelism, rows are split evenly. If there are more ranks than groups, several ranks
+share a group: they all-gather its rows, and each of them uses some of the query heads. The padding
+doesn't depend on the TP size, so checkpoints are the same for every layout.
 """
 
 from dataclasses import dataclass
@@ -20,17 +22,17 @@ UNIT = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Range of rows within a group, e.g. its query heads."""
+    """A range of rows in each group, e.g. the query heads."""
 
     first: int
     heads: int
-    """Number of heads per group."""
+    """Heads per group."""
     features: int
-    """Number of rows per head."""
+    """Rows per head."""
     hf: str
-    """Name of the Hugging Face module in ``self_attn``."""
+    """Name of the HF module in ``self_attn``, e.g. ``q_proj``."""
     is_per_query: bool
-    """Whether the heads are split between ranks that share a group, like the query heads."""
+    """Like query heads, these are split between the ranks that share a group."""
 
     @property
     def rows(self) -> slice:
@@ -39,23 +41,23 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class QKVLayout:
-    """Row layout of one layer's full ``linear_qkv`` weight, before tensor-parallel sharding."""
+    """Layout of the full ``linear_qkv`` weight of one layer (i.e. before TP sharding)."""
 
     groups: int
     """Number of KV heads."""
     queries: int
-    """Number of query heads per group."""
+    """Query heads per group."""
     head_dim: int
     extra: tuple[HeadRows, ...] = ()
-    """Rows of head mechanisms."""
+    """Rows for head mechanisms."""
     tied: bool = False
-    """Whether keys and values are tied (grouped-tied attention)."""
+    """True for grouped-tied attention (GTA)."""
     omitted: tuple[Projection, ...] = ()
-    """Projections without rows, because a mechanism computes them (``own_projections``)."""
+    """Projections that a mechanism computes on its own (``own_projections``)."""
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """Parts of a group by name, in row order."""
+        """All parts of a group in row order."""
         found: dict[str, Part] = {}
         first = 0
 
@@ -79,7 +81,7 @@ class QKVLayout:
 
     @cached_property
     def padding(self) -> slice:
-        """Padding rows of a group, which precede the key."""
+        """Padding rows in a group (right before the key)."""
         size = {r: r.features * (self.queries if r.heads == "query" else 1) for r in self.extra}
         queries = 0 if "query" in self.omitted else self.queries
         first = queries * self.head_dim + sum(size.values())
@@ -88,7 +90,7 @@ class QKVLayout:
 
     @property
     def is_stock(self) -> bool:
-        """Whether the layout is supported by Megatron itself, including its output gate."""
+        """True if Megatron itself supports this layout (this includes its output gate)."""
         return not (self.tied or self.omitted) and all(row.is_stock for row in self.extra)
 
     @property
@@ -97,7 +99,7 @@ class QKVLayout:
 
     @property
     def stock_gate(self) -> str | None:
-        """Name of the part for Megatron's output gate, if any."""
+        """Name of the part with Megatron's own output gate."""
         return next((row.name for row in self.extra if row.is_stock), None)
 
     @property
@@ -110,8 +112,8 @@ class QKVLayout:
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """Part name for each block of ``head_dim`` rows, or () if a part is not a multiple of
-        ``head_dim``."""
+        """Name of the part for each block of ``head_dim`` rows, e.g. ``("query", "query", "key",
+        "value")``. Empty if the parts can't be divided into such blocks."""
         blocks: list[str] = []
         for name, part in self.parts.items():
             count, rest = divmod(part.heads * part.features, self.head_dim)
@@ -121,15 +123,15 @@ class QKVLayout:
         return tuple(blocks) * self.groups
 
     def ranks_per_group(self, ranks: int) -> int:
-        """Return the number of tensor-parallel ranks that share a group."""
+        """How many TP ranks share a group."""
         return max(1, ranks // self.groups)
 
     def group_of(self, rank: int, ranks: int) -> int:
-        """Return the index of the group that a rank shares with other ranks."""
+        """Index of the group that a rank shares with other ranks."""
         return rank // self.ranks_per_group(ranks)
 
     def head_slices(self, rank: int, ranks: int) -> dict[str, slice]:
-        """Return the heads of each part that ``rank`` uses."""
+        """Return which heads of each part are used by ``rank``."""
         sharing = self.ranks_per_group(ranks)
         found: dict[str, slice] = {}
         for name, part in self.parts.items():

@@ -1,4 +1,4 @@
-"""Read the KHA config and the knocking weights of a checkpoint."""
+"""Read the KHA config and KHA matrices from a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +12,9 @@ from kha_megatron.heads import HeadSizes, Knock, Projection
 
 _LAYERS = "decoder.layers."
 _ATTENTION = "self_attention.linear_proj.weight"
-_ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # tensor names do not depend on sizes
+_ANY = HeadSizes(
+    query_heads=1, kv_heads=1, head_dim=1
+)  # any size will do, we only need tensor names
 
 
 class _Megatron(Protocol):
@@ -42,9 +44,8 @@ class _HuggingFace(Protocol):
 def read_kha_config(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
     """Read the KHA config from a checkpoint's training arguments or ``config.json``.
 
-    Raises:
-        CheckpointError: If the training arguments do not match the tensors.
-        ConfigError: If the stored config is invalid.
+    For Megatron checkpoints, we also make sure that the config matches the tensors. Raises
+    CheckpointError if it doesn't.
     """
     if isinstance(checkpoint, _HuggingFace):
         return KHAConfig.from_entries(checkpoint.config)
@@ -60,7 +61,7 @@ def read_kha_config(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
 
 
 def check_same_heads(path: Path, stored: KHAConfig | None, kha: KHAConfig) -> None:
-    """Check that the config ``kha`` of a resumed run matches the checkpoint's ``stored`` config."""
+    """Raise CheckpointError if a run is resumed with a different KHA config."""
     saved = stored or KHAConfig()
     if saved.to_dict(start=False) != kha.to_dict(start=False):
         remedy = "Resume with the same --kha-* arguments, or start without --load"
@@ -75,8 +76,8 @@ def check_same_heads(path: Path, stored: KHAConfig | None, kha: KHAConfig) -> No
 def _find_mismatch(
     shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool
 ) -> str | None:
-    """Return the key of a missing or unexpected tensor of ``kha``, comparing names and the number
-    of stacked matrices."""
+    """Find a KHA tensor that's missing or unexpected. This only compares names and the number of
+    stacked matrices."""
     names = tuple(f"self_attention.{name}_" for name in (Knock.name, *mechanism_types()))
     wanted = {
         (key.removesuffix(_ATTENTION) + tensor.key, len(tensor.matrices))
@@ -93,11 +94,13 @@ def _find_mismatch(
 
 
 def read_knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, Projection], Any]:
-    """Read the shared matrices ``[n, D, D]`` by layer and projection, to be used as ``x @ W``.
+    """Load all KHA matrices. They're meant to be used as ``x @ W``.
+
+    Returns:
+        Dict from ``(layer, projection)`` to ``[num_matrices, head_dim, head_dim]`` tensors.
 
     Raises:
-        CheckpointError: If the checkpoint has no such matrices, does not match its config, or is
-            corrupted.
+        CheckpointError: If there are no KHA matrices, or they don't match the config.
     """
     kha = read_kha_config(checkpoint)
     if kha is None or not kha.variants:

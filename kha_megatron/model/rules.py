@@ -1,7 +1,7 @@
-"""Validation of model, layout, batch and head mechanisms against each other.
+"""Check that model, parallel layout, batch and head mechanisms fit together.
 
-The launcher, the planner, the training entry point and the attention layer use these checks, which
-cover KHA and divisibility of sizes. All other arguments are validated by Megatron itself.
+This is used by the launcher, the planner, the training entry point and the attention layer. We only
+check KHA and divisibility here, and leave everything else to Megatron.
 """
 
 import math
@@ -26,7 +26,7 @@ _READ_SIZES_FROM_FILE = (
 def check_arguments(
     arguments: Mapping[str, Any], world_size: int | None, kha: KHAConfig | None = None
 ) -> None:
-    """Check the layout, batch and optimizer in Megatron's arguments."""
+    """Check the layout, batch and optimizer settings in Megatron's arguments."""
     model = ModelConfig.from_arguments(arguments, kha)
     if model is None or any(arguments.get(name) for name in _READ_SIZES_FROM_FILE):
         return
@@ -42,7 +42,7 @@ def check_arguments(
 
 
 def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFacts:
-    """Collect the properties of a model and batch that the head mechanisms check."""
+    """Collect what head mechanisms need to know about the model for their own checks."""
     rotary = model.position_embedding_type == "rope" and not model.multi_latent_attention
     return HeadFacts(
         multi_latent=model.multi_latent_attention,
@@ -62,7 +62,7 @@ def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFact
 def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
     """Check that Megatron's arguments are compatible with the head mechanisms.
 
-    If model sizes are missing in the arguments, the mechanisms are only checked by the ranks.
+    Note: if the arguments don't include the model size, only the ranks can check the mechanisms.
     """
     if (model := ModelConfig.from_arguments(arguments, kha)) is not None:
         model.kha.check(build_head_facts(model, Batch.from_arguments(arguments)))
@@ -76,7 +76,7 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
 
 
 def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None) -> None:
-    """Check that the sizes of a model and an optional batch are divisible for a layout."""
+    """Check that all sizes are divisible as needed, e.g. attention heads by TP ranks."""
     heads, groups = model.num_attention_heads, model.num_query_groups
     shared = (groups, model.latent_heads)  # several ranks may share one of these heads
     valid = [n for n in divisors(heads) if all(c % n == 0 or n % c == 0 for c in shared)]
@@ -108,7 +108,7 @@ def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None)
 def _divided(
     model: ModelConfig, layout: Layout, batch: Batch | None
 ) -> Iterator[tuple[str, int, dict[str, int]]]:
-    """Yield the name and value of each size with the factors by which it must be divisible."""
+    """Yield ``(name, size, factors)``. The size must be divisible by all factors combined."""
     pipeline = {"pipeline": layout.pp}
     if layout.world_size is not None:
         dense = {"tensor": layout.tp, "context": layout.cp}

@@ -1,7 +1,11 @@
-"""Typed description of a training run that can be converted to Megatron's command line.
+"""Typed config of a training run, which can be converted to a Megatron command line.
 
-For example, ``Run.from_values(num_layers=4, swiglu=True).updated(["--lr", "1e-3"])`` combines typed
-values with command-line arguments. Unknown flags are passed to Megatron unchanged.
+Example::
+
+    run = Run.from_values(num_layers=4, swiglu=True).updated(["--lr", "1e-3"])
+    run.words()  # ["--num-layers", "4", "--swiglu", "--lr", "1e-3"]
+
+Flags that we don't know are passed to Megatron as they are.
 """
 
 import re
@@ -17,10 +21,10 @@ from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model_config import ModelConfig
 
 Arguments = dict[str, tuple[str, ...]]
-"""Command line as a mapping from flags, including dashes, to their values."""
+"""Maps flags (including the dashes) to their values."""
 
 REPEATED = frozenset({"--heads"})
-"""Flags that may be passed multiple times to append values."""
+"""Flags that you can repeat to add more values."""
 
 _option = partial(flag, attribute=None, most=2**63 - 1)
 
@@ -88,7 +92,7 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """Command-line arguments of the head mechanisms, which ``Run.kha`` parses."""
+    """Head mechanism arguments. ``Run.kha`` is the parsed version."""
 
     kha_preset: str | None = _option(None)
     kha_query: str | None = _option(None)
@@ -101,7 +105,7 @@ class Heads:
 
 
 TABLE: tuple[Field, ...] = rows(ModelConfig, Layout, Batch, Training, Heads)
-"""All arguments that this package reads or writes."""
+"""Every argument that this package reads or writes."""
 
 HEAD_FIELDS = tuple(row for row in rows(ModelConfig, Heads) if row.argument.startswith("kha_"))
 
@@ -116,8 +120,8 @@ _EXCLUDES: Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "fp16": (bool, ("bf16",)),
     "train_samples": (bool, ("train_iters",)),
 }
-"""Mutually exclusive arguments: if the condition holds for an argument's value, the listed
-arguments are dropped."""
+"""Format: ``{argument: (condition, others)}``. If an argument's new value meets the condition, we
+drop the other arguments (they're mutually exclusive)."""
 
 
 @cache
@@ -126,20 +130,21 @@ def _by(name: str) -> Mapping[str, Field]:
 
 
 def parse(words: Sequence[str]) -> Arguments:
-    """Parse ``--flag``, ``--flag value ...`` and ``--flag=value`` like argparse.
+    """Parse a command line like argparse.
 
-    If a flag is repeated, the last occurrence takes precedence, except for :data:`REPEATED`. Words
-    such as ``-1e-3`` are values, since flags start with two dashes and a letter.
+    Supports ``--flag``, ``--flag value ...`` and ``--flag=value``. If a flag is repeated, the last
+    one wins (except for :data:`REPEATED`). Flags start with two dashes and a letter, so ``-1e-3``
+    is a value.
 
     Raises:
-        ConfigError: If a value does not follow a flag.
+        ConfigError: If there's a value without a flag.
     """
     found: Arguments = {}
     name, closed = "", True
     for word in words:
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word.partition("=")
-            closed = bool(equals)  # argparse allows no further values after --flag=value
+            closed = bool(equals)  # as in argparse, --flag=value can't be followed by more values
             before = found.get(name, ()) if name in REPEATED else ()
             found[name] = (*before, value) if closed else before
         elif closed:
@@ -150,7 +155,7 @@ def parse(words: Sequence[str]) -> Arguments:
 
 
 def render(arguments: Arguments) -> list[str]:
-    """Convert ``arguments`` back to command-line words. This is the inverse of :func:`parse`."""
+    """Inverse of :func:`parse`."""
     words: list[str] = []
     for name, values in arguments.items():
         if name in REPEATED:
@@ -164,7 +169,7 @@ def render(arguments: Arguments) -> list[str]:
 
 @dataclass(frozen=True)
 class Argument:
-    """Command-line argument with its typed value."""
+    """A command-line argument and its typed value."""
 
     flag: str
     words: tuple[str, ...]
@@ -172,10 +177,7 @@ class Argument:
 
 
 def as_arguments(**values: Any) -> dict[str, Argument]:
-    """Convert typed values to command-line arguments.
-
-    Values that do not require a flag, such as ``swiglu=False``, are omitted.
-    """
+    """Convert typed values to arguments. Omits those that don't need a flag (``swiglu=False``)."""
     named = ((name, _by("argument")[name], value) for name, value in values.items())
     return {
         name: Argument(row.flag, words, value)
@@ -185,7 +187,7 @@ def as_arguments(**values: Any) -> dict[str, Argument]:
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
-    """Parse a command line into arguments by name. For unknown flags, the name is the flag."""
+    """Parse a command line into arguments by name. Unknown flags are their own name."""
     found = {}
     for name, values in parse(words).items():
         row = _by("flag").get(name)
@@ -196,26 +198,26 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Configuration of a training run, which is independent of the number of ranks."""
+    """Config of a training run. It doesn't depend on the number of ranks."""
 
     given: Mapping[str, Argument]
-    """Arguments by name, in command-line order."""
+    """All arguments by name, in command-line order."""
     vocab_size: int | None = None
-    """Expected vocabulary size of the tokenizer, which is not a command-line argument."""
+    """Expected vocab size of the tokenizer. We don't pass this on the command line."""
     dropped: tuple[str, ...] = field(default=(), compare=False)
-    """Recipe flags that are excluded by the user's arguments, with the reason for each."""
+    """Recipe flags that conflict with the user's arguments, and why."""
 
     @classmethod
     def from_values(cls, *, vocab_size: int | None = None, **values: Any) -> Self:
-        """Build a run from typed values of Megatron's arguments."""
+        """Build a run from keyword arguments with Megatron's names, e.g. ``num_layers=4``."""
         return cls(given=as_arguments(**values), vocab_size=vocab_size)
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
-        """Return a copy with updated values and additional command-line arguments.
+        """Return a copy with new values and additional command-line arguments.
 
-        If the learning rate or the number of iterations changes, the minimum learning rate and the
-        warmup are scaled accordingly. Arguments that are excluded by the new ones are moved to
-        :attr:`dropped`.
+        When you change ``lr``, ``min_lr`` is scaled by the same factor, and likewise for
+        ``train_iters`` and ``lr_warmup_iters``. Arguments that are excluded by the new ones end up
+        in :attr:`dropped`.
         """
         new = as_arguments(**values) | parse_arguments(words)
         own = {n: one for n, one in self.given.items() if n in new or n not in values}
@@ -241,7 +243,7 @@ class Run:
         return replace(self, given=own | new, dropped=(*self.dropped, *dropped))
 
     def with_defaults(self, **values: Any) -> Self:
-        """Return a copy with default values for arguments that are not set."""
+        """Return a copy that uses these values for all arguments that aren't set."""
         return replace(self, given=as_arguments(**values) | dict(self.given))
 
     @property
@@ -249,17 +251,17 @@ class Run:
         return {one.flag: one.words for one in self.given.values()}
 
     def words(self) -> list[str]:
-        """Return the command line as a list of words."""
+        """Return the command line."""
         return render(self.flags)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """Typed values of all arguments."""
+        """All typed values by name."""
         return {name: one.value for name, one in self.given.items()}
 
     @cached_property
     def model(self) -> ModelConfig | None:
-        """Model config, or None if the model sizes are not on the command line."""
+        """None if there are no model sizes on the command line."""
         sizes = {"vocab_size": self.vocab_size} if self.vocab_size else {}
         return ModelConfig.from_arguments(self.arguments | sizes, self.kha)
 
@@ -280,7 +282,7 @@ class Run:
 
 
 def parse_kha_config(arguments: Mapping[str, Any]) -> KHAConfig | None:
-    """Build the KHA config from Megatron's arguments, or return None without KHA arguments."""
+    """Build the KHA config from Megatron's arguments. None if there aren't any for KHA."""
     names = {row.argument: row.argument.removeprefix("kha_") for row in HEAD_FIELDS}
     kha = KHAConfig.from_options({setting: arguments.get(name) for name, setting in names.items()})
     return kha and kha.with_output_gate(bool(arguments.get("attention_output_gate")))

@@ -131,7 +131,7 @@ REFUSED = {
         lambda folder: (folder / "model.safetensors.index.json").unlink(),
         "Save the model with safe_serialization",
     ),
-    "a tensor in two shards": (_repeat, r"both \S+00001-of-\S+ and \S+00002-of-\S+ contain"),
+    "a tensor in two shards": (_repeat, r"Duplicate tensor \S+ in \S+00001-of-\S+ and \S+00002"),
     "link": (_link, r"is a symbolic link to .*outside"),
     "no config": (lambda folder: (folder / "config.json").unlink(), "config.json not found"),
     "no JSON": (_write("config.json", "{"), "Could not read .* as a JSON object"),

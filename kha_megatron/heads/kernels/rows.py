@@ -6,10 +6,11 @@ from torch import Tensor
 
 
 class Strides(NamedTuple):
-    """How to find row ``r``: it is head ``r % heads`` of token ``r // heads``. Strides are in
-    elements.
+    """Memory layout of a tensor of heads that a kernel processes row by row.
 
-    If all rows are evenly spaced, we treat them as a single head (``heads=1``).
+    A row holds the features of one head of one token. The kernel computes the address of row ``r``
+    as ``(r // heads) * token + (r % heads) * head``, in elements. If the rows are evenly spaced,
+    e.g. in a contiguous tensor, ``heads`` is 1.
     """
 
     heads: int
