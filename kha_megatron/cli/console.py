@@ -45,5 +45,5 @@ def print_facts(facts: Mapping[str, str], title: str | None = None) -> None:
     table.add_column()
     table.add_column(overflow="fold")  # do not truncate paths
     for name, value in facts.items():
-        table.add_row(name, escape(value.translate(VISIBLE)))  # the value may come from a file
+        table.add_row(name, escape(value))
     out.print(table)

@@ -218,6 +218,7 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
         if count:
             more = ["..."] if count > len(examples) else []
             rows[f"skipped: {reason}"] = "\n".join([f"{count:,}, {what}:", *examples, *more])
+    rows = {name: text.translate(console.VISIBLE) for name, text in rows.items()}  # from a file
     console.print_facts(rows, title=str(folder))
     prefix, tokenizer = (shlex.quote(str(folder / name)) for name in (CORPUS, TOKENIZER))
     console.out.print(

@@ -12,9 +12,7 @@ from kha_megatron.heads import HeadSizes, Knock, Projection
 
 _LAYERS = "decoder.layers."
 _ATTENTION = "self_attention.linear_proj.weight"
-_ANY = HeadSizes(
-    query_heads=1, kv_heads=1, head_dim=1
-)  # any size will do, we only need tensor names
+_ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # for tensor names, any size will do
 
 
 class _Megatron(Protocol):

@@ -1,16 +1,18 @@
 """Bad and hostile input, signals and internal errors: one error line and the right exit code."""
 
+import dataclasses
 import os
 import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
 
 from kha_megatron import cli
-from kha_megatron.cli import console
+from kha_megatron.data import prepare
 from tests.cli.commands import leaves
 
 NUMBERS = ("9" * 20, "9" * 5000, "3.5")
@@ -169,9 +171,15 @@ def test_output_into_a_symlink_loop_is_refused(refused, tmp_path):
     assert loop in refused(["launch", "quickstart", "--output", loop, "--", "--mock-data"])
 
 
-def test_a_table_does_not_print_escape_sequences(capsys):
-    console.print_facts({"name": "\x1b[31mred"})
-    assert "\x1b" not in capsys.readouterr().out
+def test_data_show_does_not_print_escape_sequences(monkeypatch, capsys, tmp_path):
+    report = prepare([Path(__file__)], tmp_path / "out", vocab_size=260)
+    evil = dataclasses.replace(report, sources=["\x1b[31mred"], tokenizer="\x1b]0;title")
+    monkeypatch.setattr("kha_megatron.data.verify", lambda *_: evil)
+    monkeypatch.setattr(sys, "argv", ["kha-megatron", "data", "show", str(tmp_path / "out")])
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert "red" in (out := capsys.readouterr().out)
+    assert "\x1b" not in out
 
 
 def test_a_panic_of_a_library_is_one_error(monkeypatch, capsys):
