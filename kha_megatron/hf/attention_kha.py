@@ -227,7 +227,7 @@ class KHAHeads(KHAModule):
         return self.apply_heads("dense", seen, dense=dense)[0]
 
     def core_attention(self) -> Any:
-        """Get the attention function. Talking heads have their own, as they change the logits."""
+        """Get the attention function. This is a custom one for talking heads."""
         for mechanism, _, parameters in self.mechanisms:
             if mechanism.acts_at("core"):
                 return partial(_eager_forward, mechanism, self.head_weights(parameters))

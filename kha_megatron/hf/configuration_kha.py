@@ -51,7 +51,7 @@ class KHAModelConfig(PreTrainedConfig):
             KHA variant for the query, key and value heads, one of `"linear"`, `"mlp"` and `"gate"`.
             For GTA, use `kha_value` to apply KHA to the tied state.
         kha_attention (`str`, *optional*):
-            Set this to `"gta"` or `"gla"` to use one of these attention types.
+            Set this to `"gta"` or `"gla"` to use GTA or GLA instead of GQA or MLA.
         kha_latent_heads (`int`, *optional*, defaults to 2):
             Number of latent heads (GLA only).
         kha_init (`str`, *optional*, defaults to `"identity"`):

@@ -329,7 +329,7 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     _keys_to_ignore_on_load_unexpected = None
 
     def _check_config(self, config: KHAModelConfig) -> None:
-        """Validate the config and disable all attention backends but eager if needed."""
+        """Validate the config. Disables SDPA, FlashAttention etc. if the model needs eager."""
         in_vllm = config._attn_implementation == "vllm"
         if in_vllm and (obstacle := vllm_obstacle(config, by_backend=True)):
             raise ValueError(obstacle)
