@@ -190,7 +190,7 @@ def _plan(setup: Setup, layout: Layout, work: Flops) -> PlannedLayout:
 def _estimate_bubble(layout: Layout, layers: int, microbatches: int, work: Flops) -> float:
     """Estimate pipeline bubble / step time, see section 2.2 of https://arxiv.org/abs/2104.04473.
 
-    The slowest stage determines the step time. For large vocabularies, that's the last one.
+    The step time depends on the slowest stage (e.g. the last one if the vocabulary is large).
     """
     per_layer = (work.forward - work.logits) / layers
     stages = [
