@@ -161,7 +161,7 @@ def test_adapters_on_additional_rows_are_refused(bridge_ranks, folders, tmp_path
     assert all(torch.equal(tensor, after[key]) for key, tensor in before.items())
     message = bridge_ranks(adapted, 1, folders["gated"], str(tmp_path / "none"))[0]
     assert "linear_qkv" in message
-    assert "got query, gate_output, key, value" in message
+    assert "(query, gate_output, key, value)" in message
 
 
 def with_adapters(folder, target, implementation, layout, targets, length=7):
