@@ -107,7 +107,7 @@ def _open_hf(path: Path) -> ModelSource:
     formats, model = family_of(checkpoint.config).files, from_hf_config(checkpoint.config)
     infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
     wanted: dict[str, tuple[int, ...]] = {}
-    # the limit is for corrupted configs, so we don't run out of memory with 10**9 layers
+    # the limit keeps us from running out of memory if the config is corrupted
     for slot in islice(tensor_slots(model), 2 * len(infos) + 1000):
         shape, names = slot.row.shape(model), formats.names(slot, model)
         if min(shape) < 0 or math.prod(shape) > _MAX_ELEMENTS:
