@@ -82,7 +82,6 @@ class HFCheckpoint:
         return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
 
     def identity(self) -> dict[str, Any]:
-        """Metadata about this model for the manifest of a converted checkpoint."""
         digest = hashlib.sha256((self.path / CONFIG).read_bytes())
         if (self.path / INDEX).is_file():
             digest.update((self.path / INDEX).read_bytes())
@@ -116,7 +115,6 @@ class HFCheckpoint:
         return tensor
 
     def linears(self, keys: Sequence[str]) -> Tensor:
-        """Load several ``nn.Linear`` weights, transpose and stack them."""
         return torch.stack([self.tensor(key).T for key in keys])
 
 

@@ -23,7 +23,6 @@ _THREADS_TO_VERIFY = 2  # per rank; all ranks on a node do this at the same time
 
 
 def write_hashes(folder: str | Path) -> None:
-    """Hash all files in a checkpoint directory."""
     folder = Path(folder)
     found = (file.name for file in folder.iterdir() if file.is_file())
     names = sorted(name for name in found if name != INTEGRITY)

@@ -85,7 +85,6 @@ class MegatronCheckpoint:
         return cls(path, TorchDistFolder(path, checks))
 
     def identity(self) -> dict[str, Any]:
-        """Metadata about this checkpoint for the manifest of a converted model."""
         iteration = self._common.get("iteration")
         return {
             "format": "torch_dist",
@@ -127,7 +126,6 @@ class MegatronCheckpoint:
 
     @cached_property
     def _common(self) -> dict[str, Any]:
-        """Common state dict with ``args``, ``iteration`` etc."""
         legacy = self.path / LEGACY_COMMON
         try:
             if legacy.is_file():

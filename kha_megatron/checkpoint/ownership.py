@@ -139,7 +139,6 @@ def _this_process() -> dict[str, Any]:
 
 
 def _read_owner(file: Path) -> dict[str, Any]:
-    """Read the owner file. Returns an empty dict if it's missing or incomplete."""
     try:
         owner = dict(json.loads(file.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -148,7 +147,6 @@ def _read_owner(file: Path) -> dict[str, Any]:
 
 
 def _is_requeued(owner: dict[str, Any]) -> bool:
-    """True if the owner is an earlier attempt of this Slurm job."""
     this = _this_process()
     return (
         this["slurm_job"] is not None
@@ -158,7 +156,6 @@ def _is_requeued(owner: dict[str, Any]) -> bool:
 
 
 def _is_running(owner: dict[str, Any]) -> bool:
-    """True if the owner is a process on this machine, and it's still running."""
     if owner.get("host") != socket.gethostname():
         return False
     try:

@@ -48,8 +48,6 @@ _ORDER = {dtype: place for place, dtype in enumerate(NAMES)}
 
 
 class TensorEntry(NamedTuple):
-    """Name, dtype and shape of a tensor."""
-
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -109,7 +109,6 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 
 def _siblings(target: Path) -> tuple[Path, Path]:
-    """Temporary paths of the new and the old directory."""
     return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.replaced")
 
 
@@ -154,7 +153,6 @@ def staged_file(target: Path) -> Iterator[Path]:
 
 
 def write_json(target: Path, content: Any) -> None:
-    """Write a JSON file atomically."""
     with staged_file(target) as staged:
         staged.write_text(as_json(content) + "\n", encoding="utf-8")
 

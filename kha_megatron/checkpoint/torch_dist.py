@@ -188,7 +188,6 @@ class TorchDistFolder:
         return self._by_index[key, depth].get(index, [])
 
     def read_object(self, key: str) -> Any:
-        """Load a non-tensor entry. See :func:`load_plain`."""
         with self._opened(key, self.objects[key]) as archive:
             return load_plain(archive.read())
 

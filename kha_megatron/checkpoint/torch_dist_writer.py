@@ -39,9 +39,6 @@ class TorchDistWriter:
 
     :meth:`write` and :meth:`write_object` are thread-safe. Like ``HFWriter``, we leave ``fsync`` to
     ``staging.staged_folder``.
-
-    Args:
-        iteration_folder (Path): Empty directory. Must already exist.
     """
 
     def __init__(self, iteration_folder: Path) -> None:
@@ -138,7 +135,6 @@ class TorchDistWriter:
         write_hashes(self.folder)
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
-        """``torch.save`` a value to the current thread's shard."""
         if not hasattr(self._own, "shard"):
             with self._lock:
                 path = self.folder / f"__0_{len(self._shards)}.distcp"

@@ -53,7 +53,6 @@ class Selection(NamedTuple):
 
     folder: Path
     tracker: str | None
-    """What's in the tracker file. None if it doesn't exist."""
     newest: Path | None
     """The checkpoint to load (always complete), if there is one."""
     named: Path | None
