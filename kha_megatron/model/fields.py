@@ -45,13 +45,11 @@ class Field:
     least: int
     """Minimum for integers. Only checked on the command line."""
     most: int
-    """Maximum for integers."""
     reads: Callable[[str], Any] | None
     """Custom parser. On errors, it raises ``ValueError`` with the expected format."""
     writes: Callable[[Any], str]
 
     def parse_words(self, words: tuple[str, ...]) -> Any:
-        """Parse the command-line words after the flag."""
         if self.many:
             return words
         expected = 0 if self.kind is bool else 1

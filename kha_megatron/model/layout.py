@@ -111,7 +111,6 @@ class Layout:
 
     @property
     def expert_dp(self) -> int:
-        """DP size of the experts."""
         assert self.world_size is not None
         return self.world_size // (self.expert_tp * self.ep * self.pp)
 
@@ -162,6 +161,5 @@ class Batch:
         return cls(**given)
 
     def microbatches(self, dp: int) -> int:
-        """Number of microbatches per optimizer step."""
         assert self.global_batch_size is not None
         return self.global_batch_size // (self.micro_batch_size * dp)

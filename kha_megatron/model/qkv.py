@@ -26,7 +26,6 @@ class Part:
 
     first: int
     heads: int
-    """Heads per group."""
     features: int
     """Rows per head."""
     hf: str
@@ -46,7 +45,6 @@ class QKVLayout:
     groups: int
     """Number of KV heads."""
     queries: int
-    """Query heads per group."""
     head_dim: int
     extra: tuple[HeadRows, ...] = ()
     """Rows for head mechanisms."""
@@ -57,7 +55,6 @@ class QKVLayout:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        """All parts of a group in row order."""
         found: dict[str, Part] = {}
         first = 0
 

@@ -251,12 +251,10 @@ class Run:
         return {one.flag: one.words for one in self.given.values()}
 
     def words(self) -> list[str]:
-        """Return the command line."""
         return render(self.flags)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """All typed values by name."""
         return {name: one.value for name, one in self.given.items()}
 
     @cached_property
