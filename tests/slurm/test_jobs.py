@@ -94,7 +94,7 @@ def test_requeued_job_goes_on_from_its_checkpoint(data, tmp_path):
 def test_training_that_fails_is_tried_again_and_ends_with_1(data, tmp_path):
     run = Launch(data, tmp_path, "--retries", "1", "--env", "KHA_CONFIG=x")
     assert run.end() == 1
-    assert f"job {run.job} as FAILED (exit code 1:0" in run.log
+    assert f"job {run.job} ended with state FAILED (exit code 1:0" in run.log
     assert "KHA_CONFIG only applies to layer specs" in run.log
     assert "_1.out" in run.log  # the log of the second start
     assert run.saved == 0
@@ -105,7 +105,7 @@ def test_cancelled_job_ends_with_1_and_a_chain_goes_on_from_it(data, tmp_path):
     run.until(lambda: run.saved == 20)
     call("scancel", run.job)
     assert run.end() == 1
-    assert f"job {run.job} as CANCELLED" in run.log
+    assert f"job {run.job} ended with state CANCELLED" in run.log
     trains = subprocess.run(["pgrep", "-f", f"--save {run.output}"], stdout=subprocess.DEVNULL)
     assert trains.returncode == 1  # no process, whoever its parent is
     saved = run.saved
