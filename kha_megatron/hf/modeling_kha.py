@@ -189,7 +189,7 @@ def attention_class(config: KHAModelConfig) -> Any:
     if kind not in classes:
         raise ValueError(
             f"The modeling code of this model does not include {kind!r} attention. Please install "
-            "kha-megatron and `import kha_megatron.hf`."
+            "kha_megatron from source and `import kha_megatron.hf`."
         )
     return classes[kind]
 
@@ -215,7 +215,8 @@ def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
     if by_backend and config.n_group > 1 and each != best:
         return (
             f"vLLM's transformers backend ranks expert groups by their top {best} experts, but "
-            f"this model requires the top {each}. Install kha-megatron and remove --model-impl."
+            f"this model requires the top {each}. Install kha_megatron from source and remove "
+            "--model-impl."
         )
     return None
 

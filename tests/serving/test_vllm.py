@@ -101,12 +101,12 @@ LATENT = LINEAR | {
     "v_head_dim": 32,
 }
 REFUSED = {
-    "mla": (LATENT, "not with MLA, GLA or GTA"),
-    "gla": (LATENT | {"kha_attention": "gla", "kha_latent_heads": 2}, "not with MLA, GLA or GTA"),
-    "gta": ({"kha_value": "mlp", "kha_attention": "gta"}, "not with MLA, GLA or GTA"),
-    "moh": ({"kha_moh": {"share": 0.75}}, "does not support moh.*Serve the model"),
-    "talking": ({"kha_talking": {}}, "does not support talking"),
-    "collaborative": ({"kha_collaborative": {"dim": 64}}, "does not support collaborative"),
+    "mla": (LATENT, "MLA, GLA or GTA are not supported"),
+    "gla": (LATENT | {"kha_attention": "gla", "kha_latent_heads": 2}, "MLA, GLA or GTA are not supported"),
+    "gta": ({"kha_value": "mlp", "kha_attention": "gta"}, "MLA, GLA or GTA are not supported"),
+    "moh": ({"kha_moh": {"share": 0.75}}, "does not support kha_moh.*serve the model"),
+    "talking": ({"kha_talking": {}}, "does not support kha_talking"),
+    "collaborative": ({"kha_collaborative": {"dim": 64}}, "does not support kha_collaborative"),
 }
 BACKEND = ("each", "gates", "softmax_sum")
 """Models that also run in vLLM's Transformers backend."""
@@ -298,7 +298,7 @@ def test_unsupported_models_are_refused(name, answers):
 
 def test_transformers_backend_refuses_another_rank_of_groups(answers):
     error = answers["backend refused", "groups"]["error"]
-    assert "ranks groups of experts by their best 2" in error
+    assert "ranks expert groups by their top 2 experts" in error
     assert "--model-impl" in error
 
 
