@@ -101,9 +101,9 @@ LATENT = LINEAR | {
     "v_head_dim": 32,
 }
 REFUSED = {
-    "mla": (LATENT, "MLA, GLA or GTA are not supported"),
-    "gla": (LATENT | {"kha_attention": "gla", "kha_latent_heads": 2}, "MLA, GLA or GTA are not supported"),
-    "gta": ({"kha_value": "mlp", "kha_attention": "gta"}, "MLA, GLA or GTA are not supported"),
+    "mla": (LATENT, "MLA, GLA or GTA are not"),
+    "gla": (LATENT | {"kha_attention": "gla", "kha_latent_heads": 2}, "MLA, GLA or GTA are not"),
+    "gta": ({"kha_value": "mlp", "kha_attention": "gta"}, "MLA, GLA or GTA are not"),
     "moh": ({"kha_moh": {"share": 0.75}}, "does not support kha_moh.*serve the model"),
     "talking": ({"kha_talking": {}}, "does not support kha_talking"),
     "collaborative": ({"kha_collaborative": {"dim": 64}}, "does not support kha_collaborative"),
