@@ -52,10 +52,11 @@ def _parallelism(rows: Rows) -> str:
 
 _PARALLELISM = """# Parallel runs compared with an unsharded run
 
-Sharded runs compute the same results as an unsharded run, up to rounding. Each row compares ten
-optimizer steps in losses, outputs, gradients, the first update and the final weights, and shows the
-value with the largest relative error. Replicated tensors must be bitwise equal. The tolerances are
-explained in `tests/distributed/test_parallelism.py`. To update this page, run `make test-all`.
+Sharding a model must not change what it computes. To verify this, we train for ten optimizer steps
+with and without sharding, and compare losses, outputs, gradients, the first update and the final
+weights. Each row of the table shows the quantity with the largest relative error. Replicated
+tensors must even be bitwise equal. If you wonder how we chose the tolerances, see
+`tests/distributed/test_parallelism.py`. To update this page, run `make test-all`.
 
 {machine}. In {rows} runs,
 the largest error is {fp32:.1e} in float32 (tolerance 1e-5) and {bf16:.1e} in bf16.
@@ -65,13 +66,13 @@ the largest error is {fp32:.1e} in float32 (tolerance 1e-5) and {bf16:.1e} in bf
 
 SECTIONS = {
     "Kills": (
-        "Ranks are killed with `kill -9` while they write a checkpoint. The next run resumes from "
-        "the last complete checkpoint.",
+        "We kill one or both ranks with `kill -9` while they write a checkpoint. If this "
+        "checkpoint isn't complete, the next run must load the one before.",
         ("checkpointing", "killed", "during", "checkpoint complete", "next run loads"),
     ),
     "Full disks": (
-        "Saving the second checkpoint fails with ENOSPC. The run exits with an error, and "
-        "the next run resumes from the first checkpoint.",
+        "If the disk is full (ENOSPC), the second checkpoint can't be saved and the run exits with "
+        "an error. After that, you can still resume from the first checkpoint.",
         ("failing write", "exit codes", "next run loads"),
     ),
     "Writers": (
@@ -87,11 +88,13 @@ SECTIONS = {
         ("situation", "result"),
     ),
     "Fuzz": (
-        "Randomly corrupted files are rejected with an error or read correctly.",
+        "We damage files at random, e.g. by inserting bytes or changing values. Each file must "
+        "then be rejected with an error or read correctly.",
         ("input", "cases", "refused", "read"),
     ),
     "Hostile inputs": (
-        "These files could come from an untrusted source. All of them are rejected.",
+        "A model from an untrusted source could contain files like these. All of them are "
+        "rejected.",
         ("input", "danger", "result"),
     ),
 }
@@ -101,8 +104,9 @@ SECTIONS = {
 def _faults(rows: Rows) -> str:
     """Format rows of the name of a section and its cells."""
     lines = ["# Fault tests", ""]
-    lines += ["Runs resume from a complete checkpoint, and corrupted files are"]
-    lines += ["rejected or read correctly. To update this page, run `make test-all`."]
+    lines += ["We kill training runs, fill up disks and corrupt files to see what happens."]
+    lines += ["A run should always resume from a complete checkpoint, and corrupted files should"]
+    lines += ["be rejected or read correctly. To update this page, run `make test-all`."]
     lines += [f"{_machine()}."]
     for name, (text, columns) in SECTIONS.items():
         found = [tuple(cells) for section, *cells in rows if section == name]

@@ -73,8 +73,7 @@ def _table(title: str, report: Mapping[str, Any]) -> str:
     lines = [
         f"### {title[0].upper()}{title[1:]}",
         "",
-        f"The models are trained with `{report['recipe']}` for {report['iterations']:,} iterations."
-        f"{noise}",
+        f"We trained `{report['recipe']}` for {report['iterations']:,} iterations per run.{noise}",
         "",
         "| variant | seeds | loss | ΔL | verdict | held out | ΔL held out | verdict |",
         "|---|---|---|---|---|---|---|---|",

@@ -160,16 +160,17 @@ def row(work: Work, report: Report) -> list[str]:
 
 PAGE = """# Kernel roofline
 
-This page estimates how fast each kernel can be at best on one rank of the paper's models (32 query
-and 4 KV heads of 128, bfloat16). Most kernels are bound by memory, except for the gradients of
-KHA-MLP. **The numbers are computed, not measured**, so you can update them without a GPU:
-`python tools/roofline.py > benchmarks/roofline.md`
+Before you optimize a kernel, it's useful to know how fast it could be at best. This page contains
+such an estimate for each of our kernels and the paper's models (32 query and 4 KV heads of 128,
+bfloat16). As you can see, most kernels are limited by the memory bandwidth. Only the gradients of
+KHA-MLP are limited by compute. Note that **the numbers are computed, not measured**, so you don't
+need a GPU to update them: `python tools/roofline.py > benchmarks/roofline.md`
 
-- *memory* is the number of bytes that must be read or written.
-- *H100* and *H200* are lower bounds from the memory bandwidth (3.35 and 4.8 TB/s) and the peak
-  throughput (989 TFLOP/s) in NVIDIA's data sheets.
-- *as tiled* also accounts for our tiling, i.e. one program on each of 132 multiprocessors, where
-  the first load and the last store do not overlap with computation.
+- *memory* is the number of bytes that the kernel has to read or write.
+- *H100* and *H200* are lower bounds for the time. They follow from the memory bandwidth (3.35 and
+  4.8 TB/s) and the peak throughput (989 TFLOP/s) in NVIDIA's data sheets.
+- *as tiled* is more realistic. It assumes that one program runs on each of the 132
+  multiprocessors, and that its first load and last store don't overlap with computation.
 - The remaining columns are reported by ptxas for sm_90 ({triton}).
 
 {tables}
