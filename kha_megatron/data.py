@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import kha_megatron
+from kha_megatron.checkpoint.integrity import hash_file
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.documents import (
     SKIPPED,
@@ -205,8 +206,7 @@ def _hash_files(
     advance = _meter(on_progress or (lambda step: None), "hashing", sum(sizes.values()))
     digests = {}
     for name, size in sizes.items():
-        with (folder / name).open("rb") as file:
-            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        digests[name] = hash_file(folder / name)
         advance(size)
     return digests
 

@@ -27,7 +27,7 @@ def write_hashes(folder: str | Path) -> None:
     found = (file.name for file in folder.iterdir() if file.is_file())
     names = sorted(name for name in found if name != INTEGRITY)
     with ThreadPoolExecutor(_THREADS_TO_WRITE) as pool:
-        digests = pool.map(lambda name: _digest(folder / name), names)
+        digests = pool.map(lambda name: hash_file(folder / name), names)
         files = dict(zip(names, digests, strict=True))
     with staged_file(folder / INTEGRITY) as staged:
         staged.write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=2))
@@ -56,7 +56,7 @@ def is_file_name(name: Any) -> bool:
 def check_file(file: Path, digest: str) -> None:
     """Raise CheckpointError if the SHA-256 of a file doesn't match."""
     try:
-        found = _digest(file)
+        found = hash_file(file)
     except OSError as error:
         raise CheckpointError(f"Could not read {file}: {error.strerror}. {_REMEDY}") from error
     if found != digest:
@@ -117,6 +117,7 @@ def verify_hashes(folder: str | Path) -> None:
         raise CheckpointError(found[0])
 
 
-def _digest(file: Path) -> str:
+def hash_file(file: Path) -> str:
+    """Return the hexadecimal SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
