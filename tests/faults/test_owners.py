@@ -11,7 +11,6 @@ import sys
 
 import pytest
 
-from kha_megatron import cli
 from kha_megatron.checkpoint import ownership
 from kha_megatron.checkpoint.ownership import OWNER, claim, owned
 from kha_megatron.checkpoint.tracker import TRACKER, select_iteration
@@ -41,20 +40,6 @@ def holder(tmp_path):
     process.communicate()
 
 
-@pytest.fixture
-def command(monkeypatch, capsys):
-    """Return a function that runs ``kha-megatron`` and returns its exit code and its errors."""
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["kha-megatron", *map(str, words)])
-        with pytest.raises(SystemExit) as end:
-            cli.main()
-        errors = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error:")]
-        return end.value.code, errors
-
-    return run
-
-
 def test_a_second_training_does_not_save_into_the_same_directory(entry, tmp_path, faults_table):
     with owned(tmp_path):
         run = entry(arguments(tmp_path, *until(1)), 2)
@@ -67,8 +52,9 @@ def test_a_second_training_does_not_save_into_the_same_directory(entry, tmp_path
 
 @pytest.mark.usefixtures("holder")
 @pytest.mark.parametrize("words", [("quickstart",), ("launch", "quickstart")], ids=" ".join)
-def test_a_command_does_not_write_beside_another(words, holder, tmp_path, command):
-    code, (error,) = command(*words, "--output", tmp_path / "out", "--", "--mock-data")
+def test_a_command_does_not_write_beside_another(words, holder, tmp_path, run):
+    code, _, stderr = run(*words, "--output", tmp_path / "out", "--", "--mock-data")
+    (error,) = [line for line in stderr.splitlines() if line.startswith("error:")]
     assert code == 2
     assert f"in use by process {holder.pid} on " in error
     assert os.listdir(tmp_path / "out") == [OWNER]
