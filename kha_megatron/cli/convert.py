@@ -12,7 +12,7 @@ from kha_megatron.announcements import announce
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Preset, Workers, parse_size
 from kha_megatron.cli.running import Commands
-from kha_megatron.cli.verify import conclude, not_finite, run_verification
+from kha_megatron.cli.verify import conclude, not_finite
 from kha_megatron.config import KHAConfig
 from kha_megatron.documents import read_beginning
 from kha_megatron.mcore.compat import check_version
@@ -266,7 +266,14 @@ def convert(
     from kha_megatron.conversion import to_hf
 
     plan = to_hf.plan_export(checkpoint)
-    return _write(plan, out, None, overwrite, True), run_verification(plan.source.path, out, None)
+    return _write(plan, out, None, overwrite, True), _verify(plan, out)
+
+
+def _verify(plan: "Plan", out: Path, workers: int | None = None) -> "Verification":
+    from kha_megatron.conversion.verify import Pair
+
+    with console.log.status("Comparing tensors and logits"):
+        return Pair.open(plan.source.path, out).verify(workers=workers)
 
 
 def _write(
@@ -308,6 +315,7 @@ def _finish(
     as_json: bool,
     losses: dict[str, float] | None = None,
 ) -> None:
+    verification = _verify(plan, written.path, workers) if verify else None
     files = f"{written.shards} file{'s' if written.shards > 1 else ''}"
     values = asdict(written)
     facts = {
@@ -323,5 +331,4 @@ def _finish(
     if losses:
         values["loss"] = losses
         facts |= {f"loss {when}": f"{losses[when]:.4f} nats" for when in ("before", "after")}
-    verification = run_verification(plan.source.path, written.path, workers) if verify else None
     conclude(verification, as_json, facts=facts, values=values)

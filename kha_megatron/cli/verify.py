@@ -40,16 +40,11 @@ def verify(
         from kha_megatron.mcore.compat import check_version
 
         check_version()
-    conclude(run_verification(one, other, workers, logits=logits), as_json)
-
-
-def run_verification(
-    one: Path, other: Path, workers: int | None, *, logits: bool = True
-) -> "Verification":
     from kha_megatron.conversion.verify import Pair
 
     with console.log.status("Comparing tensors and logits"):
-        return Pair.open(one, other).verify(logits=logits, workers=workers)
+        verification = Pair.open(one, other).verify(logits=logits, workers=workers)
+    conclude(verification, as_json)
 
 
 def conclude(

@@ -20,7 +20,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments
-from kha_megatron.conversion.rows import STANDARD, FileFormat, TensorSlot, VocabularyRow
+from kha_megatron.conversion.rows import STANDARD, FileFormat, TensorSlot
 from kha_megatron.conversion.table import locate_tensors, tensor_slots
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.errors import CheckpointError, ConfigError
@@ -28,7 +28,7 @@ from kha_megatron.errors import CheckpointError, ConfigError
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
 _MAX_ELEMENTS = 2**56
-_PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
+PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
 """Megatron pads the vocab to a multiple of the product of these arguments."""
 _RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers saved by old versions of transformers. We ignore them."""
@@ -53,7 +53,7 @@ class ModelSource:
     files: FileFormat = STANDARD
     tokenizer: TokenizerFiles = field(default_factory=lambda: TokenizerFiles({}))
     padding_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Megatron's vocab size arguments. Only set if we keep the vocab padding."""
+    """Megatron's arguments for the vocab size and its padding."""
 
     @property
     def path(self) -> Path:
@@ -67,39 +67,26 @@ class ModelSource:
 
 
 def open_source(
-    path: Path, *, tokenizer: Path | None = None, padded: bool = False, comparing: bool = False
+    path: Path, *, tokenizer: Path | None = None, comparing: bool = False
 ) -> ModelSource:
     """Open a Hugging Face model or a Megatron checkpoint.
 
     Args:
         path: HF model directory, ``--save`` directory, or a single iteration.
         tokenizer: Use this tokenizer instead of the model's own.
-        padded: Keep Megatron's vocab padding.
-        comparing: Keep the padding, and don't load a tokenizer.
+        comparing: Don't load a tokenizer.
     """
     source = _open_hf(path) if is_hf_folder(path) else _open_megatron(path)
     if comparing:
         return source
     files = TokenizerFiles.open(source.checkpoint, tokenizer)
-    source = replace(source, tokenizer=files)
     rows, entries = source.model.padded_vocab_size, len(files.loaded or ())
     if entries > rows:
         raise CheckpointError(
             f"The tokenizer {files.origin} has a vocabulary size of {entries}, but the embedding "
             f"has only {rows} rows. Please pass the model's tokenizer with --tokenizer."
         )
-    if isinstance(source.checkpoint, HFCheckpoint):
-        return source
-    args = source.checkpoint.args
-    if padded:
-        kept = {name: args.get(name) for name in ("vocab_size", *_PADDING)}
-        return replace(source, padding_arguments=kept)
-    multiple = math.prod(args.get(name) or 1 for name in _PADDING)
-    # prefer the argument, tokenizers can be smaller than the model's vocab
-    for size in (args.get("vocab_size"), entries):
-        if size and entries <= size <= rows < size + multiple:
-            return truncate_vocabulary(source, size)
-    return source
+    return replace(source, tokenizer=files)
 
 
 def _open_hf(path: Path) -> ModelSource:
@@ -163,17 +150,8 @@ def _open_megatron(path: Path) -> ModelSource:
             return slot.row.split(torch.empty(shape, dtype=dtype, device="meta"), model)
         return slot.row.split(checkpoint.tensor(key, index), model)
 
-    return ModelSource(checkpoint, model, read)
-
-
-def truncate_vocabulary(source: ModelSource, rows: int) -> ModelSource:
-    """Keep only the first ``rows`` rows of the embedding and LM head."""
-
-    def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
-        parts = source.read(slot, meta=meta)
-        return [part[:rows] for part in parts] if isinstance(slot.row, VocabularyRow) else parts
-
-    return replace(source, model=replace(source.model, vocab_size=rows), read=read)
+    padding = {name: args.get(name) for name in ("vocab_size", *PADDING)}
+    return ModelSource(checkpoint, model, read, padding_arguments=padding)
 
 
 def _check_tensors(

@@ -28,6 +28,7 @@ from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     cast,
     fold_heads,
+    remove_padding,
     upcycle_heads,
 )
 
@@ -113,7 +114,7 @@ def plan_export(
         ConfigError: If an argument is invalid.
     """
     new_dtype = parse_dtype(dtype)
-    source = open_source(path, tokenizer=tokenizer)
+    source = remove_padding(open_source(path, tokenizer=tokenizer))
     folded = source.model.kha if fold else None
     if folded is not None:
         source = fold_heads(source, folded)

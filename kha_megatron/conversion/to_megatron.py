@@ -112,7 +112,7 @@ def plan_import(
     size. The other arguments are the same as in ``to_hf.plan_export``.
     """
     new_dtype = parse_dtype(dtype)
-    source = open_source(path, tokenizer=tokenizer, padded=True)
+    source = open_source(path, tokenizer=tokenizer)
     if upcycle is not None:
         source = upcycle_heads(source, upcycle)
     multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel

@@ -13,8 +13,8 @@ from torch.nn.functional import pad
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.rows import FileFormat, QKVRow, TensorSlot, head_row
-from kha_megatron.conversion.sources import ModelSource
+from kha_megatron.conversion.rows import FileFormat, QKVRow, TensorSlot, VocabularyRow, head_row
+from kha_megatron.conversion.sources import PADDING, ModelSource
 from kha_megatron.conversion.table import ATTENTION_OUTPUT, EXPERT_BIAS, SHARED_EXPERT
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import Knock
@@ -259,6 +259,31 @@ def round_as_stored(source: ModelSource, files: FileFormat) -> ModelSource:
 
 def pad_vocabulary(source: ModelSource, rows: int) -> ModelSource:
     return replace(source, model=replace(source.model, padded_vocab_size=rows))
+
+
+def remove_padding(source: ModelSource) -> ModelSource:
+    """Remove Megatron's vocab padding, unless it doesn't explain the size of the embedding."""
+    args, rows = source.padding_arguments, source.model.padded_vocab_size
+    if not args:
+        return source
+    entries = len(source.tokenizer.loaded or ())
+    multiple = math.prod(args.get(name) or 1 for name in PADDING)
+    # prefer the argument, tokenizers can be smaller than the model's vocab
+    for size in (args.get("vocab_size"), entries):
+        if size and entries <= size <= rows < size + multiple:
+            source = truncate_vocabulary(source, size)
+            break
+    return replace(source, padding_arguments={})
+
+
+def truncate_vocabulary(source: ModelSource, rows: int) -> ModelSource:
+    """Keep only the first ``rows`` rows of the embedding and LM head."""
+
+    def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
+        parts = source.read(slot, meta=meta)
+        return [part[:rows] for part in parts] if isinstance(slot.row, VocabularyRow) else parts
+
+    return replace(source, model=replace(source.model, vocab_size=rows), read=read)
 
 
 def count_not_finite(tensor: Tensor) -> int:

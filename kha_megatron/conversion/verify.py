@@ -23,12 +23,13 @@ from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
 from kha_megatron.conversion.rows import TensorSlot
-from kha_megatron.conversion.sources import ModelSource, open_source, truncate_vocabulary
+from kha_megatron.conversion.sources import ModelSource, open_source
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     count_not_finite,
     fold_heads,
     round_as_stored,
+    truncate_vocabulary,
     upcycle_heads,
 )
 from kha_megatron.errors import CheckpointError, in_one_line
