@@ -106,7 +106,9 @@ def test_cancelled_job_ends_with_1_and_a_chain_goes_on_from_it(data, tmp_path):
     call("scancel", run.job)
     assert run.end() == 1
     assert f"job {run.job} ended with state CANCELLED" in run.log
-    trains = subprocess.run(["pgrep", "-f", f"--save {run.output}"], stdout=subprocess.DEVNULL)
+    trains = subprocess.run(
+        ["pgrep", "-f", "--", f"--save {run.output}"], stdout=subprocess.DEVNULL
+    )
     assert trains.returncode == 1  # no process, whoever its parent is
     saved = run.saved
     assert saved in (20, 40)
