@@ -249,7 +249,9 @@ def stock_type(model: Architecture) -> str:
         return "deepseek_v3"
     if model.num_experts:
         return "glm4_moe" if model.moe_router_score_function == "sigmoid" else "qwen3_moe"
-    return "qwen3" if model.qk_layernorm else "llama"
+    if model.qk_layernorm:
+        return "qwen3"
+    return "qwen2" if model.add_qkv_bias else "llama"
 
 
 def fill_missing_tensors(model: Architecture, model_type: str) -> Architecture:

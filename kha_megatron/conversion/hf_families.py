@@ -10,6 +10,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -88,6 +89,7 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK,
         latent=True,
     ),
+    "qwen2": Family(Qwen2Config, "Qwen2ForCausalLM", {"qk_layernorm": False, "add_qkv_bias": True}),
     "llama": Family(LlamaConfig, "LlamaForCausalLM", _LLAMA, _NO_BIAS | {"mlp_bias": False}),
     "mistral": Family(
         MistralConfig, "MistralForCausalLM", _LLAMA, extra=lambda model: {"sliding_window": None}

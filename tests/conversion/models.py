@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
+    Qwen2Config,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -116,6 +117,7 @@ GLA = MLA | {"kha_attention": "gla"}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen3, tied": Qwen3Config(**SIZES | {"tie_word_embeddings": True}),
+    "qwen2, tied": Qwen2Config(**SIZES | {"tie_word_embeddings": True}),
     "llama": LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
     "llama, llama3 rope": LlamaConfig(
         **SIZES | {"rope_parameters": LLAMA3, "max_position_embeddings": 9000}

@@ -21,7 +21,7 @@ REFUSED = {
         "quantization_config": {"quant_method": "fp8"},
         "some_new_switch": 3,
         "num_key_value_heads": 4,
-        "model_type": "qwen2",
+        "model_type": "gemma3_text",
     },
     "llama": {
         "mlp_bias": True,
@@ -72,8 +72,9 @@ def test_windows_of_the_whole_sequence_are_accepted(raw):
     model = from_hf_config(raw["mistral"])
     assert from_hf_config(raw["mistral"] | {"sliding_window": 24}) == model
     assert from_hf_config(raw["qwen3"] | {"sliding_window": 8}) == from_hf_config(raw["qwen3"])
-    with pytest.raises(CheckpointError, match="sliding_window=8"):
-        from_hf_config(raw["qwen3"] | {"sliding_window": 8, "use_sliding_window": True})
+    for name in ("qwen2, tied", "qwen3"):
+        with pytest.raises(CheckpointError, match="sliding_window=8"):
+            from_hf_config(raw[name] | {"sliding_window": 8, "use_sliding_window": True})
     kinds = ["full_attention", "sliding_attention"]
     with pytest.raises(CheckpointError, match=r"layer_types=.*sliding_attention"):
         from_hf_config(raw["qwen3"] | {"layer_types": kinds})

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -47,6 +48,7 @@ HALF = PARTIAL | {"partial_rotary_factor": 0.5}
 EPSILON = {"rms_norm_eps": 1e-6}  # the only one of deepseek_v3
 FOLDED = {
     "qwen3": KHAModelConfig(**SIZES, **LINEAR),
+    "qwen2": KHAModelConfig(**SIZES | LINEAR, attention_bias=True, use_qk_norm=False),
     "qwen3_moe": KHAModelConfig(**SOFTMAX, **LINEAR),
     "glm4_moe, biases": KHAModelConfig(**SIGMOID, **LINEAR, attention_bias=True),
     "deepseek_v3, yarn, keys only": KHAModelConfig(
@@ -181,6 +183,7 @@ GATES = {
 }
 UPCYCLED = {
     "qwen3, tied": KHA,
+    "qwen2, tied": replace(KHA, gate=Gate(output="element", value="head")),
     "llama, llama3 rope": KHA,
     "glm4_moe": KHA,
     "deepseek_v3, yarn": KHAConfig.from_preset("kha_linear"),
