@@ -9,7 +9,9 @@ import io
 import json
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -115,18 +117,13 @@ class Reader:
                 yield text
 
     def _parquet(self, path: Path) -> Iterator[str]:
+        pyarrow = _pyarrow(path)
         try:
-            from pyarrow import ArrowException, parquet
-        except ImportError as error:
-            raise DataError(
-                f"Reading {path} requires pyarrow. Run `pip install pyarrow`."
-            ) from error
-        try:
-            with parquet.ParquetFile(path) as file:
+            with pyarrow.parquet.ParquetFile(path) as file:
                 for batch in file.iter_batches(batch_size=1024, columns=[self.json_key]):
                     for text in batch.column(0).to_pylist():
                         yield text or ""
-        except (ArrowException, IndexError, AttributeError) as error:
+        except (pyarrow.ArrowException, IndexError, AttributeError) as error:
             raise DataError(
                 f"{path} has no text column {self.json_key!r}, or is damaged ({error}). Pass the "
                 "name of the column with --json-key."
@@ -274,18 +271,30 @@ def _format_of(path: Path) -> str:
     return Path(path.stem).suffix if is_compressed else path.suffix
 
 
-def _open(path: Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return cast(IO[bytes], gzip.open(path))
-    if path.suffix == ".zst":
+@contextmanager
+def _open(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file and decompress it. Raises DataError if it's damaged."""
+    with path.open("rb") as file:
+        if path.suffix not in (".gz", ".zst"):
+            yield file
+            return
         try:
-            import zstandard
-        except ImportError as error:
+            if path.suffix == ".gz":
+                yield cast(IO[bytes], gzip.GzipFile(fileobj=file))
+            else:  # the package zstandard doesn't notice truncated files
+                yield io.BufferedReader(_pyarrow(path).input_stream(file, compression="zstd"))
+        except (OSError, EOFError, zlib.error) as error:
             raise DataError(
-                f"Reading {path} requires zstandard. Run `pip install zstandard`."
+                f"{printable(path)} is damaged ({error}). Copy or compress the file again."
             ) from error
-        return io.BufferedReader(zstandard.open(path, "rb"))
-    return path.open("rb")
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"Reading {path} requires pyarrow. Run `pip install pyarrow`.") from error
+    return pyarrow
 
 
 def _skip(skipped: Skipped, reason: str, path: Path) -> None:

@@ -38,7 +38,7 @@ OUTSIDE = {
     **dict.fromkeys(("", "config", "errors", "announcements", "model", "plan"), NOTHING),
     "heads": {"torch", "triton"},
     "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub", "psutil"},
-    "documents": {"pyarrow", "zstandard"},
+    "documents": {"pyarrow"},
     "hf": {"torch", "transformers", "huggingface_hub"},
     "recipes": {"nemo_run", "psutil", "tensorboard"},
     "compare": {"torch", "matplotlib", "jinja2", "markupsafe"},

@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from transformers import AutoTokenizer
 
 from kha_megatron.data import check_data, indexed_dataset_module, prepare
@@ -29,7 +28,7 @@ def write(file):
         case ".jsonl.gz":
             file.write_bytes(gzip.compress(LINES.encode()))
         case ".jsonl.zst":
-            file.write_bytes(zstandard.compress(LINES.encode()))
+            file.write_bytes(pa.compress(LINES.encode(), codec="zstd", asbytes=True))
         case ".parquet":
             pq.write_table(pa.table({"id": [1, 2, 3], "body": DOCUMENTS}), file)
     return file
@@ -81,6 +80,18 @@ def test_other_content_is_refused(run, tmp_path, name, content, message):
     assert code == 2
     assert re.search(message, line)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_damaged_compression_is_refused(run, tmp_path, name):
+    content = write(tmp_path / name).read_bytes()
+    for damaged in (content[:-1], content[:20] + bytes(9) + content[29:], b"junk" + content):
+        (tmp_path / name).write_bytes(damaged)
+        words = ["--from", tmp_path / name, "--json-key", "body", "--out", tmp_path / "out"]
+        code, _, err = run("data", "prepare", *words)
+        (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+        assert (code, f"{tmp_path / name} is damaged (" in line) == (2, True), err
+        assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
