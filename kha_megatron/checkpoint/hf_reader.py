@@ -36,6 +36,13 @@ def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+def download_hint(path: Path) -> str:
+    """Return the command that downloads ``path``, or "" unless it looks like a Hub model ID."""
+    if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
+        return ""
+    return f" To download a model from the Hub: hf download {path} --local-dir {path.name}"
+
+
 class HFCheckpoint:
     """An open Hugging Face model. ``config`` is the parsed ``config.json``."""
 
@@ -59,6 +66,7 @@ class HFCheckpoint:
         if not is_hf_folder(path):
             raise CheckpointError(
                 f"{CONFIG} not found in {path}. Is this a Hugging Face model directory?"
+                f"{download_hint(path)}"
             )
         if (path / ADAPTER).is_file():
             raise CheckpointError(

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.hf_reader import download_hint
 from kha_megatron.checkpoint.integrity import INTEGRITY
 from kha_megatron.checkpoint.manifest import CONVERTED_FROM
 from kha_megatron.checkpoint.staging import flush, staged_file
@@ -180,7 +181,7 @@ def resolve(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is not a directory. Pass a Megatron --save directory, one of its iter_* "
-            "directories, or a Hugging Face model directory."
+            f"directories, or a Hugging Face model directory.{download_hint(path)}"
         )
     if not (path / TRACKER).exists() and (
         (path / COMMIT_MARK).exists() or iteration_of(path) is not None

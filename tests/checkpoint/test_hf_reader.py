@@ -145,6 +145,8 @@ def test_open_refuses_damaged_and_hostile_directories(sharded, case):
     with pytest.raises(CheckpointError, match=message) as caught:
         HFCheckpoint.open(sharded)
     assert "\n" not in str(caught.value)
+    with pytest.raises(CheckpointError, match=r"hf download Some/Model-1 --local-dir Model-1$"):
+        HFCheckpoint.open("Some/Model-1")
 
 
 @pytest.mark.parametrize(

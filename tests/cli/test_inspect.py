@@ -196,6 +196,7 @@ def test_bad_input_is_refused_before_anything_is_written(
     for given, message in (
         ([plain], f"No KHA matrices found in {plain}"),
         ([tmp_path / "nowhere"], f"{tmp_path / 'nowhere'} is not a directory"),
+        (["Some/Model-1"], "hf download Some/Model-1 --local-dir Model-1"),
         ([tmp_path / "empty"], f"{tmp_path / 'empty'} has no"),
         ([stock, "--text", tmp_path / "nowhere"], "Cannot read"),
         ([stock, "--text", tmp_path / "blank"], "contains no text"),
