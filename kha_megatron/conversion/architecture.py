@@ -26,7 +26,14 @@ class Scaling:
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(Scaling):
     rope_type = "llama3"
-    arguments = MappingProxyType({"factor": "rope_scaling_factor"})
+    arguments = MappingProxyType(
+        {
+            "factor": "rope_scaling_factor",
+            "low_freq_factor": "rope_low_freq_factor",
+            "high_freq_factor": "rope_high_freq_factor",
+            "original_max_position_embeddings": "rope_original_max_position_embeddings",
+        }
+    )
 
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -35,7 +42,7 @@ class Llama3Scaling(Scaling):
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn(Scaling):
-    """YaRN scaling. Megatron only supports this for multi-latent attention (MLA)."""
+    """YaRN scaling. For multi-latent attention (MLA), Megatron has no ``yarn_*`` arguments."""
 
     rope_type = "yarn"
     arguments = MappingProxyType(
@@ -43,6 +50,9 @@ class Yarn(Scaling):
             "factor": "rotary_scaling_factor",
             "mscale": "mscale",
             "mscale_all_dim": "mscale_all_dim",
+            "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
         }
     )
 
@@ -103,7 +113,8 @@ class Architecture(ModelConfig):
     def differences(self, other: "Architecture", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return ``{name: (ours, theirs)}`` for all settings with different values.
 
-        Doesn't compare the vocab size, or head mechanism settings that only matter in training.
+        Doesn't compare the vocab size, the dtype of the router (stock architectures cannot change
+        it), or head mechanism settings that only matter in training.
         """
         ours, theirs = self._settings(ignored), other._settings(ignored)
         found = {name: (ours.get(name), theirs.get(name)) for name in ours | theirs}
@@ -111,7 +122,7 @@ class Architecture(ModelConfig):
 
     def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
         skipped = {"vocab_size", "padded_vocab_size", "kha", "kha_attention", "kha_latent_heads"}
-        skipped.update(ignored)
+        skipped.update(ignored, ["moe_router_dtype"])
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
         for name, value in self.kha.to_dict(start=False).items():
             settings = value if isinstance(value, dict) else {"": value}

@@ -72,11 +72,15 @@ def _read_kha(config: PreTrainedConfig) -> dict[str, Any]:
     return {
         "moe_layer_freq": tuple(int(kind == "sparse") for kind in config.mlp_layer_types),
         "moe_router_enable_expert_bias": config.scoring_func == "sigmoid",
+        "moe_router_dtype": "fp32" if config.router_dtype == "float32" else None,
     }
 
 
 def _write_kha(model: Architecture) -> dict[str, Any]:
-    return {"mlp_layer_types": ["sparse" if sparse else "dense" for sparse in model.moe_layer_freq]}
+    return {
+        "mlp_layer_types": ["sparse" if sparse else "dense" for sparse in model.moe_layer_freq],
+        "router_dtype": "float32" if model.moe_router_dtype else "auto",
+    }
 
 
 def _read_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
@@ -128,7 +132,7 @@ KHA = ExpertFields(
     ),
     _read_kha,
     _write_kha,
-    ("num_local_experts", "mlp_layer_types"),
+    ("num_local_experts", "mlp_layer_types", "router_dtype"),
 )
 
 _SOFTMAX = {
@@ -158,7 +162,11 @@ DEEPSEEK = ExpertFields(
     _write_deepseek,
     ("num_local_experts", "n_shared_experts", "first_k_dense_replace"),
     number="n_routed_experts",
-    always={"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    always={
+        "moe_router_score_function": "sigmoid",
+        "moe_router_enable_expert_bias": True,
+        "moe_router_dtype": "fp32",
+    },
     implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
     dense=lambda model: {"first_k_dense_replace": model.num_layers},
 )

@@ -11,6 +11,7 @@ from kha_megatron.conversion.architecture import (
     STYLE,
     Architecture,
     Llama3Scaling,
+    Scaling,
     Yarn,
 )
 from kha_megatron.errors import CheckpointError
@@ -18,7 +19,8 @@ from kha_megatron.errors import CheckpointError
 SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
-    "position_embedding_type": ("rope",),
+    "position_embedding_type": ("rope", "yarn"),
+    "yarn_correction_range_round_to_int": (True, None),
     "add_bias_linear": (False,),
     "layernorm_zero_centered_gamma": (False, None),
     "qk_l2_norm": (False, None),
@@ -145,7 +147,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
         group_query_attention=groups != heads,
         kv_channels=given["v_head_dim"] if latent else args["kv_channels"],
         rotary_base=float(args["rotary_base"]),
-        scaling=_yarn(args) if latent else _llama3(args),
+        scaling=_latent_yarn(args) if latent else _scaling(args),
         multi_latent_attention=latent,
         kha=kha,
     )
@@ -173,13 +175,14 @@ def _experts(args: Mapping[str, Any], layers: int, sparse: Sequence[int]) -> dic
         "moe_shared_expert_intermediate_size": args["moe_shared_expert_intermediate_size"] or None,
         "moe_layer_freq": tuple(map(int, sparse or frequency)),
         "normalised": normalised,
+        "moe_router_dtype": args.get("moe_router_dtype"),
         "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
         **({name: args.get(name) for name in _GROUPS} if groups > 1 else {}),
     }
 
 
-STOCK_FACTOR = 8.0
-"""Megatron's own scripts always use this factor and ignore ``--rope-scaling-factor``."""
+STOCK_SCALING = Llama3Scaling(factor=8.0)
+"""Megatron's own scripts always use this scaling and ignore ``--rope-scaling-factor``."""
 _STOCK_SPEC = "kha_megatron.training.stock"
 """Used with Megatron's own training script, patched to accept ``--kha-*`` flags."""
 
@@ -193,13 +196,26 @@ def rope_scaling_factor(args: Mapping[str, Any]) -> float:
     """
     of_our_entry_point = "kha_query" in args and (args.get("spec") or [None])[0] != _STOCK_SPEC
     if "spec" in args and not of_our_entry_point:
-        return STOCK_FACTOR
+        return STOCK_SCALING.factor
     return float(args["rope_scaling_factor"])
 
 
-def _llama3(args: Mapping[str, Any]) -> Llama3Scaling | None:
-    if not args.get("use_rope_scaling"):
-        return None
+def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
+    if args["position_embedding_type"] == "yarn":
+        if args["rotary_percent"] != 1.0:  # ignored by Megatron
+            raise _unsupported("rotary_percent", args["rotary_percent"], "YaRN requires 1.0")
+        yarn = Yarn(**_given(args, Yarn))
+        return yarn if yarn.factor != 1.0 else None
+    return _llama3(args) if args.get("use_rope_scaling") else None
+
+
+def _given(args: Mapping[str, Any], kind: type[Scaling]) -> dict[str, Any]:
+    """Return the fields of ``kind`` whose arguments are set."""
+    found = {ours: args.get(name) for ours, name in kind.arguments.items()}
+    return {ours: value for ours, value in found.items() if value is not None}
+
+
+def _llama3(args: Mapping[str, Any]) -> Llama3Scaling:
     asked, factor = float(args["rope_scaling_factor"]), rope_scaling_factor(args)
     if asked != factor:
         announce(
@@ -208,10 +224,10 @@ def _llama3(args: Mapping[str, Any]) -> Llama3Scaling | None:
             f"rope_parameters.factor to {asked:g} in the exported config.json.",
             once=("rope_scaling_factor", asked),
         )
-    return Llama3Scaling(factor=factor)
+    return Llama3Scaling(**_given(args, Llama3Scaling) | {"factor": factor})
 
 
-def _yarn(args: Mapping[str, Any]) -> Yarn | None:
+def _latent_yarn(args: Mapping[str, Any]) -> Yarn | None:
     factor, plain = float(args["rotary_scaling_factor"]), args.get("rope_type") == "rope"
     if plain and args["rotary_percent"] != 1.0:
         raise _unsupported("rotary_percent", args["rotary_percent"], "rope_type=rope requires 1.0")
@@ -219,7 +235,8 @@ def _yarn(args: Mapping[str, Any]) -> Yarn | None:
         raise _unsupported("mscale_all_dim", args["mscale_all_dim"], "rope_type=rope requires 0.0")
     if plain or factor == 1.0:
         return None
-    return Yarn(factor=factor, mscale=args["mscale"], mscale_all_dim=args["mscale_all_dim"])
+    given = _given(args, Yarn)
+    return Yarn(**{name: given[name] for name in ("factor", "mscale", "mscale_all_dim") if name in given})
 
 
 def to_arguments(model: Architecture) -> dict[str, Any]:
@@ -240,8 +257,15 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
         "use_rope_scaling": isinstance(scaling, Llama3Scaling),
         **(_expert_arguments(model) if model.num_experts else {"num_experts": None}),
     }
+    if isinstance(scaling, Yarn) and not model.multi_latent_attention:
+        args["position_embedding_type"] = "yarn"
     if scaling is not None:
-        args |= {name: getattr(scaling, ours) for ours, name in scaling.arguments.items()}
+        given = {ours: getattr(scaling, ours) for ours in scaling.arguments}
+        args |= {  # stock scripts don't have all of these arguments, so leave out the defaults
+            scaling.arguments[ours]: value
+            for ours, value in given.items()
+            if value != getattr(type(scaling), ours, None)
+        }
     if model.multi_latent_attention:
         args["rope_type"] = "rope" if scaling is None else scaling.rope_type
         args.setdefault("rotary_scaling_factor", 1.0)
@@ -273,12 +297,18 @@ _NOT_FROM_CHECKPOINT = (
     "attention_output_gate",
     "use_rope_scaling",
     "rope_scaling_factor",
+    "rope_low_freq_factor",
+    "rope_high_freq_factor",
+    "rope_original_max_position_embeddings",
     "multi_latent_attention",
     *LATENT,
     "rope_type",
     "rotary_scaling_factor",
     "mscale",
     "mscale_all_dim",
+    "yarn_original_max_position_embeddings",
+    "yarn_beta_fast",
+    "yarn_beta_slow",
     "moe_router_dtype",
     "moe_router_num_groups",
     "moe_router_group_topk",

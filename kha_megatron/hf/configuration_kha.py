@@ -11,6 +11,7 @@ _ALLOWED_VALUES = {
     "kha_init": ("identity", "random"),
     "kha_attention": (None, "gta", "gla"),
     "scoring_func": ("softmax", "sigmoid"),
+    "router_dtype": ("float32", "auto"),
 }
 
 
@@ -47,6 +48,10 @@ class KHAModelConfig(PreTrainedConfig):
         norm_topk_prob (`bool`, *optional*, defaults to `True`):
             Whether to normalize the weights of the selected experts. Set it to `False` for models
             trained with `--moe-router-pre-softmax` in Megatron.
+        router_dtype (`str`, *optional*, defaults to `"float32"`):
+            `"float32"` to compute the router in float32, as with `--moe-router-dtype fp32` in
+            Megatron. `"auto"` to round its logits and weights to the dtype of the model, as in
+            Qwen3-MoE.
         kha_query, kha_key, kha_value (`str`, *optional*):
             KHA variant for the query, key and value heads, one of `"linear"`, `"mlp"` and `"gate"`.
             For GTA, use `kha_value` to apply KHA to the tied state.
@@ -129,6 +134,7 @@ class KHAModelConfig(PreTrainedConfig):
     shared_expert_gate: bool = False
     scoring_func: str = "softmax"
     norm_topk_prob: bool = True
+    router_dtype: str = "float32"
     routed_scaling_factor: float | int = 1.0
     n_group: int = 1
     topk_group: int = 1

@@ -223,11 +223,13 @@ def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
 
 class KHARouter(nn.Module):
     """
-    Top-k router in float32. Equivalent to `topk_routing_with_score_function` in Megatron-Core.
+    Top-k router. Equivalent to `topk_routing_with_score_function` in Megatron-Core.
 
     - `scoring_func="softmax"`: if `norm_topk_prob` is set (default in Megatron), the softmax is
       computed over the selected experts, otherwise over all experts.
     - `scoring_func="sigmoid"`: `e_score_correction_bias` is only used for selecting the experts.
+    - `router_dtype="auto"`: logits and weights have the dtype of the model. Softmax routing is then
+      bit-identical to Qwen3-MoE, which normalizes the softmax over all experts.
     - `n_group > 1`: each token is routed to its `topk_group` best groups only, see section 2.1.2 of
       DeepSeek-V3 (https://huggingface.co/papers/2412.19437).
     """
@@ -237,6 +239,9 @@ class KHARouter(nn.Module):
         self.top_k = config.num_experts_per_tok
         self.score_function = config.scoring_func
         self.normalise = config.norm_topk_prob
+        self.in_float32 = config.router_dtype == "float32"
+        # Qwen3-MoE has no groups.
+        self.like_qwen = not self.in_float32 and config.n_group == 1
         self.scaling_factor = config.routed_scaling_factor
         self.groups, self.groups_per_token = config.n_group, config.topk_group
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
@@ -247,9 +252,12 @@ class KHARouter(nn.Module):
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the router logits of all experts, and the weights and indices of the top k."""
         logits = self.logits(hidden_states.reshape(-1, hidden_states.shape[-1]))
-        return logits, *self.choose(logits)
+        weights, experts = self.choose(logits)
+        return logits, weights.to(logits.dtype), experts
 
     def logits(self, hidden_states: Tensor) -> Tensor:
+        if not self.in_float32:
+            return F.linear(hidden_states, self.weight)
         # Autocast could change which experts are selected.
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
             return F.linear(hidden_states.float(), self.weight.float())
@@ -257,7 +265,7 @@ class KHARouter(nn.Module):
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Select the top-k experts for each token. Returns their weights (float32) and indices."""
         if self.score_function == "sigmoid":
-            scores = logits.sigmoid()
+            scores = logits.float().sigmoid()
             choice = self._mask_groups(scores + self.e_score_correction_bias)
             # Megatron only sorts during training. Do the same, as the order affects rounding.
             experts = choice.topk(self.top_k, dim=-1, sorted=torch.is_grad_enabled()).indices
@@ -265,10 +273,13 @@ class KHARouter(nn.Module):
             if self.normalise:
                 weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         else:
-            scores = logits if self.normalise else logits.softmax(-1)
+            selected_only = self.normalise and not self.like_qwen
+            scores = logits if selected_only else logits.softmax(-1, dtype=torch.float32)
             weights, experts = self._mask_groups(scores).topk(self.top_k, dim=-1)
-            if self.normalise:
-                weights = weights.softmax(-1)
+            if selected_only:
+                weights = weights.softmax(-1, dtype=torch.float32)
+            elif self.normalise:
+                weights = weights / weights.sum(-1, keepdim=True)
         return weights * self.scaling_factor, experts
 
     def _mask_groups(self, scores: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ class KHASparseMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits = self.gate.logits(hidden_states)
-        return self.experts(hidden_states=hidden_states, router_logits=logits)
+        return self.experts(hidden_states=hidden_states, router_logits=logits.float())
 
 
 class KHADecoderLayer(Qwen3MoeDecoderLayer):

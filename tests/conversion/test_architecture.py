@@ -100,25 +100,27 @@ def test_megatrons_own_scripts_ignore_the_factor(ranks, args):
 
 
 @pytest.mark.parametrize(
-    ("score", "top_k", "pre_softmax", "normalised"),
+    ("score", "top_k", "pre_softmax", "normalised", "dtype"),
     [
-        ("sigmoid", 2, False, True),
-        ("sigmoid", 1, False, False),
-        ("softmax", 2, False, True),
-        ("softmax", 2, True, False),
-        ("softmax", 1, True, False),
+        ("sigmoid", 2, False, True, "fp32"),
+        ("sigmoid", 1, False, False, "fp64"),
+        ("softmax", 2, False, True, None),
+        ("softmax", 2, True, False, "fp32"),
+        ("softmax", 1, True, False, None),
     ],
 )
-def test_normalised_follows_megatron(args, score, top_k, pre_softmax, normalised):
+def test_router_follows_megatron(args, score, top_k, pre_softmax, normalised, dtype):
     edits = {
         "moe_router_score_function": score,
         "moe_router_topk": top_k,
         "moe_router_pre_softmax": pre_softmax,
         "moe_router_enable_expert_bias": False,
         "moe_router_topk_scaling_factor": None,
+        "moe_router_dtype": dtype,
     }
     config = hf_config(args | edits, KHAConfig(), 51)
     assert (config.norm_topk_prob, config.routed_scaling_factor) == (normalised, 1.0)
+    assert config.router_dtype == ("float32" if dtype else "auto")
 
 
 def test_hybrid_layer_patterns(args):

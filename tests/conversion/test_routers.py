@@ -26,6 +26,8 @@ CASES = {
     "sigmoid, groups": SIGMOID
     | {"moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
     "softmax, groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
+    "softmax, groups, rounded": {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
+    | {"moe_router_topk": 4, "moe_router_dtype": None},
     "softmax before the choice, groups": {"normalised": False, "moe_router_topk": 2}
     | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
 }
@@ -35,6 +37,7 @@ SMALL = {
     "moe_router_topk": 3,
     "moe_ffn_hidden_size": 4,
     "moe_layer_freq": (1, 1),
+    "moe_router_dtype": "fp32",
 }
 
 

@@ -186,6 +186,8 @@ UPCYCLED = {
     "qwen2, tied": replace(KHA, gate=Gate(output="element", value="head")),
     "llama, llama3 rope": KHA,
     "glm4_moe": KHA,
+    "qwen3_moe": KHA,
+    "qwen3_moe, weights as they are, a dense layer": KHA,
     "deepseek_v3, yarn": KHAConfig.from_preset("kha_linear"),
     "kha, gta, no norm, nothing knocked": KHAConfig(query="linear", value="mlp", attention="gta"),
     **{f"qwen3; {name}": KHAConfig(gate=gate) for name, gate in GATES.items()},
