@@ -18,7 +18,7 @@ sys.argv += [word for flag in cpu.MEGATRON_FLAGS.items() for word in flag if wor
 from kha_megatron.mcore import compat
 
 compat.use_shipped_dataset_helpers()  # The wheel has no Makefile to compile them.
-compat.use_forked_checkpoint_writers()
+compat.use_forked_writers()
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
