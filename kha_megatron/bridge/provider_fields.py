@@ -48,8 +48,9 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
 
 def provider_to_hf_config(provider: Any) -> KHAModelConfig:
     """Convert a provider to a Hugging Face config."""
-    if (scale := provider.softmax_scale) is not None:  # has no command-line argument in Megatron
-        raise CheckpointError(f"softmax_scale={scale!r} is not supported for kha models.")
+    for name, supported in (("softmax_scale", None), ("position_embedding_type", "rope")):
+        if (value := getattr(provider, name)) != supported:
+            raise CheckpointError(f"{name}={value!r} is not supported for kha models.")
     model = from_arguments(_arguments(provider), read_kha(provider), provider.vocab_size)
     return to_hf_config(model, "kha")
 

@@ -206,7 +206,7 @@ def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[s
     if kind == "llama3" and not latent:
         names = [field.name for field in dataclasses.fields(Llama3Scaling)]
         return rope | {"scaling": Llama3Scaling(**{name: given[name] for name in names})}
-    if kind == "yarn" and latent:
+    if kind == "yarn":
         return rope | {"scaling": _read_yarn(given)}
     why = f"Megatron does not implement rope_type {kind!r} for this attention"
     raise _unsupported("rope_parameters", given, why)

@@ -235,8 +235,8 @@ def _latent_yarn(args: Mapping[str, Any]) -> Yarn | None:
         raise _unsupported("mscale_all_dim", args["mscale_all_dim"], "rope_type=rope requires 0.0")
     if plain or factor == 1.0:
         return None
-    given = _given(args, Yarn)
-    return Yarn(**{name: given[name] for name in ("factor", "mscale", "mscale_all_dim") if name in given})
+    given = {name: value for name, value in args.items() if not name.startswith("yarn_")}
+    return Yarn(**_given(given, Yarn))
 
 
 def to_arguments(model: Architecture) -> dict[str, Any]:
@@ -258,7 +258,8 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
         **(_expert_arguments(model) if model.num_experts else {"num_experts": None}),
     }
     if isinstance(scaling, Yarn) and not model.multi_latent_attention:
-        args["position_embedding_type"] = "yarn"
+        # Megatron accepts add_position_embedding=False only for rope
+        args |= {"position_embedding_type": "yarn", "add_position_embedding": True}
     if scaling is not None:
         given = {ours: getattr(scaling, ours) for ours in scaling.arguments}
         args |= {  # stock scripts don't have all of these arguments, so leave out the defaults

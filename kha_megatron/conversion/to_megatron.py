@@ -22,7 +22,7 @@ from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
-from kha_megatron.conversion.megatron_arguments import STOCK_FACTOR, command_line, to_arguments
+from kha_megatron.conversion.megatron_arguments import STOCK_SCALING, command_line, to_arguments
 from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import open_source, parse_dtype
 from kha_megatron.conversion.table import MODEL, tensor_slots
@@ -57,11 +57,10 @@ class MegatronPlan(Plan):
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
         source, args = self.source, dict(self.args)
-        if (factor := args.get("rope_scaling_factor", STOCK_FACTOR)) != STOCK_FACTOR:
+        if args.get("use_rope_scaling") and source.model.scaling != STOCK_SCALING:
             announce(
                 "Please train this model with `python -m kha_megatron.training`, because "
-                f"Megatron's own scripts use a RoPE scaling factor of {STOCK_FACTOR:g} instead of "
-                f"{factor:g}."
+                f"Megatron's own scripts always use {STOCK_SCALING}."
             )
         with staged_folder(target) as folder:
             check_room(folder, self.size)

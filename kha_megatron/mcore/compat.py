@@ -420,10 +420,22 @@ def let_fsdp2_resume() -> None:
     training.load_checkpoint = load_with_step
 
 
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""Parameters of Llama 3 RoPE scaling without a Megatron argument, and their defaults there."""
+
+
 def gpt_config(args: Any, transformer: Any) -> Any:
-    """Like ``gpt_config_from_args``, but also applies ``--rope-scaling-factor``."""
+    """Like ``gpt_config_from_args``, but also applies all parameters of Llama 3 RoPE scaling."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.training.argument_utils import gpt_config_from_args
 
     config = gpt_config_from_args(args, config=transformer)
     config.rope_scaling_factor = args.rope_scaling_factor
+    given = (vars(args).get(f"rope_{name}") or value for name, value in LLAMA3_ROPE.items())
+    # these defaults are always used, except for the first one (the factor)
+    RotaryEmbedding._apply_scaling.__defaults__ = (args.rope_scaling_factor, *given)
     return config

@@ -43,7 +43,7 @@ def check_arguments(
 
 def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFacts:
     """Collect what head mechanisms need to know about the model for their own checks."""
-    rotary = model.position_embedding_type == "rope" and not model.multi_latent_attention
+    rotary = model.position_embedding_type in ("rope", "yarn") and not model.multi_latent_attention
     return HeadFacts(
         multi_latent=model.multi_latent_attention,
         attention=model.kha_attention,

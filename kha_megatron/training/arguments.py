@@ -13,7 +13,7 @@ from kha_megatron.heads import Knock
 from kha_megatron.heads.gate import ALIASES
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
 from kha_megatron.mcore import cpu
-from kha_megatron.mcore.compat import lacks_te_extension
+from kha_megatron.mcore.compat import LLAMA3_ROPE, lacks_te_extension
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.rules import check_arguments
@@ -101,6 +101,12 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         action="store_false",
         help="Do not write hashes of torch_dist checkpoints, and do not verify them when loading.",
     )
+    for name, value in LLAMA3_ROPE.items():
+        group.add_argument(
+            f"--rope-{name.replace('_', '-')}",
+            type=type(value),
+            help=f"Same as {name} in Hugging Face (default: {value}). Requires --use-rope-scaling.",
+        )
     if "--moe-router-bias-update-rms" not in parser._option_string_actions:  # a patch brings it too
         group.add_argument(
             "--moe-router-bias-update-rms",

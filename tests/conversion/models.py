@@ -41,9 +41,9 @@ LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
     "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 3.5,
+    "original_max_position_embeddings": 16,
 }
 YARN = {
     "rope_type": "yarn",
@@ -55,6 +55,8 @@ YARN = {
     "beta_fast": 32,
     "beta_slow": 1,
 }
+SHORT_YARN = YARN | {"original_max_position_embeddings": 16, "beta_fast": 2, "beta_slow": 0.1}
+"""Interpolates half of the second frequency. With the default betas, it would be all of it."""
 LATENT = {
     "num_key_value_heads": 6,
     "q_lora_rank": 20,
@@ -117,11 +119,11 @@ GLA = MLA | {"kha_attention": "gla"}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES),
     "qwen3, tied": Qwen3Config(**SIZES | {"tie_word_embeddings": True}),
-    "qwen2, tied": Qwen2Config(**SIZES | {"tie_word_embeddings": True}),
-    "llama": LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
-    "llama, llama3 rope": LlamaConfig(
-        **SIZES | {"rope_parameters": LLAMA3, "max_position_embeddings": 9000}
+    "qwen2, tied, yarn": Qwen2Config(
+        **SIZES | {"tie_word_embeddings": True, "rope_parameters": SHORT_YARN}
     ),
+    "llama": LlamaConfig(**SIZES | {"num_key_value_heads": 6}),
+    "llama, llama3 rope": LlamaConfig(**SIZES | {"rope_parameters": LLAMA3}),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "qwen3_moe": Qwen3MoeConfig(**QWEN3_MOE),
     "qwen3_moe, weights as they are, a dense layer": Qwen3MoeConfig(

@@ -29,7 +29,12 @@ REFUSED = {
     },
     "mistral": {"sliding_window": 8},
     "qwen3_moe": {"attention_bias": True, "shared_expert_gate": 2},
-    "glm4_moe": {"num_nextn_predict_layers": 1, "norm_topk_prob": False, "n_group": 5},
+    "glm4_moe": {
+        "num_nextn_predict_layers": 1,
+        "norm_topk_prob": False,
+        "n_group": 5,
+        "yarn": YARN,
+    },
     "deepseek_v3": {
         "rope_interleave": False,
         "q_lora_rank": None,
@@ -45,7 +50,7 @@ REFUSED = {
 }
 NAMED = {
     "norm_topk_prob": "normalised=False",
-    "yarn": "scaling=Yarn",
+    "yarn": "(scaling=Yarn|rotary_percent=0.5)",
     "topk_group": "n_group=4 with topk_group=1",
     "num_mtp_layers": "num_nextn_predict_layers=1",
 }
@@ -72,7 +77,7 @@ def test_windows_of_the_whole_sequence_are_accepted(raw):
     model = from_hf_config(raw["mistral"])
     assert from_hf_config(raw["mistral"] | {"sliding_window": 24}) == model
     assert from_hf_config(raw["qwen3"] | {"sliding_window": 8}) == from_hf_config(raw["qwen3"])
-    for name in ("qwen2, tied", "qwen3"):
+    for name in ("qwen2, tied, yarn", "qwen3"):
         with pytest.raises(CheckpointError, match="sliding_window=8"):
             from_hf_config(raw[name] | {"sliding_window": 8, "use_sliding_window": True})
     kinds = ["full_attention", "sliding_attention"]

@@ -21,7 +21,7 @@ LAYOUTS = {
 }
 QUICK = {
     "qwen3, tied": "TP2",
-    "qwen2, tied": "TP2",
+    "qwen2, tied, yarn": "TP2",
     "llama, llama3 rope": "PP2",
     "glm4_moe": "EP2",
     "deepseek_v3": "TP2",

@@ -27,6 +27,7 @@ from tests.conversion.models import (
     LINEAR,
     MLA,
     PARTIAL,
+    SHORT_YARN,
     SIZES,
     YARN,
     make,
@@ -48,7 +49,11 @@ HALF = PARTIAL | {"partial_rotary_factor": 0.5}
 EPSILON = {"rms_norm_eps": 1e-6}  # the only one of deepseek_v3
 FOLDED = {
     "qwen3": KHAModelConfig(**SIZES, **LINEAR),
-    "qwen2": KHAModelConfig(**SIZES | LINEAR, attention_bias=True, use_qk_norm=False),
+    "qwen2, yarn": KHAModelConfig(
+        **SIZES | LINEAR | {"rope_parameters": SHORT_YARN},
+        attention_bias=True,
+        use_qk_norm=False,
+    ),
     "qwen3_moe": KHAModelConfig(**SOFTMAX, **LINEAR),
     "glm4_moe, biases": KHAModelConfig(**SIGMOID, **LINEAR, attention_bias=True),
     "deepseek_v3, yarn, keys only": KHAModelConfig(
@@ -183,7 +188,7 @@ GATES = {
 }
 UPCYCLED = {
     "qwen3, tied": KHA,
-    "qwen2, tied": replace(KHA, gate=Gate(output="element", value="head")),
+    "qwen2, tied, yarn": replace(KHA, gate=Gate(output="element", value="head")),
     "llama, llama3 rope": KHA,
     "glm4_moe": KHA,
     "qwen3_moe": KHA,

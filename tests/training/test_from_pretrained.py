@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from transformers import Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
@@ -25,8 +25,10 @@ RUN = shlex.split("""
 
 
 @pytest.mark.whole
-def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path):
-    make(CONFIGS["qwen3"]).save_pretrained(tmp_path / "base")
+@pytest.mark.parametrize("name", ["qwen3", "qwen2, tied, yarn", "llama, llama3 rope"])
+def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path, name):
+    base = make(CONFIGS[name])
+    base.save_pretrained(tmp_path / "base")
     planned = to_megatron.plan_import(
         tmp_path / "base", upcycle=KHAConfig(query="linear", key="linear", value="linear")
     )
@@ -49,7 +51,9 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path):
     to_hf.plan_export(tmp_path / "run").write(tmp_path / "knocked")
     to_hf.plan_export(tmp_path / "run", fold=True).write(tmp_path / "folded")
     knocked = KHAForCausalLM.from_pretrained(tmp_path / "knocked").eval()
-    folded = Qwen3ForCausalLM.from_pretrained(tmp_path / "folded").eval()
+    folded = AutoModelForCausalLM.from_pretrained(tmp_path / "folded").eval()
+    assert type(folded) is type(base)
+    assert base.config.rope_parameters.items() <= folded.config.rope_parameters.items()
     with torch.no_grad():
         expected = knocked(tokens()).logits
         torch.testing.assert_close(folded(tokens()).logits, expected, rtol=0, atol=1e-5)
