@@ -249,6 +249,8 @@ def stock_type(model: Architecture) -> str:
         return "deepseek_v3"
     if model.num_experts:
         return "glm4_moe" if model.moe_router_score_function == "sigmoid" else "qwen3_moe"
+    if model.rotary_percent != 1.0 or (model.qk_layernorm and model.add_qkv_bias):
+        return "glm4_moe"  # without experts
     if model.qk_layernorm:
         return "qwen3"
     return "qwen2" if model.add_qkv_bias else "llama"

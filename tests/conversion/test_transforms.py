@@ -63,6 +63,12 @@ FOLDED = {
         | {"rope_parameters": YARN, "max_position_embeddings": 9000}
         | {"kha_query": None, "kha_value": None}
     ),
+    "glm4_moe, dense, partial rope, biases": KHAModelConfig(
+        **SIZES | LINEAR | {"rope_parameters": PARTIAL}, attention_bias=True
+    ),
+    "glm4_moe, dense, collaborative, wider keys": KHAModelConfig(
+        **SIZES, kha_collaborative={"dim": 14}
+    ),
     "qwen3, collaborative": KHAModelConfig(**SIZES, kha_collaborative={"dim": 6}),
     "qwen3_next, collaborative, wider keys": KHAModelConfig(
         **SIZES,
@@ -150,7 +156,6 @@ def test_folding_a_megatron_checkpoint(ranks, tmp_path, kha):
     ("changes", "message"),
     [
         ({"kha_query": "linear", "kha_value": "mlp"}, "Only linear KHA can be folded, .*value=mlp"),
-        ({"kha_collaborative": {"dim": 14}}, r"exported as qwen3: .*partial_rotary_factor=0\.4"),
         (
             {"kha_collaborative": {"dim": 6}, "head_dim": 8, "rope_parameters": HALF},
             r"cannot be converted to standard heads: QK-norm over 6 features",
