@@ -149,7 +149,7 @@ def to_megatron(
     You can load the checkpoint with any parallel layout. It's a "release" checkpoint, i.e. training
     starts at iteration 0 with a fresh optimizer state.
 
-    Supported architectures: kha, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3.
+    Supported architectures: kha, qwen2, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3.
     qwen3_next and qwen3_5_text only work if all layers use full attention.
 
     Examples:
@@ -211,7 +211,8 @@ def upcycle(
     """Add KHA, gates or MoH to a pretrained model without changing its outputs.
 
     KHA matrices start as the identity. Gates start at 1/2, so we double the preceding weights to
-    compensate. Either way, the logits are bit-exact.
+    compensate. Either way, the logits are bit-exact, except for rounding in Qwen3-Next and Qwen3.5,
+    with talking heads, and with gates in float16 where half an activation is subnormal.
 
     Mixture-of-head (--heads moh.router=query_norm --heads moh.quantized=true) doesn't change any
     tensor either, but it drops heads, so the loss does change. Use --text to see by how much. For
@@ -315,6 +316,8 @@ def _finish(
     as_json: bool,
     losses: dict[str, float] | None = None,
 ) -> None:
+    from kha_megatron.conversion.verify import LOGIT_TOLERANCE
+
     verification = _verify(plan, written.path, workers) if verify else None
     files = f"{written.shards} file{'s' if written.shards > 1 else ''}"
     values = asdict(written)
@@ -328,6 +331,14 @@ def _finish(
     if written.arguments:
         facts["train on with"] = " ".join([*written.arguments, "--load RUN --save RUN"])
     facts |= not_finite(written.not_finite)
+    logits = verification and verification.logits
+    if verification and logits and verification.tensors.remark.endswith("folded"):
+        sparse = [m for m in plan.source.model.kha.mechanisms if m.is_sparse]
+        if sparse and logits.limit is None and logits.max_difference >= LOGIT_TOLERANCE:
+            announce(
+                f"Folding rounded the weights to {written.dtype}, so that {sparse[0]} can select "
+                f"other heads. Logits differ by up to {logits.max_difference:.2g}."
+            )
     if losses:
         values["loss"] = losses
         facts |= {f"loss {when}": f"{losses[when]:.4f} nats" for when in ("before", "after")}

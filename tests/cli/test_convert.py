@@ -155,6 +155,18 @@ def test_to_megatron_is_verified_and_prints_the_arguments_to_resume(run, qwen3, 
     assert "--load RUN --save RUN" in " ".join(stdout.split())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fold_prints_what_rounding_does_to_mixtures_of_heads(run, tmp_path, dtype):
+    config = KHAModelConfig(**SIZES, kha_query="linear", kha_moh={"shared": 2, "active": 2})
+    make(config).to(getattr(torch, dtype)).save_pretrained(tmp_path / "kha")
+    words = ("--architecture", "kha", "--json")
+    code, stdout, stderr = run("convert", "fold", tmp_path / "kha", tmp_path / "out", *words)
+    assert code == 0
+    logits = json.loads(stdout)["verification"]["logits"]
+    message = f"can select other heads. Logits differ by up to {logits['max_difference']:.2g}."
+    assert (message in stderr) == (dtype == "bfloat16")
+
+
 def test_fold_then_verify(run, linear, tmp_path):
     out = tmp_path / "folded"
     code, stdout, _ = run("convert", "fold", linear, out, "--json")
