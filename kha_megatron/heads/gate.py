@@ -200,7 +200,9 @@ class Gate(Mechanism):
         return size * multiplied + 2 * score * scores
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
-        """A multiplicative sigmoid gate starts at 1/2, so double the projection in front of it."""
+        """A multiplicative sigmoid gate starts at 1/2, so double the projection in front of it.
+
+        This is bit-exact except in float16, where half an activation can be subnormal."""
         if (self.form, self.activation) == ("multiply", "sigmoid"):
             return tuple("output" if p == "dense" else p for p in self.positions)
         if (self.form, self.activation) == ("add", "silu"):

@@ -246,7 +246,8 @@ class Mechanism:
 
     @property
     def is_exact_at_start(self) -> bool:
-        """Whether outputs stay bit-identical with the mechanism's default initialization."""
+        """Whether the default initialization leaves outputs bit-identical (for talking heads: those
+        of unfused attention)."""
         sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
         try:
             doubled = self.projections_to_double()

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TalkingHeads(Mechanism):
-    """Mix attention logits and weights across heads. Bit-exact no-op at initialization.
+    """Mix attention logits and weights across heads. Initialized to the identity.
 
-    Note: There's no fused kernel for this. Every layer materializes ``num_heads * seq_len**2``
-    logits and weights, so memory grows quickly with the sequence length.
+    Note: There's no fused kernel for this. Even at initialization, outputs therefore differ by
+    rounding from a model with fused attention, e.g. in bfloat16. Every layer materializes
+    ``num_heads * seq_len**2`` logits and weights, so memory grows quickly with the sequence length.
     """
 
     name: ClassVar[str] = "talking"

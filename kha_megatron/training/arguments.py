@@ -74,8 +74,9 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         "--kha-upcycle",
         action="store_true",
         help="Initialize the model from --pretrained-checkpoint, which was trained without KHA. "
-        "The shared matrices are initialized to the identity. If --load already contains a "
-        "checkpoint, training resumes from it instead.",
+        "The shared matrices are initialized to the identity, which preserves outputs bit for bit "
+        "(talking heads: up to rounding). If --load already contains a checkpoint, training "
+        "resumes from it instead.",
     )
     group.add_argument(
         "--kha-log-interval",
