@@ -315,8 +315,10 @@ class KHAConfig(KnockSettings):
                 raise ConfigError(why)
         if self.mechanisms or self.attention:
             mistakes = {
-                "KHA does not support --mtp-num-layers, because Megatron builds the layers for "
-                "multi-token prediction without the layer spec.": facts.predictions,
+                "Multi-token prediction with KHA requires a hybrid model (--hybrid-layer-pattern "
+                "'*-*-/*-'), because GPTModel builds these layers without the layer spec.": (
+                    facts.predictions
+                ),
                 f"{self} does not support --flash-decode.": facts.flash_decode,
             }
             raise_first(mistakes)

@@ -26,7 +26,7 @@ from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage, apply_stage
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
-from kha_megatron.mcore.head_ranks import HeadRanks
+from kha_megatron.mcore.head_ranks import HeadRanks, layers_per_attention
 from kha_megatron.mcore.hooks import ProjectionHook
 from kha_megatron.mcore.knocking import KnockingHeads, MechanismWeight, MechanismWeights
 from kha_megatron.mcore.qkv import QKVSplit
@@ -68,7 +68,8 @@ class KnockedAttention(Attention):
                 setattr(self, tensor.name, kind(config, tensor, **common))
             self.input_projections += [tensor.name for tensor in tensors if tensor.reads_input]
             modules = {t.name: getattr(self, t.name) for t in tensors if not t.reads_input}
-            mechanism = mechanism.for_layer(self.layer_number - 1)
+            layer = (self.layer_number - 1) // layers_per_attention(config)
+            mechanism = mechanism.for_layer(layer)
             self.mechanisms.append((mechanism, MechanismWeights(modules)))
             if "core" in mechanism.stages:
                 self.core_attention.set_mechanism(*self.mechanisms[-1])
@@ -168,7 +169,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         **kwargs: Any,
     ) -> None:
         kha = kha.with_output_gate(config.attention_output_gate)
-        check_config(config, kha, layers=config.num_layers)
+        check_config(config, kha, layers=config.num_layers // layers_per_attention(config))
         model = ModelConfig.from_config(config, kha)
         layout = model.qkv
         if kha.own_projections:

@@ -17,6 +17,11 @@ from kha_megatron.mcore.added_loss import LossScale, with_loss
 from kha_megatron.mcore.settings import training_arguments
 
 
+def layers_per_attention(config: TransformerConfig) -> int:
+    # if this matters for a mechanism, hybrid.py checks that attention and MLP layers alternate
+    return 2 if config.is_hybrid_model else 1
+
+
 class HeadRanks(Ranks):
     """Implementation of :class:`Ranks` for one layer of a Megatron model.
 
@@ -51,7 +56,7 @@ class HeadRanks(Ranks):
 
     @property
     def layers(self) -> int:
-        return self.config.num_layers
+        return self.config.num_layers // layers_per_attention(self.config)
 
     def iteration(self) -> int | None:
         arguments = vars(training_arguments())

@@ -1,12 +1,13 @@
 """Hybrid models (``--hybrid-layer-pattern``) with KHA.
 
-The attention (``*``), MLP (``-``) and MoE (``E``) layers are halves of our GPT layers. This way,
-they have the same options and checkpoint format as GPT models. Other layer types, such as Mamba
-(``M``), come from Megatron.
+The attention (``*``, or ``+`` for latent attention), MLP (``-``) and MoE (``E``) layers are halves
+of our GPT layers. This way, they have the same options as GPT models. Other layer types, such as
+Mamba (``M``), come from Megatron.
 """
 
 import copy
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 from kha_megatron.config import KHAConfig
@@ -16,10 +17,17 @@ from kha_megatron.mcore.settings import named_config, publish
 from kha_megatron.mcore.specs import kha_layer_spec
 
 with megatron_imports():
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
     from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.multi_token_prediction import (
+        MultiTokenPredictionBlock,
+        MultiTokenPredictionBlockSubmodules,
+        MultiTokenPredictionLayer,
+        MultiTokenPredictionLayerSubmodules,
+    )
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,7 +39,11 @@ with megatron_imports():
 
 
 class KHAHybridStack(HybridStack):
-    """``HybridStack`` with KHA in its attention layers. Submodules are built from ``config``.
+    """``HybridStack`` with KHA in its attention layers.
+
+    The specs of all layers depend on ``config``, so they are built here and stored in
+    ``submodules``. ``HybridModel`` reads them again for multi-token prediction, after building
+    this stack.
 
     ``kha`` is a KHAConfig or the name of a spec (see :mod:`kha_megatron.mcore.settings`).
     """
@@ -39,24 +51,23 @@ class KHAHybridStack(HybridStack):
     def __init__(
         self,
         config: TransformerConfig,
+        submodules: HybridStackSubmodules,
         *args: Any,
         kha: KHAConfig | str,
-        layer_type_list: list[str],
-        pp_layer_offset: int = 0,
         post_layer_norm: bool = True,
         pg_collection: ProcessGroupCollection,
         **kwargs: Any,
     ) -> None:
         name, kha = (kha, named_config(kha)) if isinstance(kha, str) else (None, kha)
         kha = kha.with_output_gate(config.attention_output_gate)
-        _check(config, layer_type_list, kha)
+        _check(config, kha, kwargs.get("layer_type_list") or (), kwargs.get("pp_layer_offset", 0))
         layers = _gpt_layers(config, kha)
+        for part, spec in _submodules(layers, config).items():
+            setattr(submodules, part, spec)
         super().__init__(
             config,
-            _submodules(layers, config),
+            submodules,
             *args,
-            layer_type_list=layer_type_list,
-            pp_layer_offset=pp_layer_offset,
             post_layer_norm=False,  # Megatron's final norm always requires Transformer Engine
             pg_collection=pg_collection,
             **kwargs,
@@ -67,24 +78,35 @@ class KHAHybridStack(HybridStack):
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
         if name:
-            publish(name, kha, pg_collection, logs=pp_layer_offset == 0)
+            publish(
+                name,
+                kha,
+                pg_collection,
+                multi_latent=config.multi_latent_attention,
+                logs=self.pre_process,
+            )
+
+    def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
+        return submodules  # our GPT layers are fused already
 
 
-def _check(config: TransformerConfig, layers: list[str], kha: KHAConfig) -> None:
-    stages = config.virtual_pipeline_model_parallel_size
-    latent = sorted({Symbols.MLA, Symbols.DS_ATTENTION} & set(layers))
-    others = sorted(set(layers) - {Symbols.ATTENTION, Symbols.MLP, Symbols.MOE})
-    mistakes = {
-        f"Hybrid models do not support virtual_pipeline_model_parallel_size={stages}.": (
-            stages is not None
-        ),
-        f"Hybrid models do not support attention={kha.attention}. Use a GPT model.": kha.attention,
-        f"Hybrid models with KHA do not support latent attention ({' '.join(latent)}).": latent,
-        f"Hybrid layers {' '.join(others)} require --transformer-impl transformer_engine.": (
-            others and config.transformer_impl != "transformer_engine"  # would be identity layers
-        ),
-    }
-    raise_first(mistakes)
+def _check(config: TransformerConfig, kha: KHAConfig, layers: Sequence[str], offset: int) -> None:
+    attends = [layer in (Symbols.ATTENTION, Symbols.MLA) for layer in layers]
+    alternate = all(a == (n % 2 == 0) for n, a in enumerate(attends, offset))
+    counted = [m for m in kha.mechanisms if m.adds_loss or m.for_layer(0) is not m]
+    others = set(layers) - {Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE}
+    raise_first(
+        {
+            "KHA does not support DeepSeek sparse attention (D).": Symbols.DS_ATTENTION in layers,
+            f"{kha} requires --hybrid-layer-pattern to alternate between attention and MLP layers, "
+            f"e.g. *-*E.": counted and not alternate,
+            f"{kha} does not support multi-token prediction.": counted and config.mtp_num_layers,
+            f"Hybrid layers {' '.join(sorted(others))} require "
+            "--transformer-impl transformer_engine.": (
+                others and config.transformer_impl != "transformer_engine"  # would be the identity
+            ),
+        }
+    )
 
 
 def _gpt_layers(config: TransformerConfig, kha: KHAConfig) -> TransformerBlockSubmodules:
@@ -92,26 +114,40 @@ def _gpt_layers(config: TransformerConfig, kha: KHAConfig) -> TransformerBlockSu
     both = copy.copy(config)
     both.num_layers, both.moe_layer_freq = 2, [0, 1]
     both.pipeline_model_parallel_size, both.pipeline_model_parallel_layout = 1, None
+    both.virtual_pipeline_model_parallel_size = None
     both.num_layers_in_first_pipeline_stage = both.num_layers_in_last_pipeline_stage = None
     return kha_layer_spec(both, kha)
 
 
-def _submodules(
-    layers: TransformerBlockSubmodules, config: TransformerConfig
-) -> HybridStackSubmodules:
+def _submodules(layers: TransformerBlockSubmodules, config: TransformerConfig) -> dict[str, Any]:
     dense, moe = layers.layer_specs
     mlp = ("pre_mlp_layernorm", "mlp", "mlp_bda")
     attention = ("input_layernorm", "self_attention", "self_attn_bda")
+    attends = "mla_layer" if config.multi_latent_attention else "attention_layer"
     parts: dict[str, Any] = {
-        "attention_layer": _part(TransformerLayer, dense, *attention),
+        attends: _part(TransformerLayer, dense, *attention),
         "mlp_layer": _part(MLPLayer, dense, *mlp),
         "moe_layer": _part(MoETransformerLayer, moe, *mlp),
     }
-    if config.transformer_impl != "transformer_engine":
-        return HybridStackSubmodules(**parts)
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    if config.transformer_impl == "transformer_engine":
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    return replace(hybrid_stack_spec.submodules, mtp_block_spec=None, **parts)
+        stock = hybrid_stack_spec.submodules
+        return {f.name: getattr(stock, f.name) for f in fields(stock)} | parts
+    norm = layers.layer_norm
+    prediction = MultiTokenPredictionLayerSubmodules(
+        enorm=norm,
+        hnorm=norm,
+        eh_proj=LocalSpecProvider().column_parallel_linear(),
+        mtp_model_layer=None,  # built from the other submodules
+        layer_norm=norm,
+    )
+    layer = ModuleSpec(module=MultiTokenPredictionLayer, submodules=prediction)
+    parts["mtp_block_spec"] = ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
+    )
+    return parts
 
 
 def _part(module: type, layer: ModuleSpec, *names: str) -> ModuleSpec:

@@ -17,6 +17,7 @@ from kha_megatron.mcore.compat import megatron_imports
 
 with megatron_imports():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import transformer_block
     from megatron.core.transformer.attention import SelfAttention
@@ -201,9 +202,9 @@ class KHATransformerLayer(BaseTransformerLayer):
 
 def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
     """Build the ``hybrid_stack_spec`` for a ``HybridModel`` (``kha`` can be a spec name)."""
-    # import path instead of a class, to avoid importing hybrid layers for GPT models
+    # an import path, because hybrid.py imports this module
     stack = ("kha_megatron.mcore.hybrid", "KHAHybridStack")
-    return ModuleSpec(module=stack, params={"kha": kha})
+    return ModuleSpec(module=stack, submodules=HybridStackSubmodules(), params={"kha": kha})
 
 
 # this default final norm of transformer blocks does not support sequence parallelism

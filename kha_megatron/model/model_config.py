@@ -135,8 +135,8 @@ class ModelConfig:
     ) -> Self | None:
         """Build the config from Megatron's arguments. Returns None if model sizes are missing.
 
-        In hybrid models, the layer pattern determines ``num_layers`` and ``ffn_hidden_size``, so
-        both are None.
+        In hybrid models, the layer pattern determines ``num_layers``, ``ffn_hidden_size`` and
+        ``mtp_num_layers``, so all of them are None.
         """
         given = read_arguments(cls, arguments)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
@@ -158,6 +158,7 @@ class ModelConfig:
         given["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
         if hybrid:
             given |= {"num_layers": None, "ffn_hidden_size": None, "moe_layer_freq": 1}
+            given["mtp_num_layers"] = None
         return cls(**given, kha=kha or KHAConfig())
 
     @classmethod
@@ -165,14 +166,14 @@ class ModelConfig:
         """Build the config from a ``TransformerConfig`` (there's no vocab size in it).
 
         ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
-        ``ffn_hidden_size`` is None as well.
+        ``ffn_hidden_size`` and ``mtp_num_layers`` are None as well.
         """
         given = read_attributes(cls, config)
         if kha is not None:
             given |= {"kha": kha, "kha_attention": kha.attention}
             given["kha_latent_heads"] = kha.latent_heads
         if config.is_hybrid_model:
-            given |= {"num_layers": None, "ffn_hidden_size": None}
+            given |= {"num_layers": None, "ffn_hidden_size": None, "mtp_num_layers": None}
         if config.pipeline_model_parallel_layout is not None:
             given["num_layers"] = None
         return cls(**given)

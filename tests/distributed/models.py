@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.mcore.attention import KnockedAttention
-from kha_megatron.mcore.specs import kha_layer_spec
+from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
 VOCAB, SEQUENCE, BATCH = 56, 12, 3
 
@@ -76,6 +77,7 @@ def gpt_model(
     *,
     layer_spec: Any = None,
     perturbed: bool = True,
+    vp_stage: int | None = None,
     **overrides: Any,
 ) -> GPTModel:
     """Build a GPTModel. ``perturbed`` moves its shared matrices away from their initial value."""
@@ -85,12 +87,38 @@ def gpt_model(
         warnings.simplefilter("ignore")
         model = GPTModel(
             config,
-            layer_spec or kha_layer_spec(config, kha),
+            layer_spec or kha_layer_spec(config, kha, vp_stage),
             vocab_size=VOCAB,
             max_sequence_length=SEQUENCE,
             position_embedding_type="rope",
+            vp_stage=vp_stage,
             **overrides,
         )
+    if perturbed:
+        perturb(model)
+    return model
+
+
+def hybrid_model(
+    config: TransformerConfig,
+    kha: KHAConfig,
+    *,
+    pattern: str,
+    perturbed: bool = True,
+    **overrides: Any,
+) -> HybridModel:
+    """Build a HybridModel with the same sizes as :func:`gpt_model`."""
+    if kha.attention == "gta":
+        overrides["rotary_percent"] = 0.5
+    model = HybridModel(
+        config,
+        kha_hybrid_stack_spec(kha),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        hybrid_layer_pattern=pattern,
+        position_embedding_type="rope",
+        **overrides,
+    )
     if perturbed:
         perturb(model)
     return model

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from itertools import batched
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,11 @@ class Case:
     bf16: bool = False
     per_token_loss: bool = False
     layers: int = 2
+    """Pairs of attention and MLP. These are separate layers of a HybridModel."""
+    gpt: bool = False
+    """GPTModel instead of HybridModel."""
+    mtp: int = 0
+    """Number of tokens predicted in addition to the next one."""
     steps: int = 3
     fold: str = "auto"
     """``KHAConfig.fold``, which must not change a result."""
@@ -95,6 +101,15 @@ class Case:
     def twin(self) -> "Case":
         """Return the same model and data in one process, without what must not change a result."""
         return replace(self, layout=Layout(), fold="never", fsdp="", savings={}, ddp={})
+
+    @property
+    def pattern(self) -> str:
+        """``--hybrid-layer-pattern`` with a segment for each pipeline stage."""
+        attention = "+" if self.config.get("multi_latent_attention") else "*"
+        dense = 1 if self.model == "moe" else self.layers
+        pairs = [f"{attention}{'-' if n < dense else 'E'}" for n in range(self.layers)]
+        each = self.layers // (self.layout.pp * (self.layout.vpp or 1))
+        return "|".join(map("".join, batched(pairs, each))) + self.mtp * f"/{pairs[-1]}"
 
     def __str__(self) -> str:
         """For example ``tp2 sp, moe, recompute_granularity=full``."""
@@ -229,8 +244,9 @@ class _Run:
 
     def _keep_activations(self, chunk: Any) -> Iterator[Any]:
         def keep(name: str, module: Any, inputs: Any, output: Tensor) -> None:
-            output.retain_grad()
-            self.kept[name, self.microbatch] = output
+            if (name, self.microbatch) not in self.kept:  # the layers of MTP embed again
+                output.retain_grad()
+                self.kept[name, self.microbatch] = output
 
         if chunk.pre_process:
             yield chunk.embedding.register_forward_hook(partial(keep, "input"))
@@ -287,7 +303,13 @@ def _transformer_config(case: Case) -> Any:
     if layout.vpp:  # Megatron's own command line insists on it: without it losses are wrong
         settings |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if case.model == "moe":
-        settings |= MOE | {"moe_layer_freq": [0] + [1] * (case.layers - 1)}
+        settings |= MOE
+        if case.gpt:
+            settings["moe_layer_freq"] = [0] + [1] * (case.layers - 1)
+    if not case.gpt:
+        settings |= {"num_layers": 2 * case.layers, "is_hybrid_model": True}
+    if case.mtp:
+        settings |= {"mtp_num_layers": case.mtp, "mtp_loss_scaling_factor": 0.5}
     if case.bf16:
         dtype = torch.bfloat16
         settings |= {"bf16": True, "params_dtype": dtype, "pipeline_dtype": dtype}
@@ -299,15 +321,14 @@ def _build(config: Any, case: Case, kha: KHAConfig) -> list[Any]:
     from megatron.core import parallel_state as ps
     from megatron.core.enums import ModelType
 
-    from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
 
+    build = models.gpt_model if case.gpt else partial(models.hybrid_model, pattern=case.pattern)
     chunks = []
     for stage in range(case.layout.vpp) if case.layout.vpp else [None]:
-        chunk = models.gpt_model(
+        chunk = build(
             config,
             kha,
-            layer_spec=kha_layer_spec(config, kha, stage),
             perturbed=False,
             pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
             post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),

@@ -16,7 +16,6 @@ MIXED = KHAConfig(query="linear", key="gate", value="mlp")
 MIXTURE = KHAConfig(
     value="mlp", moh=MixtureOfHeads(shared=3, active=2, balance=5.0, balance_scale="paper")
 )
-"""The loss of ``code`` is a mean over all layers, of which a hybrid model has more."""
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
 TP = {"tensor_model_parallel_size": 2}
 LAYERS = 3
@@ -35,21 +34,6 @@ CASES = {
         "*E*E*E",
     ),
 }
-
-
-def hybrid_model(models, config, spec, pattern, **overrides):
-    """A HybridModel in the sizes of ``models.gpt_model``."""
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    return HybridModel(
-        config,
-        spec,
-        vocab_size=models.VOCAB,
-        max_sequence_length=models.SEQUENCE,
-        hybrid_layer_pattern=pattern,
-        position_embedding_type="rope",
-        **overrides,
-    )
 
 
 def renumbered(name, number_of):
@@ -72,19 +56,14 @@ def compared(kha, sizes, overrides, pattern):
     from megatron.core.distributed import DistributedDataParallelConfig as DdpConfig
     from megatron.core.distributed import finalize_model_grads
 
-    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
     from tests.distributed import models
 
     models.initialize(**sizes)
     config = models.transformer_config(num_layers=LAYERS, **overrides)
     gpt = models.gpt_model(config, kha)
     twice = {"num_layers": len(pattern), "is_hybrid_model": True, "moe_layer_freq": 1}
-    hybrid = hybrid_model(
-        models,
-        models.transformer_config(**overrides | twice),
-        kha_hybrid_stack_spec(kha),
-        pattern,
-    )
+    config = models.transformer_config(**overrides | twice)
+    hybrid = models.hybrid_model(config, kha, pattern=pattern)
     weights = gpt.state_dict()
     hybrid.load_state_dict({n: weights[gpt_name(n)] for n in hybrid.state_dict()})
 
@@ -129,27 +108,20 @@ def pipelined(kha, pattern):
     """Each stage's shared matrices in a checkpoint; the last's loss against that of one stage."""
     from megatron.core import parallel_state
 
-    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
     from tests.distributed import models
 
     tokens, positions, mask = models.batch()
     models.initialize()
     config = models.transformer_config(num_layers=4)
-    whole = hybrid_model(models, config, kha_hybrid_stack_spec(kha), pattern.replace("|", ""))
-    models.perturb(whole)
+    whole = models.hybrid_model(config, kha, pattern=pattern.replace("|", ""))
     weights = {n: t for n, t in whole.state_dict().items() if t is not None}
     want = whole(tokens, positions, mask, labels=tokens).detach()
 
     models.initialize(pipeline_model_parallel_size=2)
     config = models.transformer_config(num_layers=4, pipeline_model_parallel_size=2)
     first = parallel_state.is_pipeline_first_stage()
-    stage = hybrid_model(
-        models,
-        config,
-        kha_hybrid_stack_spec(kha),
-        pattern,
-        pre_process=first,
-        post_process=not first,
+    stage = models.hybrid_model(
+        config, kha, pattern=pattern, pre_process=first, post_process=not first
     )
     offset = 0 if first else pattern.index("|")
     held = [n for n, t in stage.state_dict().items() if t is not None]
@@ -173,42 +145,40 @@ def test_two_pipeline_stages_of_unequal_length(ranks):
 
 
 def refuse_stacks():
-    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
     from tests.distributed import models
 
     models.initialize()
     messages = []
     for overrides, kha, pattern in (
-        ({"virtual_pipeline_model_parallel_size": 2}, MIXED, "*-"),
-        ({}, KHAConfig(attention="gta"), "*-"),
-        ({}, MIXED, "D-"),
         ({}, MIXED, "M*"),
+        ({"experimental_attention_variant": "dsa"}, MIXED, "D-"),
+        ({}, MIXTURE, "**-"),
+        ({"mtp_num_layers": 1}, MIXTURE, "*-/*-"),
     ):
-        config = models.transformer_config(num_layers=2)
+        config = models.transformer_config(num_layers=2, is_hybrid_model=True)
         for name, value in overrides.items():
             setattr(config, name, value)
         with pytest.raises(ConfigError) as caught:
-            hybrid_model(models, config, kha_hybrid_stack_spec(kha), pattern)
+            models.hybrid_model(config, kha, pattern=pattern)
         messages.append(str(caught.value))
     return messages
 
 
 def test_stacks_that_cannot_be_built_are_refused(ranks):
-    virtual, tied, latent, mamba = ranks(refuse_stacks, 1)[0]
-    assert "virtual_pipeline_model_parallel_size=2" in virtual
-    assert "do not support attention=gta" in tied
-    assert "do not support latent attention (D)" in latent
+    mamba, sparse, unordered, predicting = ranks(refuse_stacks, 1)[0]
     assert "Hybrid layers M require --transformer-impl transformer_engine" in mamba
+    assert "does not support DeepSeek sparse attention (D)" in sparse
+    assert "requires --hybrid-layer-pattern to alternate" in unordered
+    assert "does not support multi-token prediction" in predicting
 
 
 def described(asked, built, pattern):
     from kha_megatron.mcore.attention import describe_model
-    from kha_megatron.mcore.specs import kha_hybrid_stack_spec
     from tests.distributed import models
 
     models.initialize()
     config = models.transformer_config(num_layers=len(pattern))
-    model = hybrid_model(models, config, kha_hybrid_stack_spec(built), pattern)
+    model = models.hybrid_model(config, built, pattern=pattern)
     try:
         return describe_model([model], asked)
     except ConfigError as error:
