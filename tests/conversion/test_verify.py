@@ -101,6 +101,7 @@ def rerun(theirs, monkeypatch):
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_noticed(converted, theirs, rerun, tmp_path, mutation):
+    assert theirs[0].agrees
     checkpoint, folder = converted
     changed = verify(checkpoint, _mutated(folder, tmp_path, MUTATIONS[mutation]))
     assert not changed.agrees

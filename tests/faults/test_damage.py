@@ -24,6 +24,7 @@ def test_a_flipped_bit_is_detected_before_the_file_is_read(copy, name, place):
     tensors = MegatronCheckpoint.open(folder)._folder.tensors
     keys = (k for k, t in tensors.items() if any(c.file == name for c in t.chunks))
     key = next(keys, None)
+    verify_hashes(folder)
     fuzz.flip(folder / name, place)
     with pytest.raises(CheckpointError, match=rf"{name}: integrity.json lists SHA-256") as caught:
         MegatronCheckpoint.open(folder)._folder.read(key)

@@ -43,6 +43,7 @@ def shared_projection_not_summed():
 
 @pytest.mark.parametrize("sp", [False, True])
 def test_without_the_sum_over_heads_replicas_of_the_shared_projections_differ(ranks, sp):
+    assert not differences(ranks, kha_of(), 2, sp, **WITHOUT_NORM)
     mutate = shared_projection_not_summed
     assert "replicas of" in differences(ranks, kha_of(), 2, sp, mutate=mutate, **WITHOUT_NORM)
 

@@ -100,6 +100,7 @@ def keys_not_summed():
 
 
 def test_mixing_after_the_mask_gives_nan(ranks):
+    assert not differences(ranks, BOTH)
     assert differences(ranks, BOTH, mutate=mixed_after_the_mask) == "not finite"
 
 
@@ -113,6 +114,7 @@ def test_mixing_after_the_mask_gives_nan(ranks):
     ],
 )
 def test_without_a_rule_the_comparison_fails(ranks, mutate, sp, words):
+    assert not differences(ranks, BOTH, 2, sp, **WITHOUT_NORM)
     found = differences(ranks, BOTH, 2, sp, mutate=mutate, **WITHOUT_NORM)
     assert all(word in found for word in words), found
     if mutate is keys_not_summed:
