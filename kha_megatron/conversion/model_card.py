@@ -1,7 +1,8 @@
 """Generate a model card (``README.md``) for exported models."""
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -20,7 +21,7 @@ library_name: transformers
 pipeline_tag: text-generation
 tags:
 - knocking-heads-attention
-# license: please add the license under which you publish this model
+{base}# license: please add the license under which you publish this model
 ---
 
 # {architecture} model with {parameters:,} parameters
@@ -38,8 +39,8 @@ The SHA-256 checksum of every tensor is stored in `manifest.json`.
 
 ## Usage
 
-To generate text, run the following code in this directory. Note that transformers 5 or newer is
-required, because version 4 ignores the RoPE base.
+To generate text, run the following code in this directory. Note that transformers {transformers} or
+newer is required, because version 4 ignores the RoPE base.
 
 ```python
 {registers}from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -53,6 +54,8 @@ print(tokenizer.decode(outputs[0]))
 
 {vllm}
 
+{software}
+
 ## License
 
 No license has been specified yet. If you trained this model, please add its license to the metadata
@@ -60,9 +63,17 @@ at the top of this file before you publish it.
 """
 _REGISTER = """\
 # Registers the architecture. If kha_megatron is not installed, review the Python files in this
-# directory and pass trust_remote_code=True to from_pretrained instead.
+# directory and pass trust_remote_code=True to from_pretrained (transformers 5.10 or newer).
 import kha_megatron.hf
 """
+_PEFT = """\
+To train adapters with PEFT, pass the names of the attention projections, since PEFT has no defaults
+for this architecture:
+
+```python
+LoraConfig(target_modules={projections})
+```"""
+_STOCK = "Any other software that supports `{architecture}` can run the model, e.g. llama.cpp."
 _FORMATS = {"torch_dist": "Megatron checkpoint", "huggingface": "Hugging Face model"}
 _PAPER = "[Knocking-Heads Attention](https://arxiv.org/abs/2510.23052)"
 
@@ -73,17 +84,21 @@ def model_card(
     config: PreTrainedConfig,
     *,
     origin: Mapping[str, Any],
+    base: object,
+    projections: Sequence[str],
     folded: KHAConfig | None,
 ) -> str:
     """Render the model card.
 
     Args:
         origin: ``identity()`` of the source checkpoint (this is also in ``manifest.json``).
+        base: ``_name_or_path`` of the source model, in any form. Only used if it's a Hub model ID.
+        projections: Names of the linear modules of attention, e.g. ``q_proj``.
         folded: KHA config of the source model, if it was folded into the projections.
     """
     kha, is_kha = model.kha, written.architecture == "kha"
     name = os.path.basename(os.path.abspath(origin["path"]))  # also for "."
-    source = f"the {_FORMATS[origin['format']]} `{name}`"
+    source = f"the {_FORMATS[origin['format']]} {_code(name)}"
     if (iteration := origin.get("iteration")) is not None:
         source += f" at iteration {iteration:,}"
     heads = "standard attention"
@@ -98,7 +113,10 @@ def model_card(
     if vllm is None:
         plugin = " install kha_megatron from source, with its `vllm` extra, and" if is_kha else ""
         vllm = f"To serve the model with vLLM,{plugin} run:\n\n```bash\nvllm serve .\n```"
+    is_hub_id = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(base), re.ASCII)
     return _TEXT.format(
+        base=f'base_model: "{base}"\n' if is_hub_id else "",
+        transformers="5.8" if is_kha else "5",
         architecture=written.architecture,
         parameters=written.parameters,
         layers=model.layers,
@@ -109,4 +127,16 @@ def model_card(
         dtype=written.dtype,
         registers=_REGISTER if is_kha else "",
         vllm=vllm,
+        software=(_PEFT if is_kha else _STOCK).format(
+            projections=list(projections), architecture=written.architecture
+        ),
     )
+
+
+def _code(text: str) -> str:
+    """Format any text as inline code. Its fence is longer than any sequence of backticks in it."""
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    if "`" not in text:
+        return f"`{text}`"
+    fence = "`" * (1 + max(map(len, re.findall("`+", text))))
+    return f"{fence} {text} {fence}"

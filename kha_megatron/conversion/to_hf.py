@@ -80,7 +80,16 @@ class HFPlan(Plan):
             config.save_pretrained(folder)
             source.tokenizer.write(folder)
             written = self.summarize(target, config.model_type, shards, not_finite)
-            card = model_card(written, model, config, origin=origin, folded=self.folded)
+            modules = [e.name.split(".")[3:-1] for e in entries if ".self_attn." in e.name]
+            card = model_card(
+                written,
+                model,
+                config,
+                origin=origin,
+                base=getattr(source.checkpoint, "config", {}).get("_name_or_path"),
+                projections=sorted({m[1] for m in modules if len(m) == 2 and "_proj" in m[1]}),
+                folded=self.folded,
+            )
             (folder / CARD).write_text(card, encoding="utf-8")
         return written
 

@@ -1,8 +1,10 @@
 """Write model cards and tokenizers."""
 
+import json
 import shutil
 
 import pytest
+import yaml
 from transformers import AutoTokenizer, GenerationConfig
 
 from kha_megatron.conversion import to_hf
@@ -34,6 +36,22 @@ def test_the_card_of_a_fold(knocked, tmp_path):
     assert f"- **Parameters:** {written.parameters:,}\n" in card
     assert "import kha_megatron" not in card
     assert "vllm serve ." in card
+    assert "that supports `qwen3` can run the model, e.g. llama.cpp." in card
+    assert "base_model" not in card
+
+
+def test_the_header_of_a_hostile_directory(knocked, tmp_path):
+    hostile = knocked.rename(tmp_path / "a`` [x](y)\n---\nlicense: mit\n<b>{0}`")
+    config = json.loads((hostile / "config.json").read_text())
+    for base, expected in (("Org/Model-1.5", "Org/Model-1.5"), ('a/b"\nlicense: mit', None)):
+        (hostile / "config.json").write_text(json.dumps(config | {"_name_or_path": base}))
+        target = tmp_path / f"{expected is None}"
+        to_hf.plan_export(hostile).write(target)
+        _, header, text = (target / "README.md").read_text().split("---\n", 2)
+        parsed = yaml.safe_load(header)
+        assert (parsed["library_name"], parsed.get("base_model")) == ("transformers", expected)
+        assert "license" not in parsed
+        assert "model ``` a`` [x](y)�---�license: mit�<b>{0}` ``` with kha_megatron" in text
 
 
 def test_the_card_of_a_kha_model(knocked, tmp_path):
@@ -42,6 +60,8 @@ def test_the_card_of_a_kha_model(knocked, tmp_path):
     assert "- **Attention heads:** `value=linear`, see [Knocking-Heads" in card
     assert ", including 128 in `knock`\n" in card  # one 8x8 matrix in each of two layers
     assert "import kha_megatron.hf" in card
+    assert "target_modules=['k_proj', 'o_proj', 'q_proj', 'v_proj'])" in card
+    assert "llama.cpp" not in card
     assert "pip install" not in card  # the package name is not registered on any index
     assert "with its `vllm` extra, and run:\n\n```bash\nvllm serve ." in card
 
