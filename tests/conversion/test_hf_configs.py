@@ -1,6 +1,7 @@
 """Translate ``config.json`` to an architecture and back."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -88,7 +89,8 @@ def test_windows_of_the_whole_sequence_are_accepted(raw):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_megatron_arguments_keep_the_architecture(raw, name):
     model = from_hf_config(raw[name])
-    assert from_arguments(to_arguments(model), model.kha, 51) == model
+    trained = replace(model, moe_router_dtype="fp32" if model.num_experts else None)
+    assert from_arguments(to_arguments(model), model.kha, 51) == trained
 
 
 SAME = {("llama", "mistral"), ("mistral", "llama")}
