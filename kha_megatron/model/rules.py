@@ -43,13 +43,14 @@ def check_arguments(
 
 def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFacts:
     """Collect what head mechanisms need to know about the model for their own checks."""
-    rotary = model.position_embedding_type in ("rope", "yarn") and not model.multi_latent_attention
+    # Megatron ignores --rotary-percent for YaRN
+    share = {"rope": model.rotary_percent, "yarn": 1.0}.get(model.position_embedding_type, 0.0)
     return HeadFacts(
         multi_latent=model.multi_latent_attention,
         attention=model.kha_attention,
         qk_norm=model.qk_layernorm or model.qk_l2_norm,
         flash_decode=model.flash_decode,
-        rotary_features=int(model.kv_channels * model.rotary_percent) if rotary else 0,
+        rotary_features=0 if model.multi_latent_attention else int(model.kv_channels * share),
         predictions=model.mtp_num_layers or 0,
         layers=model.num_layers or 0,
         query_heads=model.num_attention_heads,

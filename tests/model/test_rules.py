@@ -187,6 +187,11 @@ def test_muon_must_not_split_a_projection_with_other_rows(name):
             {"position_embedding_type": "rope"},
             ["collaborative.dim (14)", "per head (16)", "--rotary-percent"],
         ),
+        (
+            KHAConfig(collaborative=CollaborativeHeads(dim=14)),
+            {"position_embedding_type": "yarn", "rotary_percent": 0.5},
+            ["per head (16)"],
+        ),
         (KHAConfig(), {"kha_upcycle": True}, ["nothing", "at initialization"]),
         (KHAConfig(value="mlp", init="random"), {"kha_upcycle": True}, ["init=random"]),
         (
