@@ -2,9 +2,11 @@
 
 import math
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from datetime import timedelta
 from time import monotonic
 
 import typer
@@ -14,43 +16,47 @@ from rich.progress import (
     Progress,
     SpinnerColumn,
     TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
 )
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.recipes import Command, Failure, Job, LaunchResult, Step
+from kha_megatron.recipes.log_lines import compute_tokens_per_second
 
 _SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
-def training_progress(title: str) -> Iterator[Callable[[Step], None]]:
-    """Show a progress bar with the loss (or plain lines if stderr isn't a terminal)."""
+def training_progress(job: Job) -> Iterator[Callable[[Step], None]]:
+    """Show loss, tokens/s and remaining time (as plain lines if stderr isn't a terminal)."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
-        BarColumn(),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TextColumn("{task.fields[state]}"),
     )
+    title, length = job.title, job.run.arguments.get("seq_length", 0)
+    previous: Step | None = None
     is_terminal, printed = console.log.is_terminal, -math.inf
     if not is_terminal:
         console.log.print(f"{title}: starting", markup=False)
     with Progress(*columns, console=console.log, disable=not is_terminal) as bar:
-        task = bar.add_task(f"{title}: starting", total=None, loss="")
+        task = bar.add_task(f"{title}: starting", total=None, state="")
 
         def on_step(step: Step) -> None:
-            nonlocal printed
-            done, total, loss = step.iteration, step.total, format_loss(step)
-            bar.update(task, description=title, completed=done, total=total, loss=loss)
+            nonlocal printed, previous
+            done, total, state = step.iteration, step.total, format_loss(step)
+            speed = compute_tokens_per_second([previous, step], length) if previous else None
+            if speed and step.seconds and done < total:
+                left = timedelta(seconds=round((total - done) * step.seconds))
+                state += f", {speed:,.0f} tokens/s, {left} left"
+            previous = step
+            bar.update(task, description=job.recipe.name, completed=done, total=total, state=state)
             is_due = done == total or monotonic() - printed >= _SECONDS_BETWEEN_LINES
             if is_due and not is_terminal:
                 printed = monotonic()
-                console.log.print(f"iteration {done}/{total} {loss}")
+                console.log.print(f"iteration {done}/{total} {state}")
 
         yield on_step
 
@@ -70,19 +76,19 @@ def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
         console.print_json(asdict(command)) if as_json else typer.echo(_as_shell(command))
         return
     try:
-        with training_progress(job.title) as on_step:
+        with training_progress(job) as on_step:
             result = recipes.launch_job(job, on_step=on_step)
     except KeyboardInterrupt:
-        console.log.print(
-            f"Interrupted. Add --resume to continue from the last checkpoint in {job.output}.",
-            markup=False,
-        )
+        console.log.print("Interrupted.")
+        _print_how_to_resume(job)
         raise typer.Exit(130) from None
     print_result(result)
+    refused = result.failure is not None and result.failure.exit_code == 2
+    if not refused:
+        _print_how_to_resume(job)
     if as_json:
         console.print_json({"succeeded": result.succeeded, "output": job.output, **asdict(result)})
     if not result.succeeded:
-        refused = result.failure is not None and result.failure.exit_code == 2
         raise typer.Exit(2 if refused else 1)
 
 
@@ -101,7 +107,7 @@ def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> Non
             typer.echo(f"# scripts/train.sh, executed by each rank\n{submission.script}")
         return
     try:
-        with training_progress(job.title) if not detach else nullcontext() as on_step:
+        with training_progress(job) if not detach else nullcontext() as on_step:
             result = recipes.submit(job, detach=detach, on_step=on_step)
     except KeyboardInterrupt:
         console.log.print("Interrupted. Jobs that were already submitted are not canceled.")
@@ -115,6 +121,7 @@ def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> Non
     console.log.print(f"NeMo-Run experiment: {result.folder}", markup=False)
     if result.log is not None:
         console.log.print(f"Log of all ranks: {result.log}", markup=False)
+    _print_how_to_resume(job)
     if as_json:
         console.print_json({"succeeded": result.succeeded, **asdict(result)})
     if not result.succeeded:
@@ -124,11 +131,27 @@ def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> Non
 def print_result(result: LaunchResult) -> None:
     """Report how a run ended. For failures, includes the last lines of the rank's log."""
     if result.succeeded:
-        console.log.print(f"Training finished after {result.seconds:.0f} s.")
+        state = "finished" if result.stopped_at is None else "stopped"
+        console.log.print(f"Training {state} after {result.seconds:.0f} s.")
     elif result.failure is not None:
         _print_tail(result.failure)
         console.error(f"Training {result.status}: {result.failure}. See {result.failure.log}.")
     console.log.print(f"Log of all ranks: {result.log}", markup=False)
+
+
+def _print_how_to_resume(job: Job) -> None:
+    """Print the current command with ``--resume``, if there is a checkpoint to resume from."""
+    if (iteration := job.stopped_at) is None:
+        return
+    words = ["kha-megatron", *sys.argv[1:]]
+    if "--resume" not in words:
+        words.insert(words.index("--") if "--" in words else len(words), "--resume")
+    console.log.print(
+        f"The last checkpoint is at iteration {iteration} of {job.run.training.train_iters}. "
+        f"To continue, run: {shlex.join(words)}",
+        markup=False,
+        emoji=False,
+    )
 
 
 def _print_tail(failure: Failure) -> None:

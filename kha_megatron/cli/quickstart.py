@@ -5,7 +5,6 @@ import itertools
 import shlex
 import shutil
 import sys
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,8 +25,9 @@ from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.options import MegatronArguments, preset_names
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import DataError
-from kha_megatron.recipes.log_lines import LOSS, History, read_history
+from kha_megatron.errors import ConfigError, DataError
+from kha_megatron.model.run import Run
+from kha_megatron.recipes.log_lines import LOSS, History, compute_tokens_per_second, read_history
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
 if TYPE_CHECKING:
@@ -72,13 +72,20 @@ def quickstart(
     if variant is not None:
         names = [name.strip() for name in variant.split(",") if name.strip()]
         recipe = recipe.with_heads(KHAConfig.from_presets(names))
+    run = recipe.run_for(megatron or [])
+    positions = run.arguments["max_position_embeddings"]
+    if positions <= len(PROMPT):  # a character is at most one token
+        raise ConfigError(
+            f"quickstart generates text after {PROMPT!r}, which requires --max-position-embeddings "
+            f"to be at least {len(PROMPT) + 1}, got {positions}."
+        )
     check_output_folder(output, overwrite=True, mark=SUMMARY_FILE, inside=True)
     require_matplotlib()
     with owned(output):
-        _run(recipe, output, megatron or [])
+        _run(recipe, run, output, megatron or [])
 
 
-def _run(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> None:
+def _run(recipe: recipes.Recipe, run: Run, output: Path, overrides: list[str]) -> None:
     write_json(output / SUMMARY_FILE, {"finished": False})
 
     _heading(1, f"text: {output / 'data'}")
@@ -92,7 +99,6 @@ def _run(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> None:
     written, verification = convert(output / "run" / CHECKPOINTS, output / "hf", overwrite=True)
 
     _heading(4, f"pictures: {output / 'pictures'}")
-    run = recipe.run_for(overrides)
     if run.kha.variants and not run.kha.other_mechanisms:
         inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
     else:  # other mechanisms have no matrices, so inspect them on a file of the training text
@@ -100,12 +106,13 @@ def _run(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> None:
         inspect(output / "hf", output / "pictures", text=text, overwrite=True)
     plots.plot_loss_curve(history, output / "pictures" / "loss.png")
 
-    speed = _tokens_per_second(trained.log, run.arguments["seq_length"])
+    speed = compute_tokens_per_second(recipes.read_steps(trained.log), run.arguments["seq_length"])
     summary = _summary(output, history, trained, speed, written, verification)
     write_json(output / SUMMARY_FILE, summary)
     console.print_facts(_facts(summary), title="quickstart")
     console.out.print(f"\n[bold]the model continues {escape(PROMPT)!r}:[/]")
-    generate(output / "hf", PROMPT, max_new_tokens=96, temperature=0.6, seed=1)
+    length = min(96, run.arguments["max_position_embeddings"] - len(PROMPT))
+    generate(output / "hf", PROMPT, max_new_tokens=length, temperature=0.6, seed=1)
     console.out.print(_next_steps(output), markup=False)
 
 
@@ -138,7 +145,7 @@ def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> "Launc
     run = output / "run"
     move_earlier_run(run)
     job = recipes.prepare_job(recipe, data=output / "data", output=run, overrides=overrides)
-    with training_progress(job.title) as on_step:
+    with training_progress(job) as on_step:
         result = recipes.launch_job(job, on_step=on_step)
     print_result(result)
     if not result.succeeded:
@@ -173,15 +180,6 @@ def _summary(
             "log": str(trained.log),
         },
     }
-
-
-def _tokens_per_second(log: Path, sequence: int) -> float | None:
-    """Average throughput, excluding the first logged step."""
-    steps = [s for s in recipes.read_steps(log) if s.samples is not None and s.seconds]
-    seconds = sum((b.iteration - a.iteration) * (b.seconds or 0) for a, b in pairwise(steps))
-    if not seconds:
-        return None
-    return ((steps[-1].samples or 0) - (steps[0].samples or 0)) * sequence / seconds
 
 
 def _facts(summary: dict[str, Any]) -> dict[str, str]:

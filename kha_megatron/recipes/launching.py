@@ -53,6 +53,8 @@ class LaunchResult:
     last_step: Step | None
     failure: Failure | None
     """Which rank failed and why. None if the job succeeded."""
+    stopped_at: int | None = None
+    """Iteration to resume from, if the run ended early, e.g. by ``--exit-duration-in-mins``."""
 
     @property
     def succeeded(self) -> bool:
@@ -120,6 +122,7 @@ def launch_job(
         rank_logs=rank_logs,
         last_step=last_step,
         failure=None if status == "succeeded" else find_failure(launcher, rank_logs),
+        stopped_at=job.stopped_at,
     )
 
 

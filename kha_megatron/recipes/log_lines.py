@@ -9,9 +9,10 @@ Other lines are ignored, and so are the prefixes that launchers add.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -82,6 +83,15 @@ def parse_step(line: str) -> Step | None:
 def read_steps(log: Path) -> list[Step]:
     with log.open("rb") as file:
         return list(filter(None, map(parse_step, read_new_lines(file))))
+
+
+def compute_tokens_per_second(steps: Sequence[Step], seq_length: int) -> float | None:
+    """Return the average throughput, excluding the first step. None if there are too few steps."""
+    known = [step for step in steps if step.samples is not None and step.seconds]
+    seconds = sum((b.iteration - a.iteration) * (b.seconds or 0) for a, b in pairwise(known))
+    if seconds <= 0:
+        return None
+    return ((known[-1].samples or 0) - (known[0].samples or 0)) * seq_length / seconds
 
 
 def read_new_lines(file: BinaryIO) -> Iterator[str]:

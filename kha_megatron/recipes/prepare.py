@@ -17,7 +17,7 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.ownership import has_files, owned
-from kha_megatron.checkpoint.tracker import select_iteration
+from kha_megatron.checkpoint.tracker import iteration_of, newest, select_iteration
 from kha_megatron.data import check_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.rules import check_arguments, check_attention
@@ -82,6 +82,8 @@ class Job:
     """A recipe that is ready to run. Create it with :func:`prepare_job`."""
 
     recipe: Recipe
+    run: Run
+    """The recipe's run with paths and overrides filled in."""
     command: tuple[str, ...]
     """Command to run on each rank: the Python interpreter and its arguments."""
     ranks: int
@@ -102,6 +104,14 @@ class Job:
     def script(self) -> str:
         """Shell script to run on each rank."""
         return f"exec {shlex.join(self.command)}\n"
+
+    @property
+    def stopped_at(self) -> int | None:
+        """Iteration of the last checkpoint. None if the run is complete or has no checkpoint."""
+        save, total = self.run.training.save, self.run.training.train_iters
+        last = newest(Path(save)) if save else None
+        reached = iteration_of(last) if last else None
+        return reached if reached and total and reached < total else None
 
 
 def prepare_job(
@@ -181,6 +191,7 @@ def prepare_job(
         _check_directories(run, load or (save if resume else None), output, resume=resume)
     return Job(
         recipe=recipe,
+        run=run,
         command=command,
         ranks=ranks,
         environment=_environment(recipe, run, override=restarts),

@@ -57,6 +57,8 @@ class SubmitResult:
     reason: str | None = None
     """Error message if the submission or the job failed."""
     failure: Failure | None = None
+    stopped_at: int | None = None
+    """Iteration to resume from, if the run ended before its last iteration."""
 
     @property
     def succeeded(self) -> bool:
@@ -107,6 +109,7 @@ def submit(
                 end = _follow(item, on_step)
                 if item is not submitted[-1] and end["reason"]:
                     announce(end["reason"])
+            end["stopped_at"] = job.stopped_at
     return SubmitResult(
         jobs=job_ids,
         seconds=time.monotonic() - start,
