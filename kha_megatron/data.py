@@ -546,6 +546,22 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
         )
 
 
+def check_same_tokenizer(
+    path: Path, saved: Mapping[str, Any], arguments: Mapping[str, Any]
+) -> None:
+    """Raise DataError if a run is resumed with another tokenizer (extra tokens are fine)."""
+    before, now = (Path(a.get("tokenizer_model") or "") for a in (saved, arguments))
+    if before.resolve() != now.resolve() and all(
+        (m / "tokenizer.json").is_file() for m in (before, now)
+    ):
+        old, new = (load_tokenizer(model).get_vocab() for model in (before, now))
+        if not old.items() <= new.items():
+            raise DataError(
+                f"{path} was trained with the tokenizer in {before}, but the tokens in {now} have "
+                f"other ids. Prepare the data with --tokenizer {before}."
+            )
+
+
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
     null = arguments.get("tokenizer_type") in (None, "NullTokenizer")
     known = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")

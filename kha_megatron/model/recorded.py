@@ -9,9 +9,16 @@ from typing import Any, Protocol, runtime_checkable
 from kha_megatron.config import KHAConfig, mechanism_types
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import HeadSizes, Knock, Projection
+from kha_megatron.model.fields import rows
+from kha_megatron.model.model_config import ModelConfig
 
 _LAYERS = "decoder.layers."
 _ATTENTION = "self_attention.linear_proj.weight"
+_SIZES = (
+    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *("kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+)
 _ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # for tensor names, any size will do
 
 
@@ -69,6 +76,20 @@ def check_same_heads(path: Path, stored: KHAConfig | None, kha: KHAConfig) -> No
             f"{path} was trained with KHA on {saved}, but the command line specifies {kha}. "
             f"{remedy}."
         )
+
+
+def check_same_sizes(path: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a GPT model is resumed with other sizes (Megatron's arguments)."""
+    before, now = ModelConfig.from_arguments(saved), ModelConfig.from_arguments(given)
+    if not (before and now) or before.hybrid_layer_pattern or now.hybrid_layer_pattern:
+        return
+    for row in rows(ModelConfig):
+        old, new = getattr(before, row.field), getattr(now, row.field)
+        if row.field in _SIZES and old != new:
+            raise CheckpointError(
+                f"{row.flag} is {new or 'not set'}, but {path} was trained with {old or 'none'}. "
+                "Use the sizes of that run, or start a new run in another directory."
+            )
 
 
 def _find_mismatch(

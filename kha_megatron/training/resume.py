@@ -23,7 +23,7 @@ from kha_megatron.checkpoint.tracker import (
 )
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.model.recorded import check_same_heads, read_kha_config
+from kha_megatron.model.recorded import check_same_heads, check_same_sizes, read_kha_config
 from kha_megatron.model.run import parse_kha_config
 
 _STATELESS = ("tensorwise", "blockwise", "mxfp8")
@@ -123,7 +123,7 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
 
 
 def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
-    """Check that the KHA config and optimizer layout match the checkpoint.
+    """Check that the KHA config, model sizes and optimizer layout match the checkpoint.
 
     Raises:
         CheckpointError: If they don't match, or if the checkpoint is corrupted.
@@ -132,6 +132,8 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
         return
     stored, saved = _stored(path)
     check_same_heads(path, stored, kha)
+    if not args.use_checkpoint_args:
+        check_same_sizes(path, saved, vars(args))
     starts_anew = args.no_load_optim or args.finetune or starts_from_pretrained(args)
     if starts_anew or saved.get("no_save_optim") or path.name == RELEASE:
         return

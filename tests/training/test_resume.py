@@ -162,6 +162,7 @@ def arguments(folder: Path | None, **changes) -> Namespace:
         "use_mp_args_from_checkpoint_args": False,
         "no_load_optim": False,
         "finetune": False,
+        "use_checkpoint_args": False,
     }
     return Namespace(**args | changes)
 
@@ -174,6 +175,8 @@ def test_optimizer_state_of_another_layout_is_refused(copy):
     moved = {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2}
     with pytest.raises(CheckpointError, match="only be loaded with --tensor-model-parallel-size 1"):
         check(copy, KHA, **moved, transformer_impl="local")
+    with pytest.raises(CheckpointError, match="--num-layers is 7, but .* was trained with 2"):
+        check(copy, KHA, num_layers=7, num_attention_heads=4, hidden_size=64)
     # a converted checkpoint has no optimizer
     select_iteration(copy).newest.rename(copy / "release")
     (copy / TRACKER).write_text("release")
