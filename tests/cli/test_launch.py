@@ -2,16 +2,21 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from kha_megatron import recipes
-from kha_megatron.cli import app
+from kha_megatron.cli import app, following
+from kha_megatron.data import prepare
 from kha_megatron.recipes import Failure, LaunchResult, Step
+from tests.checkpoint.saved import save
 from tests.recipes.conftest import data, nemorun_home  # noqa: F401
+from tests.training.conftest import corpus  # noqa: F401
 
 LAUNCH = ["launch", "quickstart", "--dry-run"]
 
@@ -75,16 +80,59 @@ def test_missing_scheduler_exits_with_1(nemorun_home, tmp_path):  # noqa: F811
 @pytest.mark.parametrize("code", [1, 2])
 def test_failed_rank_is_quoted_and_sets_the_exit_code(code, tmp_path, monkeypatch):
     failure = Failure(1, code, tmp_path / "log", ("RuntimeError: the disk [red]is full",))
-    step = Step(5, 100, None, None, 7.25)
+    step = Step(5, 100, 80, 0.5, 7.25)
+    checkpoints = tmp_path / "out" / "checkpoints"
+
+    def train(job, *, on_step):
+        on_step(Step(3, 100, 48, 0.5, 7.5))
+        on_step(step)
+        save(checkpoints, 4, {})
+        return result
+
+    words = ["launch", "quickstart", "--output", str(checkpoints.parent), "--json", "--"]
+    words += ["--mock-data", "--train-iters", "100"]
+    monkeypatch.setattr(sys, "argv", ["kha-megatron", *words])
+    monkeypatch.setattr(following, "_SECONDS_BETWEEN_LINES", 0)
     paths = {"log": tmp_path / "all", "rank_logs": tmp_path}
     result = LaunchResult(status="failed", seconds=1.0, last_step=step, failure=failure, **paths)
-    monkeypatch.setattr(recipes, "launch_job", lambda job, *, on_step: on_step(step) or result)
-    words = ["--output", str(tmp_path / "out"), "--json", "--", "--mock-data"]
-    done = run("launch", "quickstart", *words, code=code)
+    monkeypatch.setattr(recipes, "launch_job", train)
+    done = run(*words, code=code)
     assert "RuntimeError: the disk [red]is full" in done.stderr
     assert f"rank 1 failed with exit code {code}" in done.stderr
-    assert "iteration 5/100 loss 7.2500" in done.stderr
+    # 32 samples of 256 tokens in two steps of 0.5 s
+    assert "iteration 5/100 loss 7.2500, 8,192 tokens/s, 0:00:48 left" in done.stderr
+    resume = shlex.join([*words[:5], "--resume", *words[5:]])
+    hint = f"checkpoint is at iteration 4 of 100. To continue, run: kha-megatron {resume}\n"
+    assert (hint in done.stderr) is (code == 1)  # with 2, the arguments are wrong
     printed = json.loads(done.stdout)
     assert printed["succeeded"] is False
     assert printed["failure"]["rank"] == 1
     assert printed["last_step"]["loss"] == 7.25
+
+
+@pytest.mark.whole
+def test_a_stopped_run_continues_with_the_printed_command(corpus, tmp_path, nemorun_home):  # noqa: F811
+    prepared = Path(corpus[corpus.index("--data-path") + 1]).parent
+    words = ["laptop/dense", "--data", str(prepared), "--output", str(tmp_path / "a run")]
+    words += shlex.split("""-- --train-iters 6 --exit-interval 4 --log-interval 1 --num-layers 1
+        --global-batch-size 3 --micro-batch-size 3""")
+
+    def launch(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "kha_megatron", "launch", *words]
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+    stopped = launch(*words)
+    assert (stopped.returncode, "Training stopped after" in stopped.stderr) == (0, True)
+    hint = stopped.stderr.partition("at iteration 4 of 6. To continue, run: kha-megatron launch ")[
+        2
+    ]
+    resumed = launch(*shlex.split(hint.splitlines()[0]))
+    assert (resumed.returncode, "Training finished after" in resumed.stderr) == (0, True)
+    assert "iteration 6/6" in resumed.stderr
+    assert "To continue" not in resumed.stderr
+
+    prepare([Path(json.__file__).parent], tmp_path / "other", vocab_size=300)
+    words[2] = str(tmp_path / "other")
+    refused = launch(*words[:5], "--resume", *words[5:], "--split", "4,1,0")
+    assert (refused.returncode, "starting" in refused.stderr) == (2, False)
+    assert f"tokens in {tmp_path / 'other' / 'tokenizer'} have other ids" in refused.stderr

@@ -15,16 +15,17 @@ from kha_megatron.cli import app
 from kha_megatron.cli.quickstart import SUMMARY_FILE, _next_steps, move_earlier_run
 from kha_megatron.config import KHAConfig
 from kha_megatron.data import prepare
-from kha_megatron.errors import OutputError
+from kha_megatron.errors import ConfigError, OutputError
 from kha_megatron.plan.counts import count_model
 from kha_megatron.recipes import get_recipe
 from tests.checkpoint.saved import save
 from tests.cli.commands import parse
-from tests.recipes.conftest import data, nemorun_home  # noqa: F401
+from tests.recipes.conftest import nemorun_home  # noqa: F401
 
 SMALL = shlex.split("""
 --train-iters 6 --log-interval 2 --num-layers 2 --hidden-size 32 --kv-channels 8 --num-experts 4
---moe-ffn-hidden-size 16 --seq-length 64 --micro-batch-size 4 --global-batch-size 4
+--moe-ffn-hidden-size 16 --seq-length 12 --max-position-embeddings 12
+--micro-batch-size 4 --global-batch-size 4
 --lr 8e-3 --min-lr 8e-4
 """)
 
@@ -34,6 +35,14 @@ def test_a_directory_of_another_program_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["quickstart", "--output", str(tmp_path)])
     assert isinstance(result.exception, OutputError)
     assert [file.name for file in tmp_path.iterdir()] == ["chapter.tex"]
+
+
+def test_too_few_positions_for_the_prompt_are_refused_before_training(tmp_path):
+    words = ["quickstart", "--output", str(tmp_path / "out"), "--", "--max-position-embeddings=9"]
+    result = CliRunner().invoke(app, words)
+    assert isinstance(result.exception, ConfigError)
+    assert "at least 10, got 9" in str(result.exception)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_earlier_training_with_a_checkpoint_is_kept(tmp_path):
@@ -112,15 +121,3 @@ def test_the_next_steps_are_commands():
         assert Path(words[0]).absolute() == Path(sys.executable).with_name("kha-megatron")
         parse(words)
     assert shlex.split(lines[0])[1:] == ["generate", "my runs/hf", "import "]
-
-
-@pytest.mark.whole
-def test_bad_input_found_by_a_rank_makes_launch_exit_2(run, data, tmp_path, nemorun_home):  # noqa: F811
-    """Empty data files pass the launcher's checks, and Megatron refuses them."""
-    words = ["--nproc", "1", "--", "--tensor-model-parallel-size", "1"]
-    words += ["--expert-model-parallel-size", "1"]
-    output = tmp_path / "run"
-    code, _, stderr = run("launch", "quickstart", "--data", data, "--output", output, *words)
-    assert code == 2, stderr
-    assert "error: training failed: rank 0 failed with exit code 2" in stderr
-    assert "AutoTokenizer" in stderr  # the last lines of that rank
