@@ -224,7 +224,8 @@ def check_args(args: argparse.Namespace) -> None:
         if getattr(args, name):
             flag = name.replace("_", "-")
             raise ConfigError(
-                f"--{flag} is not supported by this entry point. Use pretrain_gpt.py with --spec."
+                f"--{flag} is not supported by this entry point. "
+                + ("Use --kha-preset." if name == "spec" else "Use pretrain_gpt.py with --spec.")
             )
     mistakes = {
         f"This job was requeued, and --ckpt-step {args.ckpt_step} would load that iteration again "
