@@ -127,6 +127,8 @@ def compare(
             report = {"page": str(page)} | json.loads((planned.folder / NUMBERS).read_text())
         console.print_json({"succeeded": not failures} | report)
     elif finished:
+        for line in comparing.summarize(json.loads((planned.folder / NUMBERS).read_text())):
+            console.log.print(line, markup=False)
         console.out.print(str(page), markup=False)
     if failures:
         raise typer.Exit(1)

@@ -1,6 +1,6 @@
 """Implementation of ``kha-megatron compare``."""
 
-from kha_megatron.compare.page import render_page
+from kha_megatron.compare.page import render_page, summarize
 from kha_megatron.compare.report import build_report
 from kha_megatron.compare.runs import Comparison, Trial, plan_comparison
 from kha_megatron.compare.variants import parse_variants
@@ -12,4 +12,5 @@ __all__ = [
     "parse_variants",
     "plan_comparison",
     "render_page",
+    "summarize",
 ]

@@ -23,6 +23,7 @@ def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str
 
     environment = Environment(autoescape=True)
     environment.filters |= {"estimate": _estimate, "mean": _mean}
+    environment.filters["range"] = lambda x: "–" if x is None else f"{x[0]:.3g} to {x[1]:.3g}"
     environment.filters["number"] = lambda x, form: "–" if x is None else f"{x:{form}}"
     colours = {v["name"]: f"C{i % 10}" for i, v in enumerate(report["variants"])}
     trained = [variant for variant in report["variants"] if variant["seeds"]]
@@ -53,6 +54,17 @@ def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str
         matrices=matrices,
         shell=shlex.join(report["command"]),
     )
+
+
+def summarize(report: Mapping[str, Any]) -> list[str]:
+    """Return one line with the differences and verdicts of each variant except the reference."""
+    lines = []
+    for variant in report["variants"]:
+        for key, name in (("delta", "training loss"), ("held_out_delta", "held-out loss")):
+            if delta := variant.get(key):
+                shown = _estimate(delta, 4, "+")
+                lines.append(f"{variant['name']}: {name} {shown} ({delta['verdict']})")
+    return lines
 
 
 def _estimate(found: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:

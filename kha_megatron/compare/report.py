@@ -129,6 +129,7 @@ def _variant(name: str, found: _Results, floors: Mapping[str, NoiseFloor]) -> di
         "spikes_per_run": fmean(map(len, spikes)),
         "highest_spike": max((s.height for run in spikes for s in run), default=None),
         "seconds_per_step": median(times) if times else None,
+        "seconds_range": [min(times), max(times)] if times else None,
         "cost": own[0]["cost"],
         "matrices": own[0]["matrices"],
         "matrices_of": f"{name}-seed{own[0]['seed']}",

@@ -81,6 +81,7 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     assert second.returncode == 0, second.stderr[-4000:]
     assert f"{killed.name}: resuming from iteration {saved}\n" in second.stderr
     assert "baseline-seed1" not in second.stderr
+    assert "kv: held-out loss" in second.stderr
     assert second.stdout == f"{output / 'report.html'}\n"
     assert [(run.folder / "result.json").read_bytes() for run in planned.runs[:2]] == before
     results = [run.result for run in planned.runs]

@@ -5,7 +5,13 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kha_megatron.compare import build_report, parse_variants, plan_comparison, render_page
+from kha_megatron.compare import (
+    build_report,
+    parse_variants,
+    plan_comparison,
+    render_page,
+    summarize,
+)
 from kha_megatron.compare.statistics import compute_final_loss
 from kha_megatron.recipes import get_recipe
 from tests.compare.conftest import make_result
@@ -55,8 +61,13 @@ def test_the_tables_hold_the_numbers(finished):
     assert baseline[2:4] == ["–", "reference"]
     finals = [compute_final_loss(results["baseline", seed]["losses"]) for seed in (1, 2, 3)]
     assert baseline[1].startswith(f"{sum(finals) / 3:.3f} ± ")
-    cost = ("1,800,000", "900,000", "12,288", "6.5e+06", "6.5e+04", "0.5", "yes")
+    cost = ("1,800,000", "900,000", "12,288", "6.5e+06", "6.5e+04", "0.5 to 0.5", "yes")
     assert parsed.tables["Cost"][1][1:] == list(cost)
+    assert parsed.tables["Cost"][2][6] == "0.551 to 0.553"
+    assert summarize(report) == [
+        "kha_mlp: training loss -0.0520 ± 0.0025 (lower)",
+        "kha_linear: training loss +0.0000 ± 0.0000 (no difference shown)",
+    ]
     spikes = parsed.tables["Loss spikes"]
     assert [row[1] for row in spikes[1:]] == ["0", "0.333", "0"]
     assert float(spikes[2][2]) == pytest.approx(12 - 2.9, abs=0.3)
