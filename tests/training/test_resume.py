@@ -175,7 +175,7 @@ def test_optimizer_state_of_another_layout_is_refused(copy):
     moved = {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2}
     with pytest.raises(CheckpointError, match="only be loaded with --tensor-model-parallel-size 1"):
         check(copy, KHA, **moved, transformer_impl="local")
-    with pytest.raises(CheckpointError, match="--num-layers is 7, but .* was trained with 2"):
+    with pytest.raises(CheckpointError, match=r"--num-layers is 7, but .* was trained with 2"):
         check(copy, KHA, num_layers=7, num_attention_heads=4, hidden_size=64)
     # a converted checkpoint has no optimizer
     select_iteration(copy).newest.rename(copy / "release")
