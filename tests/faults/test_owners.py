@@ -53,11 +53,12 @@ def test_a_second_training_does_not_save_into_the_same_directory(entry, tmp_path
 @pytest.mark.usefixtures("holder")
 @pytest.mark.parametrize("words", [("quickstart",), ("launch", "quickstart")], ids=" ".join)
 def test_a_command_does_not_write_beside_another(words, holder, tmp_path, run):
+    (tmp_path / "out" / "quickstart.json").touch()
     code, _, stderr = run(*words, "--output", tmp_path / "out", "--", "--mock-data")
     (error,) = [line for line in stderr.splitlines() if line.startswith("error:")]
     assert code == 2
     assert f"in use by process {holder.pid} on " in error
-    assert os.listdir(tmp_path / "out") == [OWNER]
+    assert sorted(os.listdir(tmp_path / "out")) == [OWNER, "quickstart.json"]
 
 
 def test_a_killed_owner_blocks_nobody(holder, tmp_path):
