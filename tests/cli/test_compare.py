@@ -189,14 +189,8 @@ def test_a_signal_delivered_to_another_thread_stops_the_command(tmp_path):
 def test_a_failure_of_the_first_run_ends_the_command(tmp_path, monkeypatch):
     lines = ("RuntimeError: the disk [red]is full",)
     failure = Failure(rank=0, exit_code=1, log=tmp_path / "log", lines=lines)
-    result = LaunchResult(
-        status="failed",
-        seconds=1.0,
-        log=tmp_path / "log",
-        rank_logs=tmp_path,
-        last_step=None,
-        failure=failure,
-    )
+    paths = {"log": tmp_path / "log", "rank_logs": tmp_path}
+    result = LaunchResult(status="failed", seconds=1.0, last_step=None, failure=failure, **paths)
     monkeypatch.setattr(recipes, "launch_job", lambda *_, **__: result)
     words = ["--output", str(tmp_path / "out"), "--jobs", "1", "--json", "--", "--mock-data"]
     done = CliRunner().invoke(app, ["compare", *words])
