@@ -64,9 +64,6 @@ def test_the_card_of_a_kha_model(knocked, tmp_path):
     assert "llama.cpp" not in card
     assert "pip install" not in card  # the package name is not registered on any index
     assert "with its `vllm` extra, and run:\n\n```bash\nvllm serve ." in card
-
-
-def test_the_card_says_what_vllm_refuses(knocked, tmp_path):
     make(KHAModelConfig(**SIZES, kha_value="linear", kha_talking={})).save_pretrained(knocked)
     to_hf.plan_export(knocked).write(tmp_path / "talking")
     card = (tmp_path / "talking" / "README.md").read_text()

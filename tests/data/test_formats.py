@@ -19,6 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")
 
 DOCUMENTS = ["first\nline two", "不🦜é, \u2028 and 'quotes'", "third " * 40]
 LINES = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(DOCUMENTS))
+TEXT = b'{"text": "x"}'
 
 
 def write(file):
@@ -65,33 +66,29 @@ def test_long_records_are_split_and_empty_ones_are_counted(tmp_path):
     [
         ("a.jsonl", '{"text": "x"}\n{"body": "x"}', r"a\.jsonl, line 2: .* 'text' .*--json-key"),
         ("a.jsonl", '{"text": 7}', "line 1: not a JSON object with a string 'text'"),
-        ("a.jsonl", "not json", "line 1: not a JSON object"),
         ("a.jsonl", r'{"text": "\ud800"}', "line 1: not a JSON object"),
         ("a.parquet", "not parquet", "has no text column 'text', or is damaged"),
         ("a.csv", "x,y", r"\.csv files are not supported\. Convert it to \.jsonl or \.parquet"),
         ("a.json", "[]", r"\.json files are not supported\. Write one JSON object per line"),
         ("a.tar.gz", "", r"\.tar files are not supported\. Unpack it"),
+        ("a.txt.gz", "junk", "is damaged"),
+        ("a.jsonl.gz", gzip.compress(TEXT)[:-1], "is damaged"),
+        ("a.jsonl.gz", gzip.compress(TEXT)[:10] + b"\xff" * 9, "is damaged"),
+        (
+            "a.jsonl.zst",
+            pa.compress(TEXT, codec="zstd", asbytes=True)[:-1],
+            r"a\.jsonl\.zst is damaged",
+        ),
+        ("a.jsonl.zst", "junk", "is damaged"),
     ],
 )
 def test_other_content_is_refused(run, tmp_path, name, content, message):
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     code, _, err = run("data", "prepare", "--from", tmp_path / name, "--out", tmp_path / "out")
     (line,) = [line for line in err.splitlines() if line.startswith("error:")]
     assert code == 2
     assert re.search(message, line)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
-def test_damaged_compression_is_refused(run, tmp_path, name):
-    content = write(tmp_path / name).read_bytes()
-    for damaged in (content[:-1], content[:20] + bytes(9) + content[29:], b"junk" + content):
-        (tmp_path / name).write_bytes(damaged)
-        words = ["--from", tmp_path / name, "--json-key", "body", "--out", tmp_path / "out"]
-        code, _, err = run("data", "prepare", *words)
-        (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-        assert (code, f"{tmp_path / name} is damaged (" in line) == (2, True), err
-        assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")
