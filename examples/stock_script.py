@@ -28,6 +28,7 @@ from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain, set_startup_timestamps
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
 
 
@@ -45,8 +46,10 @@ def datasets(samples, vp_stage=None):
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
+        create_attention_mask=not args.sft,
+        context_parallel_size=args.context_parallel_size,
     )
-    kind = MockGPTDataset if args.mock_data else GPTDataset
+    kind = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, samples, lambda: True, config).build()
 
 
@@ -63,7 +66,8 @@ def loss(mask, losses):
 def forward_step(data_iterator, model):
     """Return the losses of one microbatch and the loss function."""
     batch = {name: tensor.cuda() for name, tensor in next(data_iterator).items()}
-    mask, labels = batch["attention_mask"], batch["labels"]
+    # Causal without a mask: right for --sft if each line of the data is one conversation.
+    mask, labels = batch.get("attention_mask"), batch["labels"]
     losses = model(batch["tokens"], batch["position_ids"], mask, labels=labels)
     return losses, partial(loss, batch["loss_mask"])
 

@@ -48,7 +48,7 @@ FORMS = (
         (pattern, "known")
         for pattern in (
             *("nemo kha train *", "python -m vllm.*", "vllm serve *", "source .venv/bin/activate"),
-            *("*python* -m pytest *", "tar *", "cat patches/*"),
+            *("*python* -m pytest *", "tar *", "cat patches/*", "for i in *", "echo *"),
         )
     ),
 )

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.docs.pages import ROOT, blocks
 
@@ -20,7 +21,7 @@ AGREE = re.compile(r"same most likely token +100\.00% of")
 def walk(tmp_path):
     """Return a function that runs the blocks of a page and returns their outputs.
 
-    Each block runs in a new shell. Blocks that need GPUs are skipped.
+    Each block runs in a new shell.
     """
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
@@ -31,10 +32,11 @@ def walk(tmp_path):
     def walk(page):
         first, *rest = [text for _, text in blocks(page, "bash")]
         assert first == "source .venv/bin/activate\n"
+        for _, text in blocks(page, "text"):
+            if text.startswith("--"):  # arguments to append to the stock script
+                rest.insert(2, f"{rest[1].rstrip()} {text}")
         printed = []
         for text in rest:
-            if "pretrain_gpt.py" in text:
-                continue
             done = subprocess.run(
                 ["bash", "-e"],
                 input=first + text,
@@ -86,6 +88,15 @@ def test_a_pretrained_model_to_kha_and_back(walk):
     assert run[1] < base[1] - 2
     assert '"model_type": "qwen3"' in (walk.place / "hf/folded/config.json").read_text()
     assert "def main(" in written
+    _, chat, answered = walk("docs/tutorials/finetune.md")
+    model = AutoModelForCausalLM.from_pretrained(walk.place / "hf/base")
+    tokenizer = AutoTokenizer.from_pretrained(walk.place / "ckpt/base/tokenizer")
+    texts = [f"user: {i} + 1\nassistant: {i + 1}\n" for i in range(1, 9)]
+    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+    assert losses(chat)[1] == pytest.approx(model(**batch, labels=labels).loss.item(), rel=1e-5)
+    assert losses(chat)[100] < 1
+    assert AGREE.search(answered)
 
 
 def test_two_mechanisms_compared(walk):
