@@ -87,8 +87,8 @@ def _watched_modules(model: _Model) -> list[tuple[_Site, _Model]]:
             if isinstance(module, KnockingHeads):
                 found.append(((number, 0), f"{name}.{inner}", module))
         found.append(((number, 1), name, layer))
-    norm = getattr(model.decoder, "final_layernorm", None)
-    found.append(((_LAST, 0), "decoder.final_layernorm", norm))
+    for name in ("final_layernorm", "final_norm"):  # of GPTModel and HybridModel
+        found.append(((_LAST, 0), f"decoder.{name}", getattr(model.decoder, name, None)))
     if model.config.cuda_graph_impl != "none":
         found = []  # captured modules must not have hooks
     if model.post_process:

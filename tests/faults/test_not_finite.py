@@ -44,8 +44,8 @@ def _same(before, after):
     return bool(((before == after) | ~after.isfinite()).all())
 
 
-def _layer(model, index):
-    return next(x for x in model.decoder.layers if x.layer_number == index + 1)
+def _layer(model, number):
+    return next(x for x in model.decoder.layers if x.layer_number == number + 1)
 
 
 def healthy(model):
@@ -53,7 +53,7 @@ def healthy(model):
 
 
 def nan_parameter(model):
-    _layer(model, 2).self_attention.knock_value.weight.data[0, 1, 2] = float("nan")
+    _layer(model, 4).self_attention.knock_value.weight.data[0, 1, 2] = float("nan")
     return []
 
 
@@ -66,14 +66,14 @@ def inf_activation(model):
         output[3, 1, 0, 2] = float("inf")
         return output
 
-    module = _layer(model, 2).self_attention.knock_value
+    module = _layer(model, 4).self_attention.knock_value
     handle = module.register_forward_hook(spoil, prepend=True)
     return [handle]
 
 
 def nan_gradient(model):
     """Spoil the gradient of one parameter. The loss and all activations are finite."""
-    weight = _layer(model, 1).self_attention.linear_proj.weight
+    weight = _layer(model, 2).self_attention.linear_proj.weight
 
     def spoil(gradient):
         gradient = gradient.clone()
@@ -89,16 +89,16 @@ def nan_backward(model):
     def spoil(module, gradients):
         return (gradients[0] * float("nan"), *gradients[1:])
 
-    return [_layer(model, 2).register_full_backward_pre_hook(spoil)]
+    return [_layer(model, 4).register_full_backward_pre_hook(spoil)]
 
 
-KNOCK = "decoder.layers.2.self_attention.knock_value"
+KNOCK = "decoder.layers.4.self_attention.knock_value"
 FAULTS = {
     nan_parameter: f"NaN in 1 of 108 elements of parameter {KNOCK}.weight on {{}}.",
     inf_activation: f"Inf in the output of {KNOCK} on {{}}.",
     nan_gradient: "NaN in 1 of {size} elements of the gradient of "
-    "decoder.layers.1.self_attention.linear_proj.weight{note} on {}.",
-    nan_backward: "the gradient of decoder.layers.2.",
+    "decoder.layers.2.self_attention.linear_proj.weight{note} on {}.",
+    nan_backward: "the gradient of decoder.layers.4.",
 }
 
 SMALL = {"khas": (KHAConfig(value="mlp", key="linear"),), "layers": 4}
