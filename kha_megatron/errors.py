@@ -5,6 +5,7 @@ exits with ``exit_code``.
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 
 
 class KHAError(Exception):
@@ -59,6 +60,13 @@ def install_command(extra: str, options: str = "") -> str:
     The package is not on PyPI yet, so it has to be installed from a clone of its repository.
     """
     return f"`pip install {options}'.[{extra}]'` in a clone of kha_megatron"
+
+
+def download_hint(path: Path) -> str:
+    """Return the command that downloads ``path``, or "" unless it looks like a Hub model ID."""
+    if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
+        return ""
+    return f" To download a model from the Hub: hf download {path} --local-dir {path.name}"
 
 
 def in_one_line(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from kha_megatron.checkpoint.safetensors_file import (
     read_header,
     read_tensor,
 )
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, download_hint
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -34,13 +34,6 @@ _REMEDY = f"Copy the model again, or delete {MANIFEST} if you changed the model 
 def is_hf_folder(path: Path) -> bool:
     """Return True if ``path`` is a Hugging Face model directory."""
     return (path / CONFIG).is_file()
-
-
-def download_hint(path: Path) -> str:
-    """Return the command that downloads ``path``, or "" unless it looks like a Hub model ID."""
-    if path.is_absolute() or len(path.parts) != 2 or path.parent.exists():
-        return ""
-    return f" To download a model from the Hub: hf download {path} --local-dir {path.name}"
 
 
 class HFCheckpoint:

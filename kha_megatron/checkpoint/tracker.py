@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.hf_reader import download_hint
 from kha_megatron.checkpoint.integrity import INTEGRITY
 from kha_megatron.checkpoint.manifest import CONVERTED_FROM
 from kha_megatron.checkpoint.staging import flush, staged_file
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, download_hint
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
