@@ -17,8 +17,8 @@ from tests.recipes.conftest import nemorun_home  # noqa: F401
 
 LAUNCH = ["launch", "quickstart", "--resume", "--dry-run", "--json"]
 
-HEADS = ["--kv-channels", "6"]
-"""The head dimension of :mod:`tests.faults.jobs`, which differs from that of the recipe."""
+HEADS = ["--kv-channels", "6", "--use-checkpoint-args"]
+"""The model of :mod:`tests.faults.jobs` differs from that of the recipe."""
 
 
 @pytest.fixture
@@ -63,8 +63,7 @@ def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, w
     command("convert", "to-hf", folder, tmp_path / "hf", "--no-verify", "--json")
     manifest = json.loads((tmp_path / "hf" / "manifest.json").read_text())
     assert manifest["source"]["iteration"] == 2
-    rest = ["--", "--mock-data", "--use-checkpoint-args", *HEADS]
-    words = command(*LAUNCH, "--output", run.folder, *rest)[0]["words"]
+    words = command(*LAUNCH, "--output", run.folder, "--", "--mock-data", *HEADS)[0]["words"]
     assert words[words.index("--load") + 1] == words[words.index("--save") + 1] == str(folder)
     assert start_run(run)[1] == 2
     assert state(folder) == before
