@@ -5,12 +5,13 @@ All code that depends on the version of Megatron-Core is in this file. We suppor
 """
 
 import functools
+import inspect
 import os
 import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata, util
 from pathlib import Path
@@ -121,6 +122,20 @@ def hide_incomplete_te() -> None:
     modules: dict[str, Any] = sys.modules
     if "transformer_engine" not in modules and lacks_te_extension():
         modules["transformer_engine"] = None  # makes `import` raise ImportError
+
+
+def change_arguments(change: Callable[[Any], None]) -> None:
+    """Call ``change(args)`` after reading ``--use-checkpoint-args``, before Megatron's checks."""
+    from megatron.training import arguments
+
+    validate = arguments.validate_args
+
+    @functools.wraps(validate)
+    def change_and_validate(args: Any, *defaults: Any) -> Any:
+        change(args)
+        return validate(args, *defaults)
+
+    arguments.validate_args = change_and_validate
 
 
 def use_shipped_dataset_helpers() -> None:
@@ -429,13 +444,36 @@ LLAMA3_ROPE = {
 
 
 def gpt_config(args: Any, transformer: Any) -> Any:
-    """Like ``gpt_config_from_args``, but also applies all parameters of Llama 3 RoPE scaling."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    """Like ``gpt_config_from_args``, but also applies ``--rope-scaling-factor``."""
     from megatron.training.argument_utils import gpt_config_from_args
 
+    scale_rope(args)
     config = gpt_config_from_args(args, config=transformer)
     config.rope_scaling_factor = args.rope_scaling_factor
-    given = (vars(args).get(f"rope_{name}") or value for name, value in LLAMA3_ROPE.items())
-    # these defaults are always used, except for the first one (the factor)
-    RotaryEmbedding._apply_scaling.__defaults__ = (args.rope_scaling_factor, *given)
     return config
+
+
+def hybrid_config(args: Any, transformer: Any) -> Any:
+    """Like ``hybrid_config_from_args``, but also applies Llama 3 RoPE scaling."""
+    from megatron.training.argument_utils import hybrid_config_from_args
+
+    scale_rope(args)
+    return hybrid_config_from_args(args, config=transformer)
+
+
+def scale_rope(args: Any) -> None:
+    """Set all parameters of Llama 3 RoPE scaling.
+
+    Megatron uses defaults for most of them. HybridModel doesn't pass any, and would ignore
+    ``--use-rope-scaling``.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    given = (vars(args).get(f"rope_{name}") or value for name, value in LLAMA3_ROPE.items())
+    RotaryEmbedding._apply_scaling.__defaults__ = (args.rope_scaling_factor, *given)
+    build: Any = RotaryEmbedding.__init__
+    parameters = inspect.signature(build).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    defaults["rope_scaling"] = args.use_rope_scaling
+    defaults["rope_scaling_factor"] = args.rope_scaling_factor
+    build.__defaults__ = tuple(defaults.values())

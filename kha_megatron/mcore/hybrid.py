@@ -94,9 +94,14 @@ def _check(config: TransformerConfig, kha: KHAConfig, layers: Sequence[str], off
     attends = [layer in (Symbols.ATTENTION, Symbols.MLA) for layer in layers]
     alternate = all(a == (n % 2 == 0) for n, a in enumerate(attends, offset))
     counted = [m for m in kha.mechanisms if m.adds_loss or m.for_layer(0) is not m]
+    latent = config.multi_latent_attention
+    wrong = Symbols.ATTENTION if latent else Symbols.MLA
     others = set(layers) - {Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE}
     raise_first(
         {
+            f"{wrong} in --hybrid-layer-pattern requires multi_latent_attention={not latent}.": (
+                wrong in layers  # would be the identity
+            ),
             "KHA does not support DeepSeek sparse attention (D).": Symbols.DS_ATTENTION in layers,
             f"{kha} requires --hybrid-layer-pattern to alternate between attention and MLP layers, "
             f"e.g. *-*E.": counted and not alternate,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kha_megatron.model.fields import MAX_LAYERS, flag, read_arguments, read_attributes
+from kha_megatron.model.pattern import LayerPattern
 
 
 def parse_pipeline_layout(text: str) -> tuple[str, ...]:
@@ -82,6 +83,9 @@ class Layout:
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
         given = read_arguments(cls, arguments)
+        pattern = LayerPattern.parse(arguments.get("hybrid_layer_pattern") or "")
+        if pattern and len(pattern.stages) > 1:
+            given["stages"] = tuple(count * "t" for count in pattern.stages)
         if given["stages"] is not None:
             given["vpp"] = len(given["stages"]) // given["pp"]
         elif given["virtual_stage_layers"]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.heads import HeadSizes
 from kha_megatron.model.fields import MAX_LAYERS, flag, read_arguments, read_attributes
+from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.qkv import QKVLayout
 
 AttentionType = Literal["gqa", "mla", "gta", "gla"]
@@ -114,6 +115,7 @@ class ModelConfig:
     mtp_num_layers: int | None = flag(None, least=0)
     flash_decode: bool = flag(False)
     hybrid_layer_pattern: str | None = flag(None, attribute=None)
+    gpt_model: bool = flag(False, attribute=None)
 
     fp8: str | None = flag(None, "--fp8-format", argument="fp8")
     fp8_recipe: str = flag("delayed")
@@ -135,8 +137,8 @@ class ModelConfig:
     ) -> Self | None:
         """Build the config from Megatron's arguments. Returns None if model sizes are missing.
 
-        In hybrid models, the layer pattern determines ``num_layers``, ``ffn_hidden_size`` and
-        ``mtp_num_layers``, so all of them are None.
+        In hybrid models, ``num_layers`` is the number of pairs of attention and MLP. It's None if
+        the layer pattern has other layers, and so are ``ffn_hidden_size`` and ``mtp_num_layers``.
         """
         given = read_arguments(cls, arguments)
         heads, hidden = given["num_attention_heads"], given["hidden_size"]
@@ -156,7 +158,11 @@ class ModelConfig:
             given["transformer_impl"] = "local"  # Transformer Engine requires a GPU
         given["num_experts"] = given["num_experts"] or None
         given["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
-        if hybrid:
+        if hybrid and (pattern := LayerPattern.parse(given["hybrid_layer_pattern"])):
+            given |= {"num_layers": len(pattern.moe), "moe_layer_freq": pattern.moe}
+            given |= {"mtp_num_layers": pattern.predictions or None}
+            given["multi_latent_attention"] = pattern.latent
+        elif hybrid:
             given |= {"num_layers": None, "ffn_hidden_size": None, "moe_layer_freq": 1}
             given["mtp_num_layers"] = None
         return cls(**given, kha=kha or KHAConfig())
@@ -168,7 +174,7 @@ class ModelConfig:
         ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
         ``ffn_hidden_size`` and ``mtp_num_layers`` are None as well.
         """
-        given = read_attributes(cls, config)
+        given = read_attributes(cls, config) | {"gpt_model": not config.is_hybrid_model}
         if kha is not None:
             given |= {"kha": kha, "kha_attention": kha.attention}
             given["kha_latent_heads"] = kha.latent_heads

@@ -79,9 +79,9 @@ def check_same_heads(path: Path, stored: KHAConfig | None, kha: KHAConfig) -> No
 
 
 def check_same_sizes(path: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a GPT model is resumed with other sizes (Megatron's arguments)."""
+    """Raise CheckpointError if a model is resumed with other sizes (Megatron's arguments)."""
     before, now = ModelConfig.from_arguments(saved), ModelConfig.from_arguments(given)
-    if not (before and now) or before.hybrid_layer_pattern or now.hybrid_layer_pattern:
+    if not (before and now) or None in (before.num_layers, now.num_layers):
         return
     for row in rows(ModelConfig):
         old, new = getattr(before, row.field), getattr(now, row.field)
@@ -116,7 +116,8 @@ def read_knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, 
     """Load all KHA matrices. They're meant to be used as ``x @ W``.
 
     Returns:
-        Dict from ``(layer, projection)`` to ``[num_matrices, head_dim, head_dim]`` tensors.
+        Dict from ``(attention layer, projection)`` to tensors of shape ``[num_matrices, head_dim,
+        head_dim]``.
 
     Raises:
         CheckpointError: If there are no KHA matrices, or they don't match the config.
@@ -129,9 +130,9 @@ def read_knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, 
     tensors = kha.knock.tensors(_ANY)
     if not isinstance(checkpoint, _HuggingFace):
         return {
-            (layer, tensor.heads): checkpoint.layer_tensor(layer, tensor.key)
+            (layer, tensor.heads): checkpoint.layer_tensor(place, tensor.key)
             for tensor in tensors
-            for layer in checkpoint.layers_with(tensor.key)
+            for layer, place in enumerate(checkpoint.layers_with(tensor.key))
         }
     layers = checkpoint.config.get("num_hidden_layers")
     stored = {key for key in checkpoint.keys() if "_knock." in key}  # noqa: SIM118

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
+from itertools import chain
 from typing import Any, Literal, Self
 
 from kha_megatron.config import KHAConfig
@@ -19,6 +20,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import Field, flag, read_arguments, rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.pattern import LayerPattern, check_no_gpt_arguments
 
 Arguments = dict[str, tuple[str, ...]]
 """Maps flags (including the dashes) to their values."""
@@ -246,6 +248,13 @@ class Run:
         """Return a copy that uses these values for all arguments that aren't set."""
         return replace(self, given=as_arguments(**values) | dict(self.given))
 
+    def as_hybrid(self) -> Self:
+        """Return the same run with a HybridModel, see :func:`as_hybrid`."""
+        changes = as_hybrid(self.arguments)
+        kept = {name: one for name, one in self.given.items() if name not in changes}
+        pattern = {name: value for name, value in changes.items() if name == HYBRID}
+        return replace(self, given=as_arguments(**pattern) | kept)
+
     @property
     def flags(self) -> Arguments:
         return {one.flag: one.words for one in self.given.values()}
@@ -277,6 +286,43 @@ class Run:
     @cached_property
     def training(self) -> Training:
         return Training(**read_arguments(Training, self.arguments))
+
+
+HYBRID = "hybrid_layer_pattern"
+_DESCRIBED_BY_PATTERN = (
+    *("num_layers", "moe_layer_freq", "mtp_num_layers"),
+    *(
+        row.argument
+        for row in rows(Layout)
+        if row.field in ("vpp", "virtual_stage_layers", "stages")
+        or row.field.endswith(("_stage_layers", "_as_layer"))
+    ),
+)
+
+
+def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes to Megatron's arguments that turn a GPTModel into a HybridModel.
+
+    ``--num-layers`` and the arguments of pipeline stages are replaced by
+    ``--hybrid-layer-pattern``. The result is empty if there is a pattern already, or if
+    ``--gpt-model`` is set. The arguments must have been checked.
+
+    Raises:
+        ConfigError: If an argument only works with GPTModel.
+    """
+    model = ModelConfig.from_arguments(arguments)
+    if model is None or model.gpt_model or model.hybrid_layer_pattern:
+        return {}
+    check_no_gpt_arguments(arguments)
+    stages = Layout.from_arguments(arguments, None).chunk_layers(model.layers)
+    pattern = LayerPattern(
+        tuple(int(model.is_moe(layer)) for layer in range(model.layers)),
+        tuple(chain.from_iterable(stages)),
+        model.multi_latent_attention,
+        model.mtp_num_layers or 0,
+    )
+    changes = {name: _by("argument")[name].default for name in _DESCRIBED_BY_PATTERN}
+    return changes | {HYBRID: str(pattern)}
 
 
 def parse_kha_config(arguments: Mapping[str, Any]) -> KHAConfig | None:

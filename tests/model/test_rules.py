@@ -181,7 +181,7 @@ def test_muon_must_not_split_a_projection_with_other_rows(name):
             {"flash_decode": True},
             ["value=mlp", "does not support --flash-decode"],
         ),
-        (KHAConfig(value="mlp"), {"mtp_num_layers": 2}, ["does not support --mtp-num-layers"]),
+        (KHAConfig(value="mlp"), {"mtp_num_layers": 2, "gpt_model": True}, ["requires a hybrid"]),
         (
             KHAConfig(collaborative=CollaborativeHeads(dim=14)),
             {"position_embedding_type": "rope"},
