@@ -53,14 +53,15 @@ def balance_experts(
     @contextmanager
     @torch.no_grad()
     def balanced(chunks: list[Any], groups: Any) -> Iterator[None]:
-        routers: list[Any] = [
-            module
+        named: list[tuple[str, Any]] = [
+            (name, module)
             for model in models
-            for module in model.modules()
+            for name, module in model.named_modules()
             if getattr(module, "expert_bias", None) is not None
             and module.training
             and not getattr(module, "frozen_expert_bias", False)
         ]
+        routers = [router for _, router in named]
         # read the loads first, because Megatron's own update resets them
         loads = _stacked([router.local_tokens_per_expert for router in routers])
         biases = _stacked([router.expert_bias for router in routers])
@@ -74,8 +75,9 @@ def balance_experts(
         biases = biases + rate * compute_bias_update(loads, update)
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)
-        if report is not None:
-            report([router.layer_number for router in routers], loads, biases)
+        if report is not None:  # layers for multi-token prediction have no number of their own
+            shown = [n for n, (name, _) in enumerate(named) if "mtp." not in name]
+            report([routers[n].layer_number for n in shown], loads[shown], biases[shown])
 
     wrap_grad_finalization(models, balanced)
 

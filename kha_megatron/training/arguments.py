@@ -16,8 +16,9 @@ from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import LLAMA3_ROPE, lacks_te_extension
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.rules import check_arguments
-from kha_megatron.model.run import Heads, parse_kha_config
+from kha_megatron.model.run import Heads, as_hybrid, parse_kha_config
 
 DEVICES = ("cuda", "cpu")
 
@@ -69,6 +70,13 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         default="cuda",
         help="Device to train on. With cpu, Megatron runs on the CPU with the gloo backend, which "
         "is meant for testing.",
+    )
+    group.add_argument(
+        "--gpt-model",
+        action="store_true",
+        help="Build Megatron's GPTModel, which is deprecated, instead of a HybridModel. Without "
+        "this flag, --num-layers N means N times *- (or *E with experts) in "
+        "--hybrid-layer-pattern.",
     )
     group.add_argument(
         "--kha-upcycle",
@@ -210,6 +218,19 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
             "--heads."
         )
     return kha
+
+
+def describe_layers(args: argparse.Namespace, *, pattern_is_saved: bool = False) -> None:
+    """Replace ``--num-layers`` by ``--hybrid-layer-pattern``, unless ``--gpt-model`` is set.
+
+    ``pattern_is_saved`` means that a pattern comes from a checkpoint. Its pipeline stages are then
+    replaced by those of the current layout.
+    """
+    if pattern_is_saved and (saved := LayerPattern.parse(args.hybrid_layer_pattern or "")):
+        args.hybrid_layer_pattern = None
+        args.num_layers, args.moe_layer_freq = len(saved.moe), list(saved.moe)
+        args.mtp_num_layers = saved.predictions or None
+    vars(args).update(as_hybrid(vars(args)))
 
 
 def check_args(args: argparse.Namespace) -> None:

@@ -33,8 +33,7 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
     iteration = args.curr_iteration + 1
     if iteration % args.tensorboard_log_interval:
         return
-    count = args.num_layers + (args.mtp_num_layers or 0)
-    table = torch.zeros(count, len(_NAMES) + 1, device=loads.device)
+    table = torch.zeros(args.num_layers, len(_NAMES) + 1, device=loads.device)
     if layers:
         mean = loads.mean(dim=-1)
         spread = biases.amax(dim=-1) - biases.amin(dim=-1)

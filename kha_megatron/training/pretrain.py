@@ -44,6 +44,7 @@ from kha_megatron.model.rules import check_attention
 from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
+    describe_layers,
     kha_from_args,
 )
 from kha_megatron.training.expert_load import report_expert_load
@@ -60,6 +61,7 @@ from kha_megatron.training.resume import (
     object_store,
     path_to_upcycle,
     restored_kha,
+    starts_from_pretrained,
 )
 from kha_megatron.training.scalars import write_scalars
 from kha_megatron.training.weights import stop_on_non_finite_weights
@@ -92,6 +94,8 @@ def run(program_start: float) -> None:
     if upcycled is None:
         check_same_kha(early, kha)
     load_from_either(scales=loads_fp8_scales(early))
+    pattern_is_saved = not early.hybrid_layer_pattern
+    compat.change_arguments(partial(describe_layers, pattern_is_saved=pattern_is_saved))
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
     args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
@@ -99,6 +103,8 @@ def run(program_start: float) -> None:
     if args.verify_integrity and (remote := object_store(args)):
         announce(f"Writing and checking no hashes in the object store of {remote}.")
         args.verify_integrity = False
+    if starts_from_pretrained(early):  # Megatron would continue with the optimizer of a GPTModel
+        args.no_load_optim = True
     # the checkpoint's arguments record the resolved values
     for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
         setattr(args, name, value)

@@ -45,7 +45,7 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     assert command[training - 4 : training] == ["--no-python", sys.executable, "-u", "-m"]
     assert command[command.index("--save") + 1] == str(output / "checkpoints")
     assert command[command.index("--data-path") + 1] == str(data / "corpus")
-    assert command[command.index("--moe-layer-freq") + 1] == "([0]*1+[1]*3)"
+    assert command[command.index("--hybrid-layer-pattern") + 1] == "*-*E*E*E"
     assert "--lr=-1e-3" in command
     assert "--lr" not in command
     assert command.count("--swiglu") == 1

@@ -63,14 +63,14 @@ def test_experts_train_with_tensor_and_sequence_parallelism_and_are_logged(corpu
     logged = scalars(tmp_path / "tensorboard")
     for layer in range(LAYERS):
         for place in HEAD_PLACES:
-            assert sorted(logged[f"{place}/layer-{layer}"]) == [4, 8]
-        distance = logged[f"kha-distance/value-down/layer-{layer}"]
+            assert sorted(logged[f"{place}/layer-{2 * layer}"]) == [4, 8]
+        distance = logged[f"kha-distance/value-down/layer-{2 * layer}"]
         assert 0 < distance[4] < distance[8]
     # the sign form would move the range of biases by whole steps of 0.01
-    ranges = [logged[f"expert-load/bias-range-layer-{n}"] for n in range(1, LAYERS + 1)]
+    ranges = [logged[f"expert-load/bias-range-layer-{2 * n}"] for n in range(1, LAYERS + 1)]
     steps = [value / 0.01 for history in ranges for value in history.values()]
     assert any(abs(step - round(step)) > 1e-3 for step in steps)
-    violations = [logged[f"expert-load/violation-layer-{n}"][8] for n in range(1, LAYERS + 1)]
+    violations = [logged[f"expert-load/violation-layer-{2 * n}"][8] for n in range(1, LAYERS + 1)]
     assert logged["expert-load/violation"][8] == pytest.approx(sum(violations) / LAYERS, rel=1e-6)
 
 
