@@ -4,7 +4,7 @@ This module doesn't import Megatron-Bridge. Any dataclass with the fields of ``G
 (and ``TransformerConfig``) can be used as a provider.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from torch.nn.functional import silu
@@ -35,7 +35,7 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
                 f"{name}={getattr(config, name)!r} is not supported in Megatron-Bridge, only MHA, "
                 "MQA and GQA with unscaled RoPE. Please use `kha-megatron convert` instead."
             )
-    arguments = to_arguments(model)
+    arguments = to_arguments(replace(model, gpt_model=True))
     heads = model.kha.to_dict().items()
     arguments.pop("moe_router_load_balancing_type", None)  # only for training
     named = (row for row in ROWS.values() if row.argument in arguments)

@@ -60,6 +60,14 @@ DivisibleBy = Annotated[
         help="Pad the vocabulary to a multiple of this value, as in Megatron.",
     ),
 ]
+GPTModel = Annotated[
+    bool,
+    typer.Option(
+        "--gpt-model",
+        help="Write a checkpoint for Megatron's GPTModel (pretrain_gpt.py), which is deprecated, "
+        "instead of HybridModel (pretrain_hybrid.py).",
+    ),
+]
 TensorParallel = Annotated[
     int,
     typer.Option(
@@ -136,6 +144,7 @@ def to_megatron(
     out: Out,
     divisible_by: DivisibleBy = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
+    gpt_model: GPTModel = False,
     dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
     tokenizer: Tokenizer = None,
@@ -166,6 +175,7 @@ def to_megatron(
         tokenizer=tokenizer,
         divisible_by=divisible_by,
         tensor_parallel=tensor_parallel,
+        gpt_model=gpt_model,
     )
     written = _write(plan, out, workers, overwrite, verify)
     _finish(plan, written, workers, verify, as_json)
@@ -199,6 +209,7 @@ def upcycle(
     ] = None,
     divisible_by: DivisibleBy = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: TensorParallel = 1,
+    gpt_model: GPTModel = False,
     max_shard_size: ShardSize = "5GB",
     dtype: Dtype = None,
     allow_overflow: AllowOverflow = False,
@@ -239,9 +250,8 @@ def upcycle(
         size = parse_size("--max-shard-size", max_shard_size)
         plan = to_hf.plan_export(model, max_shard_bytes=size, **options)
     else:
-        plan = to_megatron.plan_import(
-            model, divisible_by=divisible_by, tensor_parallel=tensor_parallel, **options
-        )
+        options |= {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
+        plan = to_megatron.plan_import(model, gpt_model=gpt_model, **options)
     tokens = None
     if text is not None:
         source = plan.source

@@ -107,14 +107,14 @@ class Architecture(ModelConfig):
 
     @property
     def is_uniform(self) -> bool:
-        """True if all layers have the same parameters. Megatron stacks the layers in this case."""
+        """True if all layers have the same parameters. GPTModel stacks them in this case."""
         return not self.num_experts or all(map(self.is_moe, range(self.num_layers)))
 
     def differences(self, other: "Architecture", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return ``{name: (ours, theirs)}`` for all settings with different values.
 
-        Doesn't compare the vocab size, the dtype of the router (stock architectures cannot change
-        it), or head mechanism settings that only matter in training.
+        Doesn't compare the vocab size, the model class in Megatron, the dtype of the router (stock
+        architectures cannot change it), or head mechanism settings that only matter in training.
         """
         ours, theirs = self._settings(ignored), other._settings(ignored)
         found = {name: (ours.get(name), theirs.get(name)) for name in ours | theirs}
@@ -122,7 +122,7 @@ class Architecture(ModelConfig):
 
     def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
         skipped = {"vocab_size", "padded_vocab_size", "kha", "kha_attention", "kha_latent_heads"}
-        skipped.update(ignored, ["moe_router_dtype"])
+        skipped.update(ignored, ["moe_router_dtype", "gpt_model"])
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
         for name, value in self.kha.to_dict(start=False).items():
             settings = value if isinstance(value, dict) else {"": value}

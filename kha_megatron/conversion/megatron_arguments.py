@@ -15,6 +15,7 @@ from kha_megatron.conversion.architecture import (
     Yarn,
 )
 from kha_megatron.errors import CheckpointError
+from kha_megatron.model.pattern import LayerPattern
 
 SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -48,8 +49,6 @@ SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 """Allow-list for other arguments that would change the model's outputs."""
 
 _HYBRID = "hybrid_layer_pattern"
-_MLPS = {"-": 0, "E": 1}
-"""In ``--hybrid-layer-pattern``, ``-`` is a dense MLP and ``E`` is an MoE layer."""
 
 _READ = (
     "hidden_size",
@@ -115,16 +114,13 @@ def _copy(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
 
 
 def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Architecture:
-    pattern, mlps = args.get(_HYBRID), ""
-    if pattern is not None:
-        symbols = pattern.replace("|", "") if isinstance(pattern, str) else ""
-        mlps = symbols[1::2]
-        alternates = set(symbols[::2]) == {"*"} and len(symbols) % 2 == 0 and set(mlps) <= {*_MLPS}
-        if not alternates:
-            raise _unsupported(_HYBRID, pattern, "expected * alternating with - or E")
-        for name in ("multi_latent_attention", "use_rope_scaling", "kha_attention"):
-            if args.get(name):
-                raise _unsupported(name, args[name], f"it cannot be combined with {_HYBRID}")
+    pattern, text = None, args.get(_HYBRID)
+    if text is not None:
+        pattern = LayerPattern.parse(text) if isinstance(text, str) else None
+        if pattern is None:
+            raise _unsupported(_HYBRID, text, "expected attention alternating with - or E")
+        if args.get("use_rope_scaling") and not _of_our_entry_point(args):
+            raise _unsupported("use_rope_scaling", True, "stock hybrid models ignore it")
     latent = bool(args.get("multi_latent_attention"))
     given = _copy(args, (*_READ, *(LATENT if latent else ())))
     if latent and given["q_lora_rank"] is None and given["qk_layernorm"]:
@@ -133,10 +129,11 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
     if kha.attention == "gta" and not latent and given["rotary_percent"] != 0.5:
         percent = given["rotary_percent"]
         raise _unsupported("rotary_percent", percent, "kha_attention=gta requires 0.5")
-    heads, layers = given["num_attention_heads"], len(mlps) or args["num_layers"]
+    heads = given["num_attention_heads"]
+    layers = len(pattern.moe) if pattern else args["num_layers"]
     groups = args["num_query_groups"] if args["group_query_attention"] and not latent else heads
     if args["num_experts"]:
-        given |= _experts(args, layers, [_MLPS[mlp] for mlp in mlps])
+        given |= _experts(args, layers, pattern.moe if pattern else ())
     return Architecture(
         **STYLE,
         **given,
@@ -149,6 +146,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
         rotary_base=float(args["rotary_base"]),
         scaling=_latent_yarn(args) if latent else _scaling(args),
         multi_latent_attention=latent,
+        gpt_model=pattern is None,
         kha=kha,
     )
 
@@ -194,10 +192,14 @@ def rope_scaling_factor(args: Mapping[str, Any]) -> float:
     arguments whether it was used. Converted checkpoints don't have a ``spec`` and always store the
     right factor.
     """
-    of_our_entry_point = "kha_query" in args and (args.get("spec") or [None])[0] != _STOCK_SPEC
-    if "spec" in args and not of_our_entry_point:
-        return STOCK_SCALING.factor
-    return float(args["rope_scaling_factor"])
+    return float(args["rope_scaling_factor"] if _of_our_entry_point(args) else STOCK_SCALING.factor)
+
+
+def _of_our_entry_point(args: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was converted or trained with our entry point."""
+    return "spec" not in args or (
+        "kha_query" in args and (args["spec"] or [None])[0] != _STOCK_SPEC
+    )
 
 
 def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
@@ -257,6 +259,10 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
         "use_rope_scaling": isinstance(scaling, Llama3Scaling),
         **(_expert_arguments(model) if model.num_experts else {"num_experts": None}),
     }
+    if not model.gpt_model:
+        moe = tuple(int(model.is_moe(layer)) for layer in range(model.num_layers))
+        pattern = LayerPattern(moe, (model.num_layers,), model.multi_latent_attention)
+        args |= {_HYBRID: str(pattern), "num_layers": 2 * model.num_layers, "moe_layer_freq": 1}
     if isinstance(scaling, Yarn) and not model.multi_latent_attention:
         # Megatron accepts add_position_embedding=False only for rope
         args |= {"position_embedding_type": "yarn", "add_position_embedding": True}
@@ -327,6 +333,8 @@ def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
     again and overwrite its own progress.
     """
     words = ["--pretrained-checkpoint", checkpoint, "--use-checkpoint-args"]
+    if not args.get(_HYBRID):
+        words.append("--gpt-model")
     names: tuple[str, ...] = _NOT_FROM_CHECKPOINT
     if args.get("kha_attention") == "gta":  # checked by our entry point before loading
         names += ("position_embedding_type", "rotary_percent")

@@ -167,6 +167,8 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
     args = Namespace(**defaults | saved | _UNSHARDED | dict(overrides or {}))
     if args.use_rope_scaling:
         args.rope_scaling_factor = rope_scaling_factor(checkpoint.args)
+    if args.hybrid_layer_pattern:
+        args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")
     config = model_config(args, KHAConfig.from_entries(checkpoint.args) or KHAConfig())
     builder = (HybridModelBuilder if args.hybrid_layer_pattern else GPTModelBuilder)(config)
     config.parallel_output = False

@@ -19,9 +19,21 @@ from kha_megatron.conversion.rows import (
     head_row,
 )
 
-_HYBRID_NORM = "decoder.final_norm.weight"
+FINAL_NORM, _HYBRID_NORM = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
 _SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
 _IN_ATTENTION = ("self_attention.", "input_layernorm.")
+
+
+def megatron_name(name: str, layer: int | None, model: Architecture) -> str:
+    """Return the checkpoint key of a tensor that isn't stacked.
+
+    A HybridModel counts attention and MLP as separate layers.
+    """
+    if layer is None:
+        return _HYBRID_NORM if name == FINAL_NORM and not model.gpt_model else name
+    if not model.gpt_model:
+        layer = 2 * layer + (not name.startswith(_IN_ATTENTION))
+    return f"{LAYERS}{layer}.{name}"
 
 
 def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
@@ -266,7 +278,7 @@ MODEL: tuple[Row, ...] = (
     VocabularyRow("model.embed_tokens.weight", ("embedding.word_embeddings.weight",), _vocabulary),
     Row(
         "model.norm.weight",
-        ("decoder.final_layernorm.weight", _HYBRID_NORM),
+        (FINAL_NORM, _HYBRID_NORM),
         _hidden,
     ),
     OUTPUT_LAYER,

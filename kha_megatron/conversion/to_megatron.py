@@ -7,7 +7,7 @@ RNG state. You can load it with any parallel layout.
 import math
 import os
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_arguments import STOCK_SCALING, command_line, to_arguments
 from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import open_source, parse_dtype
-from kha_megatron.conversion.table import MODEL, tensor_slots
+from kha_megatron.conversion.table import MODEL, megatron_name, tensor_slots
 from kha_megatron.conversion.transforms import cast, pad_vocabulary, upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
 from kha_megatron.model.model_config import ModelConfig
@@ -73,7 +73,7 @@ class MegatronPlan(Plan):
                 dtypes: dict[Any, torch.dtype] = {}
 
                 def put(slot: TensorSlot, parts: list[Tensor]) -> None:
-                    key = slot.row, None if source.model.is_uniform else slot.layer
+                    key = slot.row, None if _is_stacked(source.model, slot) else slot.layer
                     for part in parts:
                         if dtypes.setdefault(key, part.dtype) != part.dtype:
                             raise CheckpointError(
@@ -103,15 +103,18 @@ def plan_import(
     upcycle: KHAConfig | None = None,
     divisible_by: int = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: int = 1,
+    gpt_model: bool = False,
 ) -> MegatronPlan:
     """Open a checkpoint and prepare to import it.
 
     We pad the vocab to a multiple of ``divisible_by * tensor_parallel`` (or keep the existing
     padding of Megatron checkpoints). Note that you can still load the result with a different TP
-    size. The other arguments are the same as in ``to_hf.plan_export``.
+    size. ``gpt_model`` writes a checkpoint for GPTModel instead of HybridModel. The other arguments
+    are the same as in ``to_hf.plan_export``.
     """
     new_dtype = parse_dtype(dtype)
     source = open_source(path, tokenizer=tokenizer)
+    source = replace(source, model=replace(source.model, gpt_model=gpt_model))
     if upcycle is not None:
         source = upcycle_heads(source, upcycle)
     multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel
@@ -141,41 +144,49 @@ def _write_slot(
 ) -> None:
     """Write a slot to its (possibly stacked) Megatron tensor."""
     row = slot.row
-    prefix, grid, position = _stack(model, slot)
+    grid, position = _stack(model, slot)
     whole = (*grid, *row.shape(model))
     for name in row.names if row.both else row.names[:1]:
-        start = 0
+        start, key = 0, _key(model, slot, name)
         for block in row.join(parts, model):
             offsets = (*position, start, *(0 for _ in block.shape[1:]))
             chunk = block[(None,) * len(grid)]
-            writer.write(prefix + name, chunk, shape=whole, offsets=offsets)
+            writer.write(key, chunk, shape=whole, offsets=offsets)
             start += block.shape[0]
 
 
 def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
     """Megatron requires an ``_extra_state`` for each linear layer, norm and core attention."""
     written = set()
+    if not model.gpt_model:
+        writer.write_object("output_layer._extra_state", None, shape=(1,), offsets=(0,))
     for slot in tensor_slots(model):
-        prefix, grid, position = _stack(model, slot)
+        grid, position = _stack(model, slot)
         modules = [name.rpartition(".")[0] for name in slot.row.names]
         if slot.layer is not None:
             modules.append(_CORE_ATTENTION)
         for module in modules:
             name = module.rpartition(".")[2]
             has_state = name.startswith("linear_") or "norm" in name or module == _CORE_ATTENTION
-            key = f"{prefix}{module}._extra_state"
+            key = _key(model, slot, f"{module}._extra_state")
             if has_state and (key, position) not in written:
                 written.add((key, position))
                 writer.write_object(key, None, shape=grid or (1,), offsets=position or (0,))
 
 
-def _stack(model: Architecture, slot: TensorSlot) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return ``(key prefix, stacked dims, index into the stacked dims)``."""
-    prefix, grid, position = "", tuple[int, ...](), tuple[int, ...]()
-    if slot.layer is not None:
-        uniform = model.is_uniform
-        prefix = LAYERS if uniform else f"{LAYERS}{slot.layer}."
-        grid, position = ((model.num_layers,), (slot.layer,)) if uniform else ((), ())
+def _is_stacked(model: Architecture, slot: TensorSlot) -> bool:
+    return slot.layer is not None and model.gpt_model and model.is_uniform
+
+
+def _key(model: Architecture, slot: TensorSlot, name: str) -> str:
+    return LAYERS + name if _is_stacked(model, slot) else megatron_name(name, slot.layer, model)
+
+
+def _stack(model: Architecture, slot: TensorSlot) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return ``(stacked dims, index into the stacked dims)``."""
+    grid, position = tuple[int, ...](), tuple[int, ...]()
+    if slot.layer is not None and _is_stacked(model, slot):
+        grid, position = (model.num_layers,), (slot.layer,)
     if slot.expert is not None:
         grid, position = (*grid, model.num_experts), (*position, slot.expert)
-    return prefix, grid, position
+    return grid, position

@@ -47,7 +47,7 @@ def load_and_run(
         strict=StrictHandling.RETURN_ALL,
         verify_integrity=True,
     )
-    assert not unexpected
+    assert not unexpected, sorted(unexpected)[:6]
     # the checkpoint also has the states and norms of Transformer Engine's layers
     assert all(key.endswith("_extra_state") or "norm" in key for key in missing)
     assert loaded["checkpoint_version"] == 3.0

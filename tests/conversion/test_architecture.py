@@ -29,7 +29,8 @@ def test_unsupported_arguments_are_refused(args, name):
 
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 8}
 PLAIN_ROPE = LATENT | {"rope_type": "rope"}
-GTA_HYBRID = {"rotary_percent": 0.5, "kha_attention": "gta", "hybrid_layer_pattern": "*-*E*E"}
+STOCK = {"spec": ["kha_megatron.training.stock", "spec"]}
+SCALED_HYBRID = STOCK | {"use_rope_scaling": True, "hybrid_layer_pattern": "*-*E*E"}
 YARN = PLAIN_ROPE | {"rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0}
 
 
@@ -37,7 +38,7 @@ YARN = PLAIN_ROPE | {"rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0}
     ("changes", "heads", "message"),
     [
         ({"rotary_percent": 1.0}, {"attention": "gta"}, "rotary_percent=1.0.*kha_attention=gta"),
-        (GTA_HYBRID, {"attention": "gta"}, "kha_attention='gta'.*hybrid_layer_pattern"),
+        (SCALED_HYBRID, {}, "use_rope_scaling=True.*stock hybrid models ignore it"),
         ({}, {"attention": "gla"}, "multi-latent-attention"),
         (LATENT, {"value": "mlp"}, "supports only linear KHA, got value=mlp"),
         (LATENT | {"q_lora_rank": None}, {"value": "linear"}, "q_lora_rank=None.*qk_layernorm"),

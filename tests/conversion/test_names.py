@@ -1,8 +1,8 @@
-"""Read checkpoints of Transformer Engine, local modules and HybridModel."""
+"""Read checkpoints of Transformer Engine and of local modules."""
 
 import pytest
 
-from kha_megatron.checkpoint.megatron import LAYERS, MegatronCheckpoint
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import to_hf, to_megatron
 from tests.checkpoint.saved import save
 from tests.conversion.models import CONFIGS, assert_same_tensors, make
@@ -46,32 +46,3 @@ def test_names_of_both_backends_are_read(model, backend):
     rewritten = save(folder / "rewritten", 1, tensors, **checkpoint.args)
     to_hf.plan_export(rewritten, architecture=family).write(folder / "back")
     assert_same_tensors(folder / "hf", folder / "back")
-
-
-@pytest.mark.parametrize("name", ["kha, sparse", "qwen3, tied"])
-def test_a_hybrid_model_of_gpt_layers_is_read(tmp_path, name):
-    make(CONFIGS[name]).save_pretrained(tmp_path / "hf")
-    to_megatron.plan_import(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
-    checkpoint = MegatronCheckpoint.open(tmp_path / "save")
-    layers = CONFIGS[name].num_hidden_layers
-    kinds = getattr(CONFIGS[name], "mlp_layer_types", ["dense"] * layers)
-    pattern = "".join("*" + {"dense": "-", "sparse": "E"}[kind] for kind in kinds)
-
-    tensors = {}
-    for key in checkpoint.keys():  # noqa: SIM118
-        if not key.startswith(LAYERS):
-            tensors[key.replace("final_layernorm", "final_norm")] = checkpoint.tensor(key)
-            continue
-        suffix = key.removeprefix(LAYERS)
-        first, _, rest = suffix.partition(".")
-        found = [int(first)] if first.isdecimal() else range(layers)
-        suffix = rest if first.isdecimal() else suffix
-        for layer in found:
-            behind = not suffix.startswith(("self_attention.", "input_layernorm."))
-            moved = f"{LAYERS}{2 * layer + behind}.{suffix}"
-            tensors[moved] = checkpoint.layer_tensor(layer, suffix)
-    changes = {"hybrid_layer_pattern": pattern, "num_layers": 2 * layers}
-    target = save(tmp_path / "hybrid", 1, tensors, **checkpoint.args | changes)
-
-    to_hf.plan_export(target, architecture=CONFIGS[name].model_type).write(tmp_path / "back")
-    assert_same_tensors(tmp_path / "hf", tmp_path / "back")

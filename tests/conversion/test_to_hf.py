@@ -189,7 +189,8 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     tied = not args.get("untie_embeddings_and_output_weights", True)
     assert ("lm_head.weight" in stored) == (not tied)
 
-    written = to_megatron.plan_import(tmp_path / "hf", divisible_by=8).write(tmp_path / "back")
+    planned = to_megatron.plan_import(tmp_path / "hf", divisible_by=8, gpt_model=True)
+    written = planned.write(tmp_path / "back")
     assert ("--attention-output-gate" in written.arguments) == is_stock
     back = MegatronCheckpoint.open(tmp_path / "back")
     heads = KHAConfig(gate=Gate(output="element")) if is_stock else kha
