@@ -53,7 +53,7 @@ Skipped = dict[str, dict[str, Any]]
 
 
 class Source(NamedTuple):
-    """A text file with its size (of the uncompressed text) and number of documents."""
+    """A text file, the size of its uncompressed text, and its number of documents."""
 
     path: Path
     bytes: int

@@ -77,8 +77,8 @@ class HFCheckpoint:
             for key in entries:
                 if (other := files.setdefault(key, name)) != name:
                     raise CheckpointError(
-                        f"Duplicate tensor {key} in {other} and {name} of {path}. Programs differ "
-                        "in which of the two they load, so remove one of them."
+                        f"Duplicate tensor {key} in {other} and {name} of {path}. Remove one of "
+                        "them, because libraries differ in which one they load."
                     )
         return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
 

@@ -231,7 +231,7 @@ def _read_yarn(given: Mapping[str, Any]) -> Yarn:
 
 
 def has_stock_heads(model: Architecture) -> bool:
-    """True if stock HF architectures support the attention (they may have an output gate)."""
+    """Whether the attention has no head mechanisms, except for an output gate."""
     kha = model.kha
     gate_fits = not (kha.has_output_gate and model.multi_latent_attention)
     return kha.attention is None and gate_fits and not kha.without_output_gate().mechanisms

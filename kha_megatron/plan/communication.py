@@ -109,7 +109,7 @@ def _shared_projections(rank: Rank) -> float:
 
 
 def _head_exchange(rank: Rank) -> float:
-    """Collectives issued by the mechanisms themselves (including recomputation)."""
+    """Collective operations of head mechanisms, including those repeated by recomputation."""
     model, tp = replace(rank.model, kha=rank.setup.kha), rank.layout.tp
     sizes = replace(model.head_sizes, head_dim=model.normed_dim, value_dim=model.head_dim)
     sent = 0

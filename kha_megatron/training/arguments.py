@@ -74,9 +74,9 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     group.add_argument(
         "--gpt-model",
         action="store_true",
-        help="Build Megatron's GPTModel, which is deprecated, instead of a HybridModel. Without "
-        "this flag, --num-layers N means N times *- (or *E with experts) in "
-        "--hybrid-layer-pattern.",
+        help="Build a GPTModel (deprecated in Megatron) instead of a HybridModel. By default, "
+        "--num-layers is converted to --hybrid-layer-pattern, e.g. 2 layers become *-*- (or *E*E "
+        "with experts).",
     )
     group.add_argument(
         "--kha-upcycle",

@@ -151,10 +151,10 @@ def _compare(case: KnockCase) -> str | None:
 
 
 def _emphasis(count: int, turn: int, tile: int, device: torch.device) -> Tensor:
-    """Return factors that scale up the rows after the first turn and the rows of the last tile.
+    """Return a scaling factor for each row of the test input, ``[count]``.
 
-    Without this, the weight gradient would hardly change if a kernel skipped these rows. The
-    factors give them as much weight as all other rows together (in a sum of squares).
+    The last, incomplete tile and the rows that a program processes after its first ``turn`` rows
+    get larger factors. Otherwise, the weight gradient would hardly change if a kernel skipped them.
     """
     factors = torch.ones(count, device=device)
     for rest in (count - turn, count % tile):
