@@ -24,7 +24,7 @@ class SpikeDefinition:
     def __post_init__(self) -> None:
         finite = all(0 <= x < math.inf for x in (self.deviations, self.margin))
         if self.window < 4 or not finite:
-            raise ConfigError(f"window must be at least 4, and no value may be negative, got {self}.")
+            raise ConfigError(f"Expected window >= 4 and no negative values, got {self}.")
 
     @property
     def warmup(self) -> int:
