@@ -34,7 +34,6 @@ SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "rotary_seq_len_interpolation_factor": (None,),
     "apply_residual_connection_post_layernorm": (False, None),
     "use_mup": (False, None),
-    "mtp_num_layers": (None, 0),
     "moe_apply_probs_on_input": (False, None),
     "moe_latent_size": (None,),
     "moe_mlp_glu_interleave_size": (None,),

@@ -67,6 +67,7 @@ _UNSHARDED: dict[str, Any] = {
     "pipeline_model_parallel_layout": None,
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
+    "mtp_num_layers": None,
     "context_parallel_size": 1,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
@@ -102,7 +103,8 @@ _UNSHARDED: dict[str, Any] = {
     "perform_initialization": False,
     "spec": None,
 }
-"""Overrides for a single CPU process. They only affect the logits by rounding errors."""
+"""Overrides for a single CPU process without multi-token prediction. They only affect the logits by
+rounding errors."""
 
 
 def _run_here(
@@ -168,7 +170,7 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
     if args.use_rope_scaling:
         args.rope_scaling_factor = rope_scaling_factor(checkpoint.args)
     if args.hybrid_layer_pattern:
-        args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")
+        args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "").partition("/")[0]
     config = model_config(args, KHAConfig.from_entries(checkpoint.args) or KHAConfig())
     builder = (HybridModelBuilder if args.hybrid_layer_pattern else GPTModelBuilder)(config)
     config.parallel_output = False

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
@@ -26,6 +27,8 @@ from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.errors import CheckpointError, ConfigError
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PREDICTION = "mtp."
+"""Prefix of the tensors for multi-token prediction, which we don't convert."""
 EMBEDDING = "embedding.word_embeddings.weight"
 _MAX_ELEMENTS = 2**56
 PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
@@ -127,7 +130,10 @@ def _open_hf(path: Path) -> ModelSource:
 
 def _open_megatron(path: Path) -> ModelSource:
     checkpoint = MegatronCheckpoint.open(path)
-    args, infos = checkpoint.args, checkpoint.keys()
+    args, tensors = checkpoint.args, checkpoint.keys()
+    infos = {k: info for k, info in tensors.items() if not k.startswith(PREDICTION)}
+    if dropped := len(tensors) - len(infos):
+        announce(f"Ignoring {dropped} tensors of multi-token prediction in {path}.", once=path)
     if EMBEDDING not in infos:
         raise CheckpointError(f"Tensor {EMBEDDING} not found in {path}. Is this a GPT checkpoint?")
     rows = infos[EMBEDDING].shape[0]

@@ -4,6 +4,7 @@ import queue
 import zlib
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def save_and_run(
     *,
     run: bool = True,
 ) -> tuple[Parameters, np.ndarray | None]:
-    """Save a GPTModel and compute its logits ``[2, 11, padded vocabulary]`` for :func:`tokens`.
+    """Save a GPTModel or HybridModel. Compute its logits ``[2, 11, padded vocabulary]``.
 
     Args:
         folder: The ``--save`` directory.
@@ -62,7 +63,9 @@ def save_and_run(
     models.initialize(**layout)
     transformer = models.transformer_config(**layout, **config)
     saved = _arguments(transformer, kha, args)
-    model = models.gpt_model(
+    pattern = args.get("hybrid_layer_pattern")
+    build = partial(models.hybrid_model, pattern=pattern) if pattern else models.gpt_model
+    model = build(
         transformer,
         kha or KHAConfig(),
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -179,9 +182,11 @@ def check_back(save: Path, back: Path) -> None:
     before, after = (MegatronCheckpoint.open(folder) for folder in (save, back))
     layout = open_source(save).model.qkv
     for key in before.keys():  # noqa: SIM118
+        if key.startswith("mtp."):
+            continue
         one, other = before.tensor(key), after.tensor(key)
         if "linear_qkv.weight" in key:
-            one = one.clone().unflatten(1, (layout.groups, -1))
-            one[:, :, layout.padding] = 0
-            one = one.flatten(1, 2)
+            one = one.clone().unflatten(-2, (layout.groups, -1))
+            one[..., layout.padding, :] = 0
+            one = one.flatten(-3, -2)
         assert torch.equal(one, other), key

@@ -105,6 +105,12 @@ CASES = {
         LATENT,
         TIED,
     ),
+    "TP2, hybrid, multi-token prediction": (
+        KHAConfig(value="mlp"),
+        TP2 | ONE_EXPERT_RANK,
+        SIGMOID | {"num_layers": 4, "is_hybrid_model": True, "mtp_num_layers": 1},
+        {"hybrid_layer_pattern": "*-*E/*E"},
+    ),
     "TP2, talking": (KHAConfig(value="mlp", talking=TalkingHeads(post=False)), TP2, {}, {}),
     "TP2, collaborative, gates": (
         KHAConfig(
@@ -156,7 +162,7 @@ def _tensors(folder):
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES]
 )
-def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
+def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case, capsys):
     kha, layout, config, args, architecture = (*CASES[case], "kha")[:5]
     is_stock = architecture != "kha"
     world = int(np.prod([n for name, n in layout.items() if n > 1]))
@@ -164,6 +170,8 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     logits = ranks(save_and_run, world, str(save), kha, layout, config, args)[-1][1]
     asked = "auto" if architecture == "qwen3_next" else architecture
     planned = to_hf.plan_export(save, architecture=asked)
+    is_hybrid = "hybrid_layer_pattern" in args
+    assert ("tensors of multi-token prediction" in capsys.readouterr().err) == is_hybrid
     read = []
     written = planned.write(tmp_path / "hf", on_bytes=read.append)
     assert written.architecture == architecture
@@ -176,7 +184,7 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     for found in (ours, in_two_steps(model, tokens())):
         torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
         assert torch.equal(found.argmax(-1), theirs.argmax(-1))
-    assert Pair.open(save, tmp_path / "hf").verify(logits=False).agrees
+    assert Pair.open(save, tmp_path / "hf").verify(logits=is_hybrid).agrees
 
     stored = _tensors(tmp_path / "hf")
     assert (written.tensors, written.shards, written.dtype) == (len(stored), 1, "float32")
@@ -189,7 +197,7 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case):
     tied = not args.get("untie_embeddings_and_output_weights", True)
     assert ("lm_head.weight" in stored) == (not tied)
 
-    planned = to_megatron.plan_import(tmp_path / "hf", divisible_by=8, gpt_model=True)
+    planned = to_megatron.plan_import(tmp_path / "hf", divisible_by=8, gpt_model=not is_hybrid)
     written = planned.write(tmp_path / "back")
     assert ("--attention-output-gate" in written.arguments) == is_stock
     back = MegatronCheckpoint.open(tmp_path / "back")
