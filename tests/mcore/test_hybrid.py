@@ -150,7 +150,7 @@ def refuse_stacks():
     models.initialize()
     messages = []
     for overrides, kha, pattern in (
-        ({}, MIXED, "M*"),
+        ({}, MIXED, "M*G"),
         ({"experimental_attention_variant": "dsa"}, MIXED, "D-"),
         ({}, MIXTURE, "**-"),
         ({"mtp_num_layers": 1}, MIXTURE, "*-/*-"),
@@ -166,10 +166,28 @@ def refuse_stacks():
 
 def test_stacks_that_cannot_be_built_are_refused(ranks):
     mamba, sparse, unordered, predicting = ranks(refuse_stacks, 1)[0]
-    assert "Hybrid layers M require --transformer-impl transformer_engine" in mamba
+    assert "Hybrid layers G M require --transformer-impl transformer_engine" in mamba
     assert "does not support DeepSeek sparse attention (D)" in sparse
     assert "requires --hybrid-layer-pattern to alternate" in unordered
     assert "does not support multi-token prediction" in predicting
+
+
+def build_submodules():
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    from kha_megatron.mcore.hybrid import _gpt_layers, _submodules
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(transformer_impl="transformer_engine")
+    parts, stock = _submodules(_gpt_layers(config, MIXED), config), hybrid_stack_spec.submodules
+    stocks = [parts[name] is getattr(stock, name) for name in ("mamba_layer", "gdn_layer")]
+    return stocks, parts["attention_layer"].submodules.self_attention.module.__name__
+
+
+@pytest.mark.te
+def test_mamba_and_delta_net_layers_next_to_kha_are_megatrons(ranks_with_engine):
+    assert ranks_with_engine(build_submodules, 1)[0] == ([True, True], "KHASelfAttention")
 
 
 def described(asked, built, pattern):
