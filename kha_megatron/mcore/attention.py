@@ -307,6 +307,10 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
         "fused_single_qkv_rope.": config.fused_single_qkv_rope,
         f"--qk-clip does not support {kha}, because the QKV weight has a different row layout. "
         "Remove --qk-clip.": config.qk_clip and not latent and (rows.extra or not rows.is_stock),
+        f"--qk-clip does not support {kha}, because scaling the QKV weight only scales queries and "
+        "keys if their matrices are linear. Remove --qk-clip.": (
+            config.qk_clip and {kha.query, kha.key} - {None, "linear"}
+        ),
         f"num_query_groups ({groups}) must equal num_attention_heads ({heads}) with multi-latent "
         "attention. Remove --num-query-groups.": latent and groups != heads,
         f"The projections of {kha} have no biases. Remove --add-qkv-bias and --add-bias-linear.": (

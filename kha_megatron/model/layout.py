@@ -94,8 +94,6 @@ class Layout:
             given["vpp"] = layers // given["pp"] // given["virtual_stage_layers"]
         if (given["vpp"] or 1) == 1:
             given["vpp"] = None
-        if given["weight_shards"] or given["expert_weight_shards"]:
-            world_size = None  # weight shards occupy additional ranks
         return cls(world_size=world_size, **given)
 
     @classmethod

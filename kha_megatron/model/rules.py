@@ -6,10 +6,11 @@ check KHA and divisibility here, and leave everything else to Megatron.
 
 import math
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.heads import HeadFacts
 from kha_megatron.model.fields import read_arguments
 from kha_megatron.model.layout import Batch, Layout, divisors
@@ -21,6 +22,8 @@ _READ_SIZES_FROM_FILE = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
+_BUILT_IN = ("adam", "sgd")
+"""Optimizers that don't require the package emerging-optimizers."""
 
 
 def check_arguments(
@@ -33,12 +36,25 @@ def check_arguments(
     layout, batch = Layout.from_arguments(arguments, world_size), Batch.from_arguments(arguments)
     check_layout(model, layout, batch)
     training = Training(**read_arguments(Training, arguments))
-    splits = training.optimizer.endswith("muon") and training.muon_split_qkv
+    name = training.optimizer
+    is_distributed = name.startswith("dist_") or training.use_distributed_optimizer
+    if name not in _BUILT_IN and is_distributed and not training.bf16:
+        raise ConfigError(
+            f"--optimizer {name} requires --bf16 to distribute its state. Add --bf16, or use "
+            f"--optimizer {name.removeprefix('dist_')} without --use-distributed-optimizer."
+        )
+    splits = name.endswith("muon") and training.muon_split_qkv
     if splits and not (model.multi_latent_attention or model.qkv.is_stock):
         raise ConfigError(
-            f"--optimizer {training.optimizer} does not support splitting the QKV weight with "
-            f"{model.kha}, which adds rows to this weight. Please add --muon-no-split-qkv."
+            f"--optimizer {name} does not support splitting the QKV weight with {model.kha}, which "
+            "adds rows to this weight. Please add --muon-no-split-qkv."
         )
+
+
+def check_optimizer_package(optimizer: str) -> None:
+    """Raise MissingDependencyError if ``optimizer`` requires a package that is not installed."""
+    if optimizer not in _BUILT_IN and find_spec("emerging_optimizers") is None:
+        raise MissingDependencyError("emerging-optimizers", f"--optimizer {optimizer}", "muon")
 
 
 def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFacts:
@@ -78,6 +94,16 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
 
 def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None) -> None:
     """Check that all sizes are divisible as needed, e.g. attention heads by TP ranks."""
+    shards = {
+        "--tensor-parallel": (layout.weight_shards, layout.tp),
+        "--expert-tensor-parallel": (layout.expert_weight_shards, layout.expert_tp),
+    }
+    for prefix, (count, ranks) in shards.items():
+        if count not in (None, ranks):
+            raise ConfigError(
+                f"{prefix}-num-weight-shards {count} is not supported, because it shards weights "
+                "(e.g. linear_qkv) in a way that KHA does not support. Remove this flag."
+            )
     heads, groups = model.num_attention_heads, model.num_query_groups
     shared = (groups, model.latent_heads)  # several ranks may share one of these heads
     valid = [n for n in divisors(heads) if all(c % n == 0 or n % c == 0 for c in shared)]

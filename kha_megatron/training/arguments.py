@@ -17,7 +17,7 @@ from kha_megatron.mcore.compat import LLAMA3_ROPE, lacks_te_extension
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.pattern import LayerPattern
-from kha_megatron.model.rules import check_arguments
+from kha_megatron.model.rules import check_arguments, check_optimizer_package
 from kha_megatron.model.run import Heads, as_hybrid, parse_kha_config
 
 DEVICES = ("cuda", "cpu")
@@ -38,7 +38,8 @@ _UNSUPPORTED = (
 _UNFUSED = "--no-gradient-accumulation-fusion"
 _CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS, "kha_fold": FOLDS}
 _HELP = {
-    "kha_preset": f"Named KHA configuration. Available presets: {', '.join(PRESETS)}.",
+    "kha_preset": f"Named KHA configuration. Available presets: {', '.join(PRESETS)}. With Muon, "
+    "KHA matrices are updated by Adam.",
     **{
         f"kha_{p}": f"KHA variant to apply to {p} heads: {', '.join(MATRICES)}, or none to disable "
         "it. Overrides the preset."
@@ -265,5 +266,6 @@ def check_args(args: argparse.Namespace) -> None:
         and args.transformer_impl == "transformer_engine",
     }
     raise_first(mistakes)
+    check_optimizer_package(args.optimizer)
     check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))
     check_data(vars(args))

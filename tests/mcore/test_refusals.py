@@ -47,6 +47,8 @@ def refusal(kha, overrides):
             "attention_output_gate.*Remove",
         ),
         (OUTPUT, {"qk_clip": True}, r"qk-clip.*gate\(output=element\).*Remove --qk-clip"),
+        (KHAConfig(key="gate"), {"qk_clip": True}, "qk-clip.*key=gate.*matrices are linear"),
+        (VALUE, {"tensor_parallel_num_weight_shards": 2}, "num-weight-shards 2 is.*Remove"),
         (
             KHAConfig(gate=Gate(query="head")),
             {"qk_layernorm": True},
