@@ -391,6 +391,27 @@ def let_learning_rate_change(keep: bool) -> None:
     DistributedOptimizer.load_state_dict = aligned_load
 
 
+@functools.cache  # once per process
+def log_first_iteration_once() -> None:
+    """Don't count the first iteration of a run twice in Megatron's log.
+
+    Megatron logs the first iteration in addition to every ``--log-interval`` iterations, and keeps
+    its loss and time for the next line. If the first iteration is also the last of its interval,
+    the next line would be a mean of two intervals (upstream issue 6237).
+    """
+    from megatron.training import get_args, training
+
+    log = training.training_log
+
+    @functools.wraps(log)
+    def log_and_reset(losses: Any, totals: Any, lr: Any, iteration: int, *args: Any, **kwargs: Any):
+        if iteration % get_args().log_interval == 0:
+            kwargs["is_first_iteration"] = False
+        return log(losses, totals, lr, iteration, *args, **kwargs)
+
+    training.training_log = log_and_reset
+
+
 def skip_fusion_warm_up() -> None:
     """Skip the warm-up of fused CUDA kernels (CPU only).
 

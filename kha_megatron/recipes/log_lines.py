@@ -109,7 +109,7 @@ def read_new_lines(file: BinaryIO) -> Iterator[str]:
 def read_log(path: Path) -> History:
     """Read all metrics from a log file. If an iteration was logged twice, the last line wins.
 
-    Note: The second line after a start is an average over two iterations. Use
+    Note: Values are rounded, and averaged over ``--log-interval`` iterations. Use
     :func:`read_history` to get exact values.
 
     Raises:

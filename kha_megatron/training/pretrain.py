@@ -78,6 +78,7 @@ def run(program_start: float) -> None:
     compat.save_zeros_as_padding()
     compat.let_adams_exchange_states()
     compat.let_fsdp2_resume()
+    compat.log_first_iteration_once()
     if cpu.is_installed():
         compat.use_forked_writers()
         compat.skip_fusion_warm_up()

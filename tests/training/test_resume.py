@@ -1,5 +1,6 @@
 """Test that a resumed run is bit-exact and never loads another configuration."""
 
+import re
 import shlex
 import shutil
 from argparse import ArgumentParser, Namespace
@@ -15,7 +16,7 @@ from kha_megatron.checkpoint.torch_dist import Record, TorchDistFolder
 from kha_megatron.checkpoint.tracker import TRACKER, select_iteration
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import CollaborativeHeads, MixtureOfHeads, TalkingHeads
+from kha_megatron.heads import MixtureOfHeads
 from kha_megatron.model.recorded import read_kha_config
 from kha_megatron.training import resume
 from kha_megatron.training.arguments import add_model_arguments
@@ -23,8 +24,11 @@ from kha_megatron.training.resume import check_same_kha, restored_kha
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
 
 KHA = KHAConfig(value="mlp")
+MLP = ["knock.value=mlp"]
 ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
 SHARDED = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+MUON = [*SHARDED, "--optimizer", "muon"]
+DISTRIBUTED_MUON = ["--optimizer", "dist_muon", "--bf16"]
 EXPERT_PARALLEL = [
     *(*EXPERTS, "--moe-token-dispatcher-type", "allgather", "--use-distributed-optimizer"),
     *("--overlap-grad-reduce", "--overlap-param-gather"),
@@ -87,28 +91,25 @@ def assert_same(a, b, where: str) -> None:
         assert repr(a) == repr(b), where
 
 
+def log_lines(run) -> dict[int, str]:
+    """Return Megatron's log line of each iteration, without times."""
+    found = re.findall(r"\biteration +(\d+)/.*?\|(.*?)elapsed time[^|]*\|(.*)", run.output)
+    return {int(iteration): before + after for iteration, before, after in found}
+
+
 @pytest.mark.parametrize(
     ("kha", "heads", "layout"),
     [
-        pytest.param(KHA, ["knock.value=mlp"], SHARDED, id="dense"),
-        pytest.param(KHA, ["knock.value=mlp"], EXPERT_PARALLEL, id="experts"),
+        pytest.param(KHA, MLP, SHARDED, id="dense"),
+        pytest.param(KHA, MLP, EXPERT_PARALLEL, id="experts"),
+        pytest.param(KHA, MLP, MUON, id="muon"),
+        pytest.param(KHA, MLP, DISTRIBUTED_MUON, marks=pytest.mark.whole, id="dist_muon"),
         pytest.param(
             KHAConfig(moh=MixtureOfHeads(shared=1, active=2, anneal=3)),
             ["moh.shared=1", "moh.active=2", "moh.anneal=3"],
             SHARDED,
             marks=pytest.mark.whole,
             id="moh",
-        ),
-        pytest.param(
-            KHAConfig(
-                value="mlp",
-                talking=TalkingHeads(),
-                collaborative=CollaborativeHeads(dim=16, start="ones"),
-            ),
-            ["knock.value=mlp", "talking", "collaborative.dim=16", "collaborative.start=ones"],
-            SHARDED,
-            marks=pytest.mark.whole,
-            id="talking and collaborative",
         ),
     ],
 )
@@ -137,6 +138,10 @@ def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path):
     assert sorted(expected) == [1, 2, 3, 4]
     assert losses(tmp_path / "half-tb") == {i: expected[i] for i in (1, 2, 3)}
     assert losses(tmp_path / "rest-tb") == {i: expected[i] for i in (3, 4)}
+    printed = log_lines(whole)
+    assert all(f" lm loss: {expected[i]:.6E} |" in printed[i] for i in (1, 2, 3, 4))
+    assert log_lines(half) == {i: printed[i] for i in (1, 2, 3)}
+    assert log_lines(rest) == {i: printed[i] for i in (3, 4)}
     for name, iteration in (("half", 2), ("rest", 4)):
         directory = f"iter_{iteration:07d}"
         assert_same_bytes(tmp_path / "whole" / directory, tmp_path / name / directory)
