@@ -62,6 +62,8 @@ def _exit_with_parent() -> None:
 
 _UNSHARDED: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
+    "tensor_parallel_num_weight_shards": None,
+    "expert_tensor_parallel_num_weight_shards": None,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "pipeline_model_parallel_layout": None,
