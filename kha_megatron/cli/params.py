@@ -7,7 +7,7 @@ import typer
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, RecipeName
+from kha_megatron.cli.options import AsJSON, MegatronArguments, RecipeName
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Knock
 from kha_megatron.plan.counts import (
@@ -18,7 +18,7 @@ from kha_megatron.plan.counts import (
 )
 
 
-def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
+def params(recipe: RecipeName, megatron: MegatronArguments = None, as_json: AsJSON = False) -> None:
     """Count the parameters of a recipe and compute its KV cache size.
 
     Active parameters only include the experts that a token is routed to. Tied embeddings are
@@ -28,8 +28,9 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
     Examples:
       kha-megatron params moe-a0.8b-6.6b
       kha-megatron params gated/15b-output-head
+      kha-megatron params dense-0.6b -- --hybrid-layer-pattern '*-*-*-*-/*-'
     """
-    chosen = recipes.get_recipe(recipe)
+    chosen = recipes.get_recipe(recipe).updated(megatron or [])
     model, kha = get_countable_model(chosen.run.model), chosen.run.kha
     counts, bare = count_model(model, kha), count_model(model, KHAConfig())
     knock = counts.mechanisms.get(Knock.name, 0)
@@ -76,6 +77,7 @@ def params(recipe: RecipeName, as_json: AsJSON = False) -> None:
 
 def count_flops(
     recipe: RecipeName,
+    megatron: MegatronArguments = None,
     seq: Annotated[
         int | None,
         typer.Option(min=1, max=2**31, help="Sequence length (default: set by recipe)."),
@@ -92,7 +94,7 @@ def count_flops(
       kha-megatron flops moe-a0.8b-6.6b --seq 4096
       kha-megatron flops equation12
     """
-    chosen = recipes.get_recipe(recipe)
+    chosen = recipes.get_recipe(recipe).updated(megatron or [])
     model, kha = get_countable_model(chosen.run.model), chosen.run.kha
     length = seq or chosen.run.arguments["seq_length"]
     result = compute_flops(model, kha, length)
@@ -119,6 +121,7 @@ def count_flops(
         "MLP or routed experts": (result.mlp, 0),
         "router": (result.router, 0),
         "KHA": (result.kha, 0),
+        "multi-token prediction": (result.prediction, 0),
         "output layer": (result.logits, 0),
         "all": (result.forward, sum(saved.values())),
     }

@@ -1,5 +1,6 @@
 """``kha-megatron plan``: estimate memory and communication of parallel layouts."""
 
+import shlex
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
@@ -7,9 +8,15 @@ import typer
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, GPUMemory, RecipeName, parse_size
+from kha_megatron.cli.options import (
+    AsJSON,
+    GPUMemory,
+    MegatronArguments,
+    RecipeName,
+    parse_size,
+)
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.run import as_arguments
+from kha_megatron.model.run import Run
 from kha_megatron.plan import search as planner
 from kha_megatron.plan.counts import count_model
 from kha_megatron.plan.rank import Setup
@@ -25,6 +32,8 @@ Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="Only list thi
 
 def plan(
     recipe: RecipeName,
+    megatron: MegatronArguments = None,
+    *,
     gpus: Annotated[int, typer.Option(help=f"Number of GPUs, up to {planner.MAX_GPUS}.")],
     gpu_memory: GPUMemory = "80GB",
     seq_length: Size = None,
@@ -59,7 +68,7 @@ def plan(
       kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 80GB --tp 2 --pp 4 --json
     """
     setup = planner.build_setup(
-        recipes.get_recipe(recipe).run,
+        recipes.get_recipe(recipe).run.updated(megatron or []),
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         global_batch_size=global_batch_size,
@@ -115,7 +124,7 @@ def _as_data(plan: planner.PlannedLayout, setup: Setup, capacity: float) -> dict
 
 def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
     sizes = planner.get_layout_arguments(plan.layout, setup.model)
-    return " ".join(" ".join([one.flag, *one.words]) for one in as_arguments(**sizes).values())
+    return shlex.join(Run.from_values(**sizes).words())
 
 
 def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:

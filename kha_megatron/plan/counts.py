@@ -122,8 +122,11 @@ def count_parameters(
     )
     norms = norm * 2 * hidden + attention.norms
 
-    linear = expert = router = count = 0
-    for layer in itertools.chain(*layout.stage_layers(model.layers, stage)):
+    first, last = stage == 0, stage == layout.pp - 1
+    predicting = last * _list_prediction_layers(model)
+    linear = len(predicting) * 2 * hidden**2 // tp
+    expert = router = count = 0
+    for layer in (*itertools.chain(*layout.stage_layers(model.layers, stage)), *predicting):
         count += 1
         linear += attention.weights // tp
         if not model.is_moe(layer):
@@ -135,9 +138,9 @@ def count_parameters(
         expert += local * matrices * hidden * model.expert_width // layout.expert_tp
 
     table = model.padded_vocab(tp) * hidden // tp
-    first, last = stage == 0, stage == layout.pp - 1
     table *= first + (last and not (first and model.tied_embeddings))
-    dense = linear + router + count * (norms + knocking) + table + last * norm * hidden
+    dense = linear + router + count * (norms + knocking) + table
+    dense += (last + 3 * len(predicting)) * norm * hidden
     return Parameters(
         dense=dense,
         experts=expert,
@@ -147,6 +150,15 @@ def count_parameters(
         linear=linear + expert,
         embedding=table,
     )
+
+
+def _list_prediction_layers(model: ModelConfig) -> list[int]:
+    """For each additional token to predict, return the index of a decoder layer of the same type.
+
+    Each prediction also has a projection (of the previous hidden state and the next embedding) and
+    three norms.
+    """
+    return [model.layers - 1] * (model.mtp_num_layers or 0)
 
 
 def count_padding_rows(model: ModelConfig, kha: KHAConfig) -> int:
@@ -188,7 +200,8 @@ class Flops:
     mlp: int
     router: int
     kha: int
-    logits: int
+    logits: int  # including those of multi-token prediction
+    prediction: int = 0  # projections of multi-token prediction
     skippable_projections: int = 0
     skippable_scores: int = 0
 
@@ -204,7 +217,7 @@ class Flops:
 
     @property
     def forward(self) -> int:
-        return self.layers + self.kha + self.logits
+        return self.layers + self.kha + self.logits + self.prediction
 
     @property
     def share_of_layers(self) -> float:
@@ -222,8 +235,9 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
     if model is None:
         raise ConfigError("Cannot count the parameters of a model without --num-layers.")
     unsupported = {
-        "--mtp-num-layers": model.mtp_num_layers,
-        "--hybrid-layer-pattern": model.hybrid_layer_pattern,
+        "other layers than pairs of attention and MLP (such as *-*E) in --hybrid-layer-pattern": (
+            model.num_layers is None
+        ),
         "linear layers with biases": model.add_bias_linear,
     }
     if found := [what for what, present in unsupported.items() if present]:
@@ -234,7 +248,8 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
 def count_model(model: ModelConfig, kha: KHAConfig) -> Counts:
     whole, cache = count_parameters(model, kha, Layout()), count_attention(model, kha).cache
     sizes = model.head_sizes
-    own = {m.name: model.layers * m.parameters(sizes) for m in kha.mechanisms}
+    layers = model.layers + len(_list_prediction_layers(model))
+    own = {m.name: layers * m.parameters(sizes) for m in kha.mechanisms}
     if filling := whole.kha - sum(own.values()):
         own["filling"] = filling
     return Counts(
@@ -253,10 +268,12 @@ def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
     Equations 10 to 12 in the paper are a special case (MHA and a dense MLP).
     """
     attention = count_attention(model, kha)
-    layers, hidden = model.layers, model.hidden_size
+    hidden, predicting = model.hidden_size, _list_prediction_layers(model)
+    indices = [*range(model.layers), *predicting]
+    layers = len(indices)
     matrices = 3 if model.swiglu else 2
     width = router = 0
-    for layer in range(layers):
+    for layer in indices:
         if not model.is_moe(layer):
             width += model.dense_width
             continue
@@ -266,7 +283,7 @@ def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
     sizes = model.head_sizes
     a_token = kha.flops(sizes) + 2 * hidden * count_padding_rows(model, kha)
     skippable = [
-        m.for_layer(layer).skippable_flops(sizes) for m in kha.mechanisms for layer in range(layers)
+        m.for_layer(layer).skippable_flops(sizes) for m in kha.mechanisms for layer in indices
     ]
     return Flops(
         projections=2 * length * layers * attention.weights,
@@ -274,7 +291,8 @@ def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
         mlp=2 * length * matrices * hidden * width,
         router=2 * length * hidden * router,
         kha=length * layers * (a_token + length * kha.pair_flops(sizes)),
-        logits=2 * length * hidden * model.padded_vocab(1),
+        logits=2 * length * hidden * model.padded_vocab(1) * (1 + len(predicting)),
+        prediction=4 * length * hidden**2 * len(predicting),
         skippable_projections=length * sum(projections for projections, _ in skippable),
         skippable_scores=length**2 * sum(scores for _, scores in skippable),
     )

@@ -17,6 +17,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.rules import build_head_facts, check_layout
 from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, estimate_communication
@@ -67,8 +68,9 @@ def build_setup(
         ConfigError: If the planner doesn't support the model, or there is no batch size.
     """
     model, batch = get_countable_model(run.model), run.batch
-    if model.attention_type != "gqa" or batch is None:
-        found = "a run without a batch size" if batch is None else model.attention_type.upper()
+    if model.attention_type != "gqa" or model.mtp_num_layers or batch is None:
+        found = "multi-token prediction" if model.mtp_num_layers else model.attention_type.upper()
+        found = "a run without a batch size" if batch is None else found
         raise ConfigError(f"Planning is not supported for {found}.")
     default: Precision = "fp8" if model.fp8 else "bf16" if run.training.bf16 else "fp32"
     precision = precision or default
@@ -124,15 +126,26 @@ def plan_layouts(
 
 
 def get_layout_arguments(layout: Layout, model: ModelConfig) -> dict[str, Any]:
-    """Convert a layout to Megatron arguments, e.g. ``{"tensor_model_parallel_size": 4}``."""
-    sizes = [n for n in SIZES if model.num_experts or n not in ("ep", "etp")]
+    """Convert a layout to Megatron arguments, e.g. ``{"tensor_model_parallel_size": 4}``.
+
+    If the model was given as a layer pattern, the result contains a pattern with its stages.
+    """
+    sizes = [*SIZES, "sequence_parallel", "loss_as_layer"]
+    if not model.num_experts:
+        sizes = [name for name in sizes if name not in ("ep", "etp")]
+    pattern = LayerPattern.parse(model.hybrid_layer_pattern or "")
+    if pattern:
+        sizes = [name for name in sizes if name not in ("vpp", "loss_as_layer")]
     whole = replace(layout, etp=layout.expert_tp)
-    return {
+    arguments = {
         row.argument: value
         for row in rows(Layout)
-        if row.field in (*sizes, "sequence_parallel", "loss_as_layer")
-        and (value := getattr(whole, row.field))
+        if row.field in sizes and (value := getattr(whole, row.field))
     }
+    if pattern:
+        stages = tuple(itertools.chain.from_iterable(layout.chunk_layers(model.layers)))
+        arguments["hybrid_layer_pattern"] = str(replace(pattern, stages=stages))
+    return arguments
 
 
 def fits(plan: PlannedLayout, gpu_memory: float) -> bool:

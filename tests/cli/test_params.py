@@ -67,6 +67,22 @@ def test_the_documents_quote_the_shares_that_params_prints(run):
     assert f"With MHA and MLA it is {other}" in details
 
 
+def test_a_layer_pattern_counts_like_its_num_layers(run):
+    pattern = ["--hybrid-layer-pattern", 12 * "*-"]
+    for command in ("params", "flops", "plan"):
+        words = [command, "dense-0.6b", "--json", *(["--gpus=4"] if command == "plan" else [])]
+        named, given = (
+            json.loads(run(*words, "--", *more)[1]) for more in (["--num-layers", "12"], pattern)
+        )
+        for layout in (*named.get("layouts", []), *given.get("layouts", [])):
+            del layout["arguments"]
+        assert given == named
+    text = run("plan", "dense-0.6b", "--gpus=4", "--pp=2", "--vpp=2", "--", *pattern)[1]
+    assert "--hybrid-layer-pattern '*-*-*-|*-*-*-|*-*-*-|*-*-*-'" in text.splitlines()[-1]
+    error = run("params", "dense-0.6b", "--", "--hybrid-layer-pattern", "M-*-")[2]
+    assert "Cannot count a model with other layers" in error
+
+
 def test_folding_and_the_note_of_a_recipe_are_printed(run):
     latent, grouped = run("params", "table3/mla-linear")[1], run("params", "table3/gqa4-mlp")[1]
     assert "(0 % after `convert fold`)" in latent

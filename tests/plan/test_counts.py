@@ -17,6 +17,9 @@ from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.tables import TABLES
 from tests.plan.built import EXPERTS, MIXED, OTHERS
 
+LATENT = {"multi_latent_attention": True}
+LINEAR = KHAConfig.from_preset("kha_linear")
+
 
 def test_the_papers_worked_example():
     """Section 3.4: eq. 10 to 12 at L = 2048, d = 1024, n = 32, for both variants."""
@@ -66,16 +69,25 @@ def test_every_printed_count_is_ours():
     assert checked == 2 * 13 + 12 + 2 * 2 + 2 * 18  # Tables 2, 3 (active only), 4 and 5
 
 
-def ran(kha, experts):
-    """FLOPs that torch counts in a forward and in a forward with backward of a real model."""
+def ran(kha, settings, predictions):
+    """Return torch's FLOPs of forward and of both passes, and the parameters of a real model."""
     import torch
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
     from torch.utils.flop_counter import FlopCounterMode
 
     from tests.distributed import models
 
     models.initialize()
-    config = models.transformer_config(**experts)
-    model = models.gpt_model(config, kha, share_embeddings_and_output_weights=True)
+    MTPLossLoggingHelper.tracker.clear()  # its size depends on the number of predictions
+    more = {"mtp_num_layers": predictions, "is_hybrid_model": True} if predictions else {}
+    config = models.transformer_config(**settings, **more)
+    pair = "*+"[config.multi_latent_attention] + "-E"[bool(config.num_moe_experts)]
+    pattern = 2 * pair + predictions * f"/{pair}"
+    options = {"share_embeddings_and_output_weights": True}
+    if predictions:
+        model = models.hybrid_model(config, kha, pattern=pattern, **options)
+    else:
+        model = models.gpt_model(config, kha, **options)
     tokens, positions, mask = models.batch()
 
     def counted(backward):
@@ -85,60 +97,44 @@ def ran(kha, experts):
                 loss.backward()
         return counter.get_total_flops()
 
-    plain = replace(ModelConfig.from_config(config), padded_vocab_size=models.VOCAB)
+    sizes = {name: getattr(config, name) for name in ("num_layers", "ffn_hidden_size")}
+    sizes |= {"padded_vocab_size": models.VOCAB, "mtp_num_layers": predictions}
+    plain = replace(ModelConfig.from_config(config), **sizes)
     assert torch.is_grad_enabled()
-    return counted(False), counted(True), plain, models.SEQUENCE, models.BATCH
+    flops = counted(False), counted(True)
+    return flops, sum(p.numel() for p in model.parameters()), plain, models.SEQUENCE, models.BATCH
 
 
-@pytest.mark.parametrize("experts", [EXPERTS, pytest.param({}, marks=pytest.mark.whole)])
-@pytest.mark.parametrize("kha", [MIXED, *OTHERS], ids=str)
-def test_flops_are_what_torch_counts(kha, experts, ranks):
+@pytest.mark.parametrize(
+    ("kha", "settings", "predictions"),
+    [
+        *((kha, EXPERTS, 0) for kha in (MIXED, *OTHERS)),
+        *(pytest.param(kha, {}, 0, marks=pytest.mark.whole) for kha in (MIXED, *OTHERS)),
+        (MIXED, EXPERTS, 1),
+        (LINEAR, LATENT, 2),
+        (KHAConfig(), LATENT | {"q_lora_rank": None, "qk_layernorm": False}, 0),
+    ],
+)
+def test_flops_and_parameters_of_real_models(kha, settings, predictions, ranks):
     """Head size 6 of 40 / 8, 4 of 8 heads, and a share for backward of twice forward."""
-    forward, training, model, length, batch = ranks(ran, 1, kha, experts)[0]
+    flops, parameters, model, length, batch = ranks(ran, 1, kha, settings, predictions)[0]
+    forward, training = flops
     ours = compute_flops(model, kha, length)
+    assert count_model(model, kha).total == parameters
     assert forward == batch * ours.forward
     assert training == 3 * batch * ours.forward
 
 
-SIZES = {"num_layers": 1, "hidden_size": 40, "num_attention_heads": 6}
-MODEL = ModelConfig(**SIZES, num_query_groups=3, kv_channels=8, ffn_hidden_size=24)
+MODEL = ModelConfig(
+    num_layers=1,
+    hidden_size=40,
+    num_attention_heads=6,
+    num_query_groups=3,
+    kv_channels=8,
+    ffn_hidden_size=24,
+)
 WIDTHS = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
-LATENT = replace(MODEL, multi_latent_attention=True, **WIDTHS)
-
-
-def latent_parameters(query_rank):
-    """Return the number of parameters of Megatron's own MLA."""
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.spec_utils import build_module
-    from megatron.core.transformer.transformer_config import MLATransformerConfig
-
-    from tests.distributed import models
-
-    models.initialize()
-    config = MLATransformerConfig(
-        **SIZES,
-        **WIDTHS,
-        q_lora_rank=query_rank,
-        normalization="LayerNorm",
-        qk_layernorm=query_rank is not None,  # else Megatron wants a linear layer with a norm
-        add_bias_linear=False,
-        use_cpu_initialization=True,
-        transformer_impl="local",
-    )
-    normed = config.qk_layernorm
-    spec = get_gpt_layer_local_spec(multi_latent_attention=True, qk_layernorm=normed)
-    attention = spec.submodules.self_attention
-    attention.submodules.core_attention = IdentityOp  # only Transformer Engine's takes MLA's heads
-    attention = build_module(attention, config=config, layer_number=1)
-    return sum(p.numel() for p in attention.parameters())
-
-
-@pytest.mark.parametrize("query_rank", [None, 14])
-def test_latent_attention_is_megatrons(query_rank, ranks):
-    normed = query_rank is not None
-    ours = count_latent_attention(replace(LATENT, q_lora_rank=query_rank, qk_layernorm=normed))
-    assert ours.weights + ours.norms == ranks(latent_parameters, 1, query_rank)[0]
+LATENT_MODEL = replace(MODEL, multi_latent_attention=True, **WIDTHS)
 
 
 def test_tied_and_grouped_latent_by_their_definition():
@@ -146,8 +142,8 @@ def test_tied_and_grouped_latent_by_their_definition():
     query, state, rotary, output = 40 * 48, 40 * 3 * 8, 40 * 4, 48 * 40
     assert tied.weights == query + state + rotary + output
     assert tied.cache == 3 * 8 + 4
-    groups = count_latent_attention(replace(LATENT, kha_attention="gla", kha_latent_heads=2))
-    whole = count_latent_attention(LATENT)
+    groups = count_latent_attention(replace(LATENT_MODEL, kha_attention="gla", kha_latent_heads=2))
+    whole = count_latent_attention(LATENT_MODEL)
     # each half of the latent is widened for half of the heads only
     assert whole.weights - groups.weights == 5 * 6 * (8 + 6)
     assert groups.cache == whole.cache == 14

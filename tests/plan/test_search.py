@@ -114,7 +114,7 @@ def test_a_recipe_that_cannot_be_counted_is_refused():
     run = get_recipe("dense-0.6b").run
     with pytest.raises(ConfigError, match=r"Cannot count a model with .* biases"):
         build_setup(run.updated(add_bias_linear=True))
-    with pytest.raises(ConfigError, match="--mtp-num-layers"):
+    with pytest.raises(ConfigError, match="multi-token prediction"):
         build_setup(run.updated(mtp_num_layers=1))
     for name in ("table3/gta-mlp", "attention/gla-linear", "table3/mla-linear"):
         with pytest.raises(ConfigError, match="Planning is not supported"):
