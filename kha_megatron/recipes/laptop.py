@@ -12,13 +12,13 @@ from kha_megatron.recipes.paper import ATTENTION, ROUTING, TRAINING
 from kha_megatron.recipes.recipe import Recipe
 
 _EXPERTS = ROUTING | {"num_experts": 8, "moe_router_topk": 2}
+_GROUPED = {"group_query_attention": True, "num_query_groups": 4}
 
 
 def _recipe(name: str, description: str, *, ranks: int, length: int, **values: Any) -> Recipe:
     shared = {
         **ATTENTION,
         **TRAINING,
-        "group_query_attention": True,
         "rotary_base": 10000,
         "seq_length": length,
         "max_position_embeddings": length,
@@ -38,16 +38,15 @@ def _recipe(name: str, description: str, *, ranks: int, length: int, **values: A
     )
 
 
-def _laptop(name: str, description: str, **feed_forward: Any) -> Recipe:
+def _laptop(name: str, description: str, **values: Any) -> Recipe:
     return _recipe(
         f"laptop/{name}",
-        f"{description}, 2 layers, 8 query and 4 KV heads, one CPU core",
+        f"{description}, 2 layers, one CPU core",
         ranks=1,
         length=128,
         num_layers=2,
         hidden_size=64,
         num_attention_heads=8,
-        num_query_groups=4,
         kv_channels=16,
         # 0.5 / sqrt(hidden_size). With 0.02, the loss plateaus for hundreds of steps and runs
         # differ ten times as much.
@@ -58,7 +57,7 @@ def _laptop(name: str, description: str, **feed_forward: Any) -> Recipe:
         lr=4e-3,
         min_lr=4e-4,
         split="95,5,0",
-        **feed_forward,
+        **values,
     )
 
 
@@ -71,6 +70,7 @@ QUICKSTART = _recipe(
     hidden_size=128,
     ffn_hidden_size=128,
     num_attention_heads=4,
+    group_query_attention=True,
     num_query_groups=2,
     kv_channels=32,
     layernorm_epsilon=1e-6,
@@ -90,8 +90,26 @@ QUICKSTART = _recipe(
 
 LAPTOP = (
     _laptop(
-        "moe", "MoE of 8 experts, top 2", ffn_hidden_size=64, moe_ffn_hidden_size=64, **_EXPERTS
+        "moe",
+        "MoE of 8 experts, top 2, 8 query and 4 KV heads",
+        ffn_hidden_size=64,
+        moe_ffn_hidden_size=64,
+        **_GROUPED,
+        **_EXPERTS,
     ),
-    _laptop("dense", "dense model", ffn_hidden_size=192),
+    _laptop("dense", "dense model, 8 query and 4 KV heads", ffn_hidden_size=192, **_GROUPED),
+    _laptop(
+        "mla",
+        "dense model with KHA-Linear on gated MLA of 8 heads",
+        ffn_hidden_size=192,
+        multi_latent_attention=True,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_head_dim=16,
+        qk_pos_emb_head_dim=8,
+        v_head_dim=16,
+        kha_preset="kha_linear",
+        kha_heads=("gate.output=element",),
+    ),
 )
-"""An MoE and a dense model with the same number of active parameters."""
+"""The MoE and the dense model with grouped queries have the same number of active parameters."""

@@ -10,8 +10,9 @@ from tests.training.conftest import start
 
 SMALL = (
     "--num-layers 2 --hidden-size 64 --ffn-hidden-size 48 --kv-channels 8 --seq-length 28 "
-    "--max-position-embeddings 28 --global-batch-size 4 --train-iters 3 --log-interval 1 "
-    "--vocab-size 90 --device cpu --tensor-model-parallel-size 2 --sequence-parallel --mock-data "
+    "--max-position-embeddings 28 --micro-batch-size 1 --global-batch-size 4 --train-iters 3 "
+    "--log-interval 1 --vocab-size 90 --device cpu --mock-data "
+    "--tensor-model-parallel-size 2 --sequence-parallel "
 )
 MORE = {
     "--num-experts": "--num-experts 8 --moe-ffn-hidden-size 24 --expert-model-parallel-size 1 "
@@ -22,8 +23,9 @@ MORE = {
 }
 """Arguments for recipes with a flag."""
 
-QUICK = ("table3/gta-mlp",)
-NAMES = [name for name in DIFFERENT if "1.7b-48" not in name]  # equals 1.7b-28 when small
+QUICK = ("table3/gta-mlp", "laptop/mla")
+# 1.7b-48 equals 1.7b-28 when small
+NAMES = ["laptop/mla", *(name for name in DIFFERENT if "1.7b-48" not in name)]
 
 
 @pytest.mark.parametrize(
