@@ -1,4 +1,4 @@
-"""Put KHA into a Megatron GPTModel from Python. Runs on the CPU: ``python examples/plug_spec.py``.
+"""Put KHA into a HybridModel from Python. Runs on the CPU: ``python examples/plug_spec.py``.
 
 On a GPU, omit ``cpu.install`` and its import, and ``use_cpu_initialization``. Use
 ``transformer_impl="transformer_engine"`` and the backend "nccl", and move tokens, positions and
@@ -13,18 +13,18 @@ cpu.install(despite_cuda=True)  # before the first import of Megatron
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from kha_megatron.mcore.specs import kha_layer_spec
+from kha_megatron.mcore.specs import kha_hybrid_stack_spec
 
 
-def build(kha: KHAConfig) -> GPTModel:
-    """Build a two-layer GPT with 8 query heads and 4 key/value heads. The weights are fixed."""
+def build(kha: KHAConfig) -> HybridModel:
+    """Build a model with 8 query heads and 4 key/value heads. The weights are fixed."""
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
     config = TransformerConfig(
-        num_layers=2,
+        num_layers=4,
         hidden_size=128,
         num_attention_heads=8,
         num_query_groups=4,
@@ -40,8 +40,8 @@ def build(kha: KHAConfig) -> GPTModel:
         masked_softmax_fusion=False,
         use_cpu_initialization=True,
     )
-    spec = kha_layer_spec(config, kha)
-    return GPTModel(config, spec, vocab_size=256, max_sequence_length=64)
+    spec = kha_hybrid_stack_spec(kha)
+    return HybridModel(config, spec, 256, max_sequence_length=64, hybrid_layer_pattern="*-*-")
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ FORMS = (
     ("kha-megatron convert *", "unverified"),  # tests/cli/test_convert.py verifies
     ("kha-megatron verify *", "no logits"),
     ("kha-megatron *", "run"),
-    ("torchrun * pretrain_gpt.py *", "megatron"),
+    ("torchrun * pretrain_*.py *", "megatron"),
     ("torchrun * examples/stock_script.py *", "megatron"),
     ("torchrun * -m kha_megatron.training *", "entry"),
     ("make *", "make"),
