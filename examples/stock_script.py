@@ -1,7 +1,8 @@
-"""Pre-train a GPT on the CPU with Megatron's own ``pretrain()``, from the wheel of megatron-core.
+"""Pre-train on the CPU with Megatron's own ``pretrain()``, from the wheel of megatron-core.
 
-The wheel has no ``pretrain_gpt.py``. This is a minimal version for data and tensor parallelism,
-without Knocking-Heads Attention. ``docs/tutorials/stock_script.md`` adds KHA with one flag.
+The wheel has no ``pretrain_gpt.py`` and ``pretrain_hybrid.py``. This is a minimal version of both
+for data and tensor parallelism, without Knocking-Heads Attention. It builds a HybridModel with
+``--hybrid-layer-pattern``, and a GPTModel without. ``docs/tutorials/stock_script.md`` adds KHA.
 """
 
 import os
@@ -26,7 +27,11 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.enums import ModelType
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.training import get_args, pretrain, set_startup_timestamps
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.datasets.sft_dataset import SFTDataset
 from megatron.training.utils import get_blend_and_blend_per_split
@@ -76,7 +81,8 @@ def main():
     """Train with the arguments of the command line."""
     set_startup_timestamps(program_start=time.time(), main_entry=time.time())
     args = parse_and_validate_args()
-    container = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    config = hybrid_config_from_args if args.hybrid_layer_pattern else gpt_config_from_args
+    container = pretrain_cfg_container_from_args(args, config(args))
     pretrain(container, datasets, ModelType.encoder_or_decoder, forward_step)
 
 
