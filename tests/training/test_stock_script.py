@@ -1,6 +1,7 @@
 """Test a stock Megatron script with ``--spec``, and resume its checkpoint in our entry point.
 
-The script does what Megatron-Core 0.19's ``pretrain_gpt.py`` does, which is not in the wheel.
+The script does what Megatron-Core 0.19's ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` do, which
+are not in the wheel.
 """
 
 import os
@@ -31,13 +32,15 @@ compat.use_shipped_dataset_helpers()
 compat.use_forked_writers()
 from megatron.core.enums import ModelType
 from megatron.training import pretrain, set_startup_timestamps
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training import argument_utils
 from megatron.training.arguments import parse_and_validate_args
 from kha_megatron.training.pretrain import _build_datasets, _forward_step
 set_startup_timestamps(program_start=time.time(), main_entry=time.time())
 args = parse_and_validate_args()
+kind = "hybrid" if args.hybrid_layer_pattern else "gpt"
+config = getattr(argument_utils, f"{kind}_config_from_args")(args)
 pretrain(
-    pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+    argument_utils.pretrain_cfg_container_from_args(args, config),
     _build_datasets,
     ModelType.encoder_or_decoder,
     _forward_step,
@@ -45,7 +48,7 @@ pretrain(
 """
 EXAMPLE = Path(__file__).parents[2] / "examples/pretrain_stock.sh"
 SMALL = shlex.split("""
---num-layers 1 --hidden-size 64 --ffn-hidden-size 48 --num-query-groups 2 --kv-channels 8
+--hybrid-layer-pattern *- --hidden-size 64 --ffn-hidden-size 48 --num-query-groups 2 --kv-channels 8
 --seq-length 14 --max-position-embeddings 14 --global-batch-size 1 --train-iters 1
 --eval-iters 0 --log-interval 1 --num-workers 0
 """)
@@ -105,11 +108,12 @@ def test_the_example_trains(tmp_path):
     )
     connections, *words = done.stdout.split("\0")[:-1]
     assert connections == "1", "Megatron demands it with tensor parallelism before Blackwell"
-    words = words[words.index("/megatron/pretrain_gpt.py") + 1 :]
+    words = words[words.index("/megatron/pretrain_hybrid.py") + 1 :]
     run = start(words, 2, program=STOCK)
     assert run.codes == [0, 0], run.output[-4000:]
     assert "kha_megatron: using layer spec kha_mlp (value=mlp)\n" in run.output
     assert re.search(r"iteration +1/ +1 ", run.output)
+    assert "GPTModel IS DEPRECATED" not in run.output
 
 
 @pytest.fixture(scope="module")
