@@ -125,14 +125,8 @@ def test_flops_and_parameters_of_real_models(kha, settings, predictions, ranks):
     assert training == 3 * batch * ours.forward
 
 
-MODEL = ModelConfig(
-    num_layers=1,
-    hidden_size=40,
-    num_attention_heads=6,
-    num_query_groups=3,
-    kv_channels=8,
-    ffn_hidden_size=24,
-)
+SIZES = {"num_layers": 1, "hidden_size": 40, "num_attention_heads": 6}
+MODEL = ModelConfig(**SIZES, num_query_groups=3, kv_channels=8, ffn_hidden_size=24)
 WIDTHS = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
 LATENT_MODEL = replace(MODEL, multi_latent_attention=True, **WIDTHS)
 
