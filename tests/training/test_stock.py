@@ -60,7 +60,7 @@ found = {"updates": updates, "kha": reports(args), "plain": reports(plain), "spe
          "refused": refusal(import_module, ["no.such.module", "kha_mlp"])}
 wrong = copy.copy(args)
 wrong.spec = ["kha_megatron.mcore.spex", "kha_mlp"]
-found["refused_by_builder"] = refusal(gpt_config_from_args, wrong)
+found["refused_by_builder"] = refusal(argument_utils.gpt_config_from_args, wrong)
 for name in [name for name in sys.modules if name.startswith("kha_megatron")]:
     del sys.modules[name]
 found["without"] = reports(args)
