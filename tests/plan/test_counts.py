@@ -30,8 +30,6 @@ def test_the_papers_worked_example():
         assert result.attention == 8 * length * d**2 + 4 * length**2 * d
         assert result.layers == 26 * length * d**2 + 4 * length**2 * d
         assert result.kha == 6 * length * d**2 // n
-        assert f"{result.share_of_layers:.2%}" == "0.55%"
-        assert f"{result.share_of_attention:.2%}" == "1.17%"
 
 
 def counted(recipe):
