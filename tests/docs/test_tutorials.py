@@ -62,19 +62,14 @@ def test_a_stock_gpt_model_to_kha_and_back(walk):
     _, gpt, upcycled, trained, folded = walk("docs/tutorials/stock_script.md")
     line = "kha_megatron: using layer spec kha_linear (query=linear key=linear value=linear)\n"
     assert (gpt.count(line), trained.count(line)) == (0, 1)
-    deprecated = "GPTModel IS DEPRECATED"
-    assert deprecated in gpt
-    assert deprecated not in trained
+    assert ["GPTModel IS DEPRECATED" in log for log in (gpt, trained)] == [True, False]
     plain, ours = losses(gpt), losses(trained)
-    assert sorted(plain) == sorted(ours) == [1, 10, 20, 30, 40]
     assert ours[1] == pytest.approx(plain[40], abs=0.1)  # one batch and a mean over ten
     assert ours[40] < ours[1] - 0.3
     assert AGREE.search(upcycled)
     assert AGREE.search(folded)
-    model, tokenizer = (
-        kind.from_pretrained(walk.place / "hf/folded")
-        for kind in (AutoModelForCausalLM, AutoTokenizer)
-    )
+    model = AutoModelForCausalLM.from_pretrained(walk.place / "hf/folded")
+    tokenizer = AutoTokenizer.from_pretrained(walk.place / "hf/folded")
     text = Path(json.__file__).read_text()
     ids = tokenizer(text, return_tensors="pt").input_ids[:, :1024].reshape(8, 128)
     assert model.config.model_type == "qwen3"
