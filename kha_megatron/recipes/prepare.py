@@ -185,7 +185,9 @@ def prepare_job(
         defaults["load"] = save
     if lacks_vocabulary(run.arguments):  # use the vocabulary size of the recipe's tokenizer
         defaults["vocab_size"] = run.vocab_size
-    run = run.with_defaults(**defaults)
+    run = run.with_defaults(**defaults).as_hybrid()
+    entry = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
+    command = ("python" if remote else sys.executable, "-u", *entry, *run.words())
     for word in run.dropped:
         announce(f"Dropping {word} (recipe {recipe.name})")
     check_attention(run.arguments, run.kha)
@@ -194,9 +196,6 @@ def prepare_job(
     if not remote:
         check_optimizer_package(run.training.optimizer)
         _check_directories(run, load or (save if resume else None), output, resume=resume)
-    run = run.as_hybrid()
-    entry = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
-    command = ("python" if remote else sys.executable, "-u", *entry, *run.words())
     return Job(
         recipe=recipe,
         run=run,
