@@ -224,10 +224,12 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
 def describe_layers(args: argparse.Namespace, *, pattern_is_saved: bool = False) -> None:
     """Replace ``--num-layers`` by ``--hybrid-layer-pattern``, unless ``--gpt-model`` is set.
 
-    ``pattern_is_saved`` means that a pattern comes from a checkpoint. Its pipeline stages are then
-    replaced by those of the current layout.
+    ``pattern_is_saved`` means that a pattern comes from a checkpoint. If its pipeline stages don't
+    fit the current layout, we split it again.
     """
-    if pattern_is_saved and (saved := LayerPattern.parse(args.hybrid_layer_pattern or "")):
+    saved = LayerPattern.parse(args.hybrid_layer_pattern or "") if pattern_is_saved else None
+    ranks = args.pipeline_model_parallel_size
+    if saved and (len(saved.stages) % ranks or ranks == 1 < len(saved.stages)):
         args.hybrid_layer_pattern = None
         args.num_layers, args.moe_layer_freq = len(saved.moe), list(saved.moe)
         args.mtp_num_layers = saved.predictions or None
