@@ -270,9 +270,8 @@ def test_settings_are_restored_from_the_checkpoint(saved, tmp_path):
 def test_ckpt_step_is_checked_without_a_tracker_file(copy):
     (copy / TRACKER).unlink()
     check(copy, KHA, ckpt_step=7)
-    for kha, step, message in ((KHAConfig(), 7, "KHA on value=mlp"), (KHA, 8, "iter_0000008")):
-        with pytest.raises(CheckpointError, match=message):
-            check(copy, kha, ckpt_step=step)
+    with pytest.raises(CheckpointError, match="KHA on value=mlp"):
+        check(copy, KHAConfig(), ckpt_step=7)
 
 
 def test_a_misleading_tracker_of_another_directory_is_refused(copy):
@@ -281,13 +280,6 @@ def test_a_misleading_tracker_of_another_directory_is_refused(copy):
         spoil()
         with pytest.raises(CheckpointError, match="Write 7 into this"):
             check(copy, KHA)
-
-
-def test_a_damaged_checkpoint_is_refused(copy):
-    shard = max((copy / "iter_0000007").glob("*.distcp"), key=lambda file: file.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(CheckpointError, match=r"\.distcp is missing or truncated"):
-        check(copy, KHA)
 
 
 def test_a_run_in_an_object_store_resumes_its_fp8_scales():
