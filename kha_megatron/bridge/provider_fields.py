@@ -48,7 +48,8 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
 
 def provider_to_hf_config(provider: Any) -> KHAModelConfig:
     """Convert a provider to a Hugging Face config."""
-    for name, supported in (("softmax_scale", None), ("position_embedding_type", "rope")):
+    expected = {"softmax_scale": None, "position_embedding_type": "rope", "mtp_num_layers": None}
+    for name, supported in expected.items():
         if (value := getattr(provider, name)) != supported:
             raise CheckpointError(f"{name}={value!r} is not supported for kha models.")
     model = from_arguments(_arguments(provider), read_kha(provider), provider.vocab_size)
