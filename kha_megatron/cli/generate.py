@@ -138,10 +138,11 @@ def check_tokens(ids: "torch.Tensor", model: Any, new_tokens: int = 0) -> None:
             f"{config.vocab_size}. Does the tokenizer belong to this model?"
         )
     limit = getattr(config, "max_position_embeddings", None) or 2**31
-    if not 0 < ids.shape[1] <= limit - new_tokens:
+    if not 0 < (given := ids.shape[1]) <= limit - new_tokens:
+        more = f" and {new_tokens} new tokens" if new_tokens else ""
         raise ConfigError(
-            f"The input must have between 1 and {limit - new_tokens} tokens, got {ids.shape[1]} "
-            f"(max_position_embeddings={limit})."
+            f"The model supports 1 to {limit} tokens in total (max_position_embeddings), but the "
+            f"input has {given} tokens{more}."
         )
 
 

@@ -92,7 +92,7 @@ def test_bad_options_are_refused(run, original):
     for options, message in (
         (["--device", "gpu"], "'gpu'"),
         (["--device", "cuda:99"], "'cuda:99'"),
-        (["--max-new-tokens", 125], "max_position_embeddings=128"),
+        (["--max-new-tokens", 125], "supports 1 to 128 tokens in total"),
     ):
         code, stdout, stderr = run("generate", original, PROMPT, *options)
         assert (code, stdout) == (2, "")
