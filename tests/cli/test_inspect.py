@@ -203,7 +203,7 @@ def test_bad_input_is_refused_before_anything_is_written(
         ([quantized], "heads in layer 0, got torch.float8_e4m3fn. Inspect the model before"),
         ([stock, "--text", tmp_path / "nowhere"], "Cannot read"),
         ([stock, "--text", tmp_path / "blank"], "contains no text"),
-        ([stock, "--text", text, "--tokens", 200], "between 1 and 128 tokens, got 200"),
+        ([stock, "--text", text, "--tokens", 200], "1 to 128 tokens in total"),
         ([stock, "--text", text, "--device", "gpu"], "--device 'gpu' is not available"),
     ):
         code, stdout, stderr = run(given[0], tmp_path / "out", *given[1:])
