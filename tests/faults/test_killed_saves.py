@@ -29,7 +29,7 @@ PLACES = [
     (0, "one", ("write", MARK), 1, True),
     (0, "all", ("half", "*/.integrity.json.*"), 1, True),
     (0, "all", ("rename", "*/integrity.json"), 1, True),
-    (0, "all", ("open", TRACK), 1, True),
+    (0, "all", ("open", TRACK), 2, True),  # the first one repairs the tracker file
     (0, "all", ("half", TRACK), 1, True),
     (0, "all", ("rename", TRACKER), 1, True),
 ]
