@@ -14,7 +14,7 @@ from kha_megatron.cli.plan import plan
 from kha_megatron.cli.quickstart import quickstart
 from kha_megatron.cli.running import Commands, run_app
 from kha_megatron.cli.spikes import spikes
-from kha_megatron.cli.verify import verify
+from kha_megatron.cli.verify import compare_models
 
 app = Commands(
     name="kha-megatron",
@@ -38,7 +38,7 @@ def _root(
 app.command()(quickstart)
 app.add_typer(data.data_app)
 app.add_typer(convert.convert_app)
-app.command()(verify)
+app.command("verify")(compare_models)
 app.command()(launch)
 app.add_typer(recipes.recipes_app)
 app.command()(compare)

@@ -284,7 +284,7 @@ def _verify(plan: "Plan", out: Path, workers: int | None = None) -> "Verificatio
     from kha_megatron.conversion.verify import Pair
 
     with console.log.status("Comparing tensors and logits"):
-        return Pair.open(plan.source.path, out).verify(workers=workers)
+        return Pair.open(plan.source.path, out).compare(workers=workers)
 
 
 def _write(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _PROBLEMS = ("missing", "unexpected", "mismatched", "different")
 
 
-def verify(
+def compare_models(
     one: Annotated[Path, typer.Argument(help="Megatron checkpoint or Hugging Face model.")],
     other: Annotated[Path, typer.Argument(help="Checkpoint or model to compare with.")],
     logits: Annotated[
@@ -43,7 +43,7 @@ def verify(
     from kha_megatron.conversion.verify import Pair
 
     with console.log.status("Comparing tensors and logits"):
-        verification = Pair.open(one, other).verify(logits=logits, workers=workers)
+        verification = Pair.open(one, other).compare(logits=logits, workers=workers)
     conclude(verification, as_json)
 
 

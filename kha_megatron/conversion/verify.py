@@ -96,7 +96,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Verification:
-    """Result of :meth:`Pair.verify`."""
+    """Result of :meth:`Pair.compare`."""
 
     tensors: TensorComparison
     logits: Agreement | None = None
@@ -155,7 +155,7 @@ class Pair:
         parameters = sum(math.prod(entry.shape) for _, held in self.one.entries() for entry in held)
         return int(parameters * 4 * 2.5)
 
-    def verify(self, *, logits: bool = True, workers: int | None = None) -> Verification:
+    def compare(self, *, logits: bool = True, workers: int | None = None) -> Verification:
         """Compare tensors and settings. Also compares logits if both models fit in memory."""
         tensors = compare_tensors(self, workers=workers)
         differing = self.one.model.differences(self.other.model, _MAY_DIFFER)

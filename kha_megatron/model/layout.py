@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
+from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import MAX_LAYERS, flag, read_arguments, read_attributes
 from kha_megatron.model.pattern import LayerPattern
 
@@ -117,11 +118,26 @@ class Layout:
         return self.world_size // (self.expert_tp * self.ep * self.pp)
 
     def chunk_layers(self, num_layers: int) -> list[list[int]]:
-        """Number of layers per stage, indexed by ``[vpp][pp]``."""
+        """Number of layers per stage, indexed by ``[vpp][pp]``.
+
+        Raises:
+            ConfigError: If the layers can't be split like this.
+        """
         chunks = self.vpp or 1
+        counts = self._split(num_layers, chunks)
+        if sum(map(sum, counts)) != num_layers or min(map(min, counts)) < 0:
+            raise ConfigError(
+                f"Cannot split {num_layers} layers over {self.pp} pipeline ranks with {chunks} "
+                "stages each. Change --num-layers or the pipeline layout."
+            )
+        return counts
+
+    def _split(self, num_layers: int, chunks: int) -> list[list[int]]:
         if self.stages is not None:
             words = [word.count("t") for word in self.stages]
             return [words[c * self.pp : (c + 1) * self.pp] for c in range(chunks)]
+        if self.pp * chunks > num_layers + 2:  # 2 for the embedding and the loss
+            return [[0]]
         own = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
         ends = {rank: layers for rank, layers in own.items() if layers is not None}
         left = num_layers - sum(ends.values()) + self.embedding_as_layer + self.loss_as_layer

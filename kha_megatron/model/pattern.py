@@ -39,14 +39,6 @@ class LayerPattern:
     predictions: int = 0
     """Number of additional tokens to predict. Their layers are like the last pair."""
 
-    def __post_init__(self) -> None:
-        if sum(self.stages) != len(self.moe) or min(self.stages) < 0:
-            raise ConfigError(
-                f"Cannot split {len(self.moe)} layers into pipeline stages of "
-                f"{', '.join(map(str, self.stages))} layers. Change --num-layers or the pipeline "
-                "layout."
-            )
-
     @classmethod
     def parse(cls, text: str) -> Self | None:
         """Parse a pattern. Returns None if it doesn't alternate between attention and MLP."""

@@ -129,7 +129,7 @@ def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None)
                 f"{nearest}."
             )
     if model.num_layers is not None:
-        _check_stages(model.num_layers, layout)
+        layout.chunk_layers(model.num_layers)  # raises if this is not possible
 
 
 def _divided(
@@ -187,15 +187,3 @@ def _divided(
             tokens = batch.micro_batch_size * batch.seq_length
             unit = {"for FP8": 32 if model.fp8_recipe == "mxfp8" else 8}
             yield "The number of tokens of a microbatch", tokens, sequence | unit
-
-
-def _check_stages(layers: int, layout: Layout) -> None:
-    stages = layout.pp * (layout.vpp or 1)
-    if layout.stages is not None or stages <= layers + 2:  # 2 for the embedding and the loss
-        chunks = layout.chunk_layers(layers)
-        if sum(map(sum, chunks)) == layers and min(map(min, chunks)) >= 0:
-            return
-    raise ConfigError(
-        f"Cannot split {layers} layers over {layout.pp} pipeline ranks with {layout.vpp or 1} "
-        "stages each. Change --num-layers or the pipeline layout."
-    )

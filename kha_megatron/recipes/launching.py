@@ -19,7 +19,12 @@ from kha_megatron.errors import ConfigError, MissingDependencyError, install_com
 from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
 from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.prepare import Job, owned_output
-from kha_megatron.recipes.processes import LAUNCH_VARIABLE, find_processes, guarded, interruptible
+from kha_megatron.recipes.processes import (
+    LAUNCH_VARIABLE,
+    find_processes,
+    interruptible,
+    terminating_on_exit,
+)
 
 TASK = "train"
 """Name of the NeMo-Run task. Its script is called ``train.sh``."""
@@ -100,7 +105,7 @@ def launch_job(
         owned_output(job),
         interruptible(),
         create_experiment(job, executor) as experiment,
-        guarded(launch_id),
+        terminating_on_exit(launch_id),
     ):
         start = time.monotonic()
         experiment.run()

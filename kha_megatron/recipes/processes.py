@@ -26,7 +26,7 @@ _GRACE_SECONDS = 20.0  # between SIGTERM and SIGKILL, e.g. to save a checkpoint
 
 
 @contextmanager
-def guarded(launch_id: str) -> Iterator[None]:
+def terminating_on_exit(launch_id: str) -> Iterator[None]:
     """Terminate all processes of a launch on exit, even if the current process gets killed."""
     guard = subprocess.Popen(
         [sys.executable, "-I", __file__, launch_id],

@@ -86,7 +86,7 @@ def test_published_models_become_stock_ones(published, tmp_path, architecture):
         found = load(tmp_path / "hf")(tokens()).logits
     assert expected.std(dim=(0, 1)).mean() > 0.3
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    verification = Pair.open(folder, tmp_path / "hf").verify()
+    verification = Pair.open(folder, tmp_path / "hf").compare()
     assert verification.tensors.agrees
     assert verification.logits is None  # their code is never run
 
@@ -100,7 +100,7 @@ def test_norm_weights_from_one_half_up_are_exact(tmp_path):
                 weight.copy_(torch.linspace(0.5, 2, len(weight)))
     model.save_pretrained(tmp_path / "kha")
     to_hf.plan_export(tmp_path / "kha", architecture="qwen3_next").write(tmp_path / "stock")
-    assert Pair.open(tmp_path / "kha", tmp_path / "stock").verify().agrees
+    assert Pair.open(tmp_path / "kha", tmp_path / "stock").compare().agrees
     to_hf.plan_export(tmp_path / "stock").write(tmp_path / "back")
     assert_same_tensors(tmp_path / "kha", tmp_path / "back")
 
@@ -114,7 +114,7 @@ def test_gates_after_a_trained_knock(tmp_path):
     with pytest.raises(ConfigError, match=r"gate\.value cannot be added .*trained value=mlp"):
         to_hf.plan_export(tmp_path / "mlp", upcycle=kha)
     to_hf.plan_export(tmp_path / "linear", upcycle=kha).write(tmp_path / "gated")
-    found = Pair.open(tmp_path / "linear", tmp_path / "gated").verify()
+    found = Pair.open(tmp_path / "linear", tmp_path / "gated").compare()
     assert found.agrees
     assert found.logits.max_difference == 0.0
 

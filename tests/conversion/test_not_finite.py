@@ -52,7 +52,7 @@ def test_verify_compares_infinities_before_rounding(large):
     rounded = make(CONFIGS["qwen3"]).half()
     rounded.load_state_dict(load_file(large / "model.safetensors"))
     rounded.save_pretrained(large.parent / "half")
-    tensors = Pair.open(large, large.parent / "half").verify(logits=False).tensors
+    tensors = Pair.open(large, large.parent / "half").compare(logits=False).tensors
     assert tensors.different == sorted([UP, KEY])
 
 
@@ -61,7 +61,7 @@ def test_every_conversion_reports_nan_and_infinities(tmp_path, side):
     source = _make(tmp_path / "nan", **{UP: [math.nan, math.inf, -math.inf], KEY: [math.nan]})
     written = SIDES[side](source, dtype="bfloat16").write(tmp_path / "out")
     assert written.not_finite == {UP: 3, KEY: 1}
-    tensors = Pair.open(source, tmp_path / "out").verify(logits=False).tensors
+    tensors = Pair.open(source, tmp_path / "out").compare(logits=False).tensors
     assert tensors.agrees  # the same numbers are wrong in both
     assert tensors.not_finite == {UP: 6, KEY: 2}
 

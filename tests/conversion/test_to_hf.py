@@ -184,7 +184,7 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case, capsys):
     for found in (ours, in_two_steps(model, tokens())):
         torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
         assert torch.equal(found.argmax(-1), theirs.argmax(-1))
-    assert Pair.open(save, tmp_path / "hf").verify(logits=is_hybrid).agrees
+    assert Pair.open(save, tmp_path / "hf").compare(logits=is_hybrid).agrees
 
     stored = _tensors(tmp_path / "hf")
     assert (written.tensors, written.shards, written.dtype) == (len(stored), 1, "float32")

@@ -121,6 +121,6 @@ def test_a_notice_about_rope_scaling(tmp_path, capsys):
     to_megatron.plan_import(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
     told = capsys.readouterr().err
     assert "train this model with `python -m kha_megatron.training`" in told
-    found = Pair.open(tmp_path / "save", tmp_path / "hf").verify(logits=False)
+    found = Pair.open(tmp_path / "save", tmp_path / "hf").compare(logits=False)
     assert found.agrees
     assert "RoPE scaling factor" not in capsys.readouterr().err

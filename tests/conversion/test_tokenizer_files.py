@@ -110,4 +110,4 @@ def test_a_tokenizer_with_too_many_entries_is_refused_except_by_verify(model, tm
         to_hf.plan_export(tmp_path / "save")
     to_hf.plan_export(tmp_path / "save", tokenizer=fitting).write(tmp_path / "hf")
     for one, other in product((tmp_path / "save", tmp_path / "hf"), repeat=2):
-        assert Pair.open(one, other).verify(logits=False).agrees
+        assert Pair.open(one, other).compare(logits=False).agrees

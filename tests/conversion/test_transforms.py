@@ -149,7 +149,7 @@ def test_folding_a_megatron_checkpoint(ranks, tmp_path, kha):
     with torch.no_grad():
         ours = model.eval()(tokens()).logits
     torch.testing.assert_close(ours, torch.from_numpy(parts[-1][1]), rtol=0, atol=1e-5)
-    assert Pair.open(tmp_path / "save", tmp_path / "qwen3").verify(logits=False).agrees
+    assert Pair.open(tmp_path / "save", tmp_path / "qwen3").compare(logits=False).agrees
 
 
 @pytest.mark.parametrize(

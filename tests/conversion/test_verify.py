@@ -19,7 +19,7 @@ EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
 
 
 def verify(one, other, **options):
-    return Pair.open(one, other).verify(**options)
+    return Pair.open(one, other).compare(**options)
 
 
 @pytest.fixture(scope="module")

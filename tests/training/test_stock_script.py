@@ -150,4 +150,4 @@ def test_our_entry_point_resumes_a_gpt_model_as_a_hybrid_model(
     assert list(read_knock_weights(checkpoint)) == [(layer, "value") for layer in range(LAYERS)]
     # a hybrid model of a GPT model's layers goes to Hugging Face as that
     written = to_hf.plan_export(tmp_path / "save").write(tmp_path / "hf")
-    assert Pair.open(tmp_path / "save", written.path).verify().agrees
+    assert Pair.open(tmp_path / "save", written.path).compare().agrees
