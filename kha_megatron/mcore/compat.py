@@ -495,6 +495,7 @@ def scale_rope(args: Any) -> None:
     build: Any = RotaryEmbedding.__init__
     parameters = inspect.signature(build).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    defaults["rope_scaling"] = args.use_rope_scaling
+    # latent attention builds its own RoPE, for which Megatron ignores --use-rope-scaling
+    defaults["rope_scaling"] = args.use_rope_scaling and not args.multi_latent_attention
     defaults["rope_scaling_factor"] = args.rope_scaling_factor
     build.__defaults__ = tuple(defaults.values())

@@ -104,7 +104,7 @@ def _check(config: TransformerConfig, kha: KHAConfig, layers: Sequence[str], off
             ),
             "KHA does not support DeepSeek sparse attention (D).": Symbols.DS_ATTENTION in layers,
             f"{kha} requires --hybrid-layer-pattern to alternate between attention and MLP layers, "
-            f"e.g. *-*E.": counted and not alternate,
+            "e.g. *-*E.": counted and not alternate,
             f"{kha} does not support multi-token prediction.": counted and config.mtp_num_layers,
             f"Hybrid layers {' '.join(sorted(others))} require "
             "--transformer-impl transformer_engine.": (

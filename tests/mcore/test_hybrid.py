@@ -19,6 +19,7 @@ MIXTURE = KHAConfig(
 )
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
 TP = {"tensor_model_parallel_size": 2}
+EP = TP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 LAYERS = 3
 
 CASES = {
@@ -27,11 +28,8 @@ CASES = {
     "sequence parallel": (2, TP, TP | {"sequence_parallel": True}, "*-*-*-"),
     "experts and sequence parallel": (
         2,
-        TP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
-        TP
-        | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
-        | {"sequence_parallel": True, "moe_token_dispatcher_type": "alltoall"}
-        | MOE,
+        EP,
+        EP | {"sequence_parallel": True, "moe_token_dispatcher_type": "alltoall"} | MOE,
         "*E*E*E",
     ),
 }
@@ -164,3 +162,21 @@ def test_only_attention_layers_are_counted(ranks):
     assert line.startswith("2 of 2 layers were built without the requested KHA config (value=mlp)")
     (line,) = ranks(described, 1, kha, kha, "--")
     assert line.startswith("0 of 0 layers were built without the requested KHA config (value=mlp)")
+
+
+def latent_frequencies():
+    from argparse import Namespace
+
+    from kha_megatron.mcore.compat import scale_rope
+    from tests.distributed import models
+
+    models.initialize()
+    latent = {"multi_latent_attention": True}
+    scale_rope(Namespace(use_rope_scaling=True, rope_scaling_factor=8.0, **latent))
+    config = models.transformer_config(rotary_base=10**9, **latent)
+    return models.attention(config, KHAConfig(value="linear")).rotary_pos_emb.inv_freq.tolist()
+
+
+def test_latent_attention_ignores_rope_scaling(ranks):
+    (found,) = ranks(latent_frequencies, 1)
+    assert found == pytest.approx([1.0, 10**-4.5])  # Llama 3 would divide the second one by 8
