@@ -259,9 +259,8 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
         **(_expert_arguments(model) if model.num_experts else {"num_experts": None}),
     }
     if not model.gpt_model:
-        moe = tuple(int(model.is_moe(layer)) for layer in range(model.num_layers))
-        pattern = LayerPattern(moe, (model.num_layers,), model.multi_latent_attention)
-        args |= {_HYBRID: str(pattern), "num_layers": 2 * model.num_layers, "moe_layer_freq": 1}
+        pattern = str(model.layer_pattern([model.num_layers]))
+        args |= {_HYBRID: pattern, "num_layers": 2 * model.num_layers, "moe_layer_freq": 1}
     if isinstance(scaling, Yarn) and not model.multi_latent_attention:
         # Megatron accepts add_position_embedding=False only for rope
         args |= {"position_embedding_type": "yarn", "add_position_embedding": True}

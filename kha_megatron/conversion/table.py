@@ -25,15 +25,15 @@ _IN_ATTENTION = ("self_attention.", "input_layernorm.")
 
 
 def megatron_name(name: str, layer: int | None, model: Architecture) -> str:
-    """Return the checkpoint key of a tensor that isn't stacked.
-
-    A HybridModel counts attention and MLP as separate layers.
-    """
+    """Return the checkpoint key of a tensor that isn't stacked."""
     if layer is None:
         return _HYBRID_NORM if name == FINAL_NORM and not model.gpt_model else name
-    if not model.gpt_model:
-        layer = 2 * layer + (not name.startswith(_IN_ATTENTION))
-    return f"{LAYERS}{layer}.{name}"
+    return f"{LAYERS}{_layer_index(name, layer, model)}.{name}"
+
+
+def _layer_index(name: str, layer: int, model: Architecture) -> int:
+    """HybridModel counts attention and MLP as separate layers."""
+    return layer if model.gpt_model else 2 * layer + (not name.startswith(_IN_ATTENTION))
 
 
 def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
@@ -300,7 +300,6 @@ def locate_tensors(
     Returns:
         Locations by slot, unexpected tensor names, and missing tensor names.
     """
-    step = 2 if _HYBRID_NORM in infos else 1  # HybridModel counts attention and MLP as two layers
     stored: dict[tuple[int | None, str], Location] = {}
     for key, info in infos.items():
         if match := _SINGLE.fullmatch(key):
@@ -312,10 +311,10 @@ def locate_tensors(
             stored[None, key] = key, ()
     found, used, lost = dict[TensorSlot, Location](), set(), list[tuple[int | None, str]]()
     for slot in tensor_slots(model):
-        at: list[tuple[int | None, str]] = []
-        for name in slot.row.names:
-            behind = step == 2 and not name.startswith(_IN_ATTENTION)
-            at.append((None if slot.layer is None else step * slot.layer + behind, name))
+        at: list[tuple[int | None, str]] = [
+            (None if slot.layer is None else _layer_index(name, slot.layer, model), name)
+            for name in slot.row.names
+        ]
         held = [position for position in at if position in stored]
         used |= set(held)
         if not held:

@@ -2,7 +2,7 @@
 
 import ast
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -253,6 +253,12 @@ class ModelConfig:
         return bool(self.num_experts) and (
             layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
         )
+
+    def layer_pattern(self, stages: Iterable[int]) -> LayerPattern:
+        """Describe the layers of a hybrid model. ``stages`` are numbers of layers."""
+        moe = tuple(int(self.is_moe(layer)) for layer in range(self.layers))
+        latent, predictions = self.multi_latent_attention, self.mtp_num_layers or 0
+        return LayerPattern(moe, tuple(stages), latent, predictions)
 
     @property
     def has_dense_layers(self) -> bool:

@@ -20,7 +20,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import Field, flag, read_arguments, rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model_config import ModelConfig
-from kha_megatron.model.pattern import LayerPattern, check_no_gpt_arguments
+from kha_megatron.model.pattern import check_no_gpt_arguments
 
 Arguments = dict[str, tuple[str, ...]]
 """Maps flags (including the dashes) to their values."""
@@ -311,16 +311,13 @@ def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: If an argument only works with GPTModel.
     """
     model = ModelConfig.from_arguments(arguments)
+    if model and model.gpt_model and model.hybrid_layer_pattern:
+        raise ConfigError("--gpt-model cannot be combined with --hybrid-layer-pattern.")
     if model is None or model.gpt_model or model.hybrid_layer_pattern:
         return {}
     check_no_gpt_arguments(arguments)
     stages = Layout.from_arguments(arguments, None).chunk_layers(model.layers)
-    pattern = LayerPattern(
-        tuple(int(model.is_moe(layer)) for layer in range(model.layers)),
-        tuple(chain.from_iterable(stages)),
-        model.multi_latent_attention,
-        model.mtp_num_layers or 0,
-    )
+    pattern = model.layer_pattern(chain.from_iterable(stages))
     changes = {name: _by("argument")[name].default for name in _DESCRIBED_BY_PATTERN}
     return changes | {HYBRID: str(pattern)}
 

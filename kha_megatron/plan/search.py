@@ -17,7 +17,6 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.model_config import ModelConfig
-from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.rules import build_head_facts, check_layout
 from kha_megatron.model.run import Run
 from kha_megatron.plan.communication import Communication, estimate_communication
@@ -133,8 +132,7 @@ def get_layout_arguments(layout: Layout, model: ModelConfig) -> dict[str, Any]:
     sizes = [*SIZES, "sequence_parallel", "loss_as_layer"]
     if not model.num_experts:
         sizes = [name for name in sizes if name not in ("ep", "etp")]
-    pattern = LayerPattern.parse(model.hybrid_layer_pattern or "")
-    if pattern:
+    if model.hybrid_layer_pattern:
         sizes = [name for name in sizes if name not in ("vpp", "loss_as_layer")]
     whole = replace(layout, etp=layout.expert_tp)
     arguments = {
@@ -142,9 +140,9 @@ def get_layout_arguments(layout: Layout, model: ModelConfig) -> dict[str, Any]:
         for row in rows(Layout)
         if row.field in sizes and (value := getattr(whole, row.field))
     }
-    if pattern:
-        stages = tuple(itertools.chain.from_iterable(layout.chunk_layers(model.layers)))
-        arguments["hybrid_layer_pattern"] = str(replace(pattern, stages=stages))
+    if model.hybrid_layer_pattern:
+        stages = itertools.chain.from_iterable(layout.chunk_layers(model.layers))
+        arguments["hybrid_layer_pattern"] = str(model.layer_pattern(stages))
     return arguments
 
 

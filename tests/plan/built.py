@@ -40,7 +40,6 @@ def built(layout: Layout, kha: KHAConfig, *, tied: bool = True, **overrides: Any
 
     from megatron.core import parallel_state
 
-    from kha_megatron.mcore.specs import kha_layer_spec
     from tests.distributed import models
 
     sizes = {
@@ -68,7 +67,6 @@ def built(layout: Layout, kha: KHAConfig, *, tied: bool = True, **overrides: Any
             models.gpt_model(
                 config,
                 kha,
-                layer_spec=kha_layer_spec(config, kha, vp_stage),
                 pre_process=stage == 0 and number == 0,
                 post_process=stage == layout.pp - 1 and number == (layout.vpp or 1) - 1,
                 share_embeddings_and_output_weights=tied,

@@ -27,6 +27,8 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
         ("--multi-latent-attention", 2, "supports only linear KHA, got value=mlp"),
         ("--pipeline-model-parallel-size 2", 2, "2 tensor x 2 pipeline"),
         ("--moe-layer-freq __import__('os')", 2, "a positive integer or lists"),
+        ("--hybrid-layer-pattern *E*E --gpt-model", 2, "cannot be combined"),
+        ("--no-rope-freq 2", 2, "Please add --gpt-model"),
     ],
 )
 def test_layout_that_ranks_would_refuse_is_refused(words, ranks, match, data):
@@ -60,6 +62,15 @@ def test_layout_that_megatron_takes_passes(words, ranks, data):
     job = prepare_job(QUICKSTART, data=data, ranks=ranks, overrides=words.split())
     assert job.ranks == ranks
     assert set(words.split()) <= set(job.command)
+
+
+def test_layers_are_described_as_a_pattern(data):
+    words = "--num-layers 5 --moe-layer-freq ([0]*2+[1]*3) --pipeline-model-parallel-size 2"
+    ends = "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"
+    job = prepare_job(QUICKSTART, data=data, ranks=4, overrides=f"{words} {ends}".split())
+    found = parse(job.command[job.command.index("-m") + 2 :])
+    assert found["--hybrid-layer-pattern"] == ("*-*-*E|*E*E",)
+    assert not found.keys() & {"--num-layers", "--moe-layer-freq", *ends.split()[::2]}
 
 
 def vocab_sizes(*words: str, recipe=QUICKSTART) -> list[str]:
