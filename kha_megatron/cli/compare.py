@@ -121,13 +121,14 @@ def compare(
         raise
     page = planned.folder / REPORT
     finished = any(run.result for run in planned.runs)
+    numbers = json.loads((planned.folder / NUMBERS).read_text()) if finished else None
     if as_json:
         report = {"page": None, "failures": failures}
-        if finished:
-            report = {"page": str(page)} | json.loads((planned.folder / NUMBERS).read_text())
+        if numbers:
+            report = {"page": str(page)} | numbers
         console.print_json({"succeeded": not failures} | report)
-    elif finished:
-        for line in comparing.summarize(json.loads((planned.folder / NUMBERS).read_text())):
+    elif numbers:
+        for line in comparing.summarize(numbers):
             console.log.print(line, markup=False)
         console.out.print(str(page), markup=False)
     if failures:

@@ -326,8 +326,6 @@ def _finish(
     as_json: bool,
     losses: dict[str, float] | None = None,
 ) -> None:
-    from kha_megatron.conversion.verify import LOGIT_TOLERANCE
-
     verification = _verify(plan, written.path, workers) if verify else None
     files = f"{written.shards} file{'s' if written.shards > 1 else ''}"
     values = asdict(written)
@@ -343,6 +341,8 @@ def _finish(
     facts |= not_finite(written.not_finite)
     logits = verification and verification.logits
     if verification and logits and verification.tensors.remark.endswith("folded"):
+        from kha_megatron.conversion.verify import LOGIT_TOLERANCE
+
         sparse = [m for m in plan.source.model.kha.mechanisms if m.is_sparse]
         if sparse and logits.limit is None and logits.max_difference >= LOGIT_TOLERANCE:
             announce(
