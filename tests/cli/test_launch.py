@@ -123,9 +123,8 @@ def test_a_stopped_run_continues_with_the_printed_command(corpus, tmp_path, nemo
 
     stopped = launch(*words)
     assert (stopped.returncode, "Training stopped after" in stopped.stderr) == (0, True)
-    hint = stopped.stderr.partition("at iteration 4 of 6. To continue, run: kha-megatron launch ")[
-        2
-    ]
+    start = "at iteration 4 of 6. To continue, run: kha-megatron launch "
+    hint = stopped.stderr.partition(start)[2]
     resumed = launch(*shlex.split(hint.splitlines()[0]))
     assert (resumed.returncode, "Training finished after" in resumed.stderr) == (0, True)
     assert "iteration 6/6" in resumed.stderr

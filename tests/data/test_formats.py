@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")
 DOCUMENTS = ["first\nline two", "不🦜é, \u2028 and 'quotes'", "third " * 40]
 LINES = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(DOCUMENTS))
 TEXT = b'{"text": "x"}'
+ZSTD = pa.compress(TEXT, codec="zstd", asbytes=True)
 
 
 def write(file):
@@ -72,11 +73,7 @@ def test_long_records_are_split_and_empty_ones_are_counted(tmp_path):
         ("a.tar.gz", "", r"\.tar files are not supported\. Unpack it"),
         ("a.jsonl.gz", gzip.compress(TEXT)[:-1], "is damaged"),
         ("a.jsonl.gz", gzip.compress(TEXT)[:10] + b"\xff" * 9, "is damaged"),
-        (
-            "a.jsonl.zst",
-            pa.compress(TEXT, codec="zstd", asbytes=True)[:-1],
-            r"a\.jsonl\.zst is damaged",
-        ),
+        ("a.jsonl.zst", ZSTD[:-1], r"a\.jsonl\.zst is damaged"),
         ("a.jsonl.zst", "junk", "is damaged"),
     ],
 )

@@ -71,6 +71,7 @@ ONE_PER_CLAIM = [
     case(tp=2),
     case(gpt=True, khas=(RANDOM,), tp=2, sp=True, pp=2, vpp=2, groups=1, layers=4),
     case(gpt=True, tp=2, sp=True, dp=2, ep=2, etp=2, model="moe"),
+    case(khas=(RANDOM,), pp=2, layers=3),  # the stages split a pair of attention and MLP
     case(mtp=2, tp=2, sp=True, savings=FULL),
     case(mtp=1, tp=2, sp=True, pp=2, model="moe"),
     case(tp=2, sp=True, groups=1),

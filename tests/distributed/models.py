@@ -72,53 +72,31 @@ def initialize(seed: int = 7, **sizes: int) -> None:
 
 
 def gpt_model(
-    config: TransformerConfig,
-    kha: KHAConfig,
-    *,
-    layer_spec: Any = None,
-    perturbed: bool = True,
-    vp_stage: int | None = None,
-    **overrides: Any,
+    config: TransformerConfig, kha: KHAConfig, *, layer_spec: Any = None, **options: Any
 ) -> GPTModel:
-    """Build a GPTModel. ``perturbed`` moves its shared matrices away from their initial value."""
-    if kha is not None and kha.attention == "gta":
-        overrides["rotary_percent"] = 0.5
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = GPTModel(
-            config,
-            layer_spec or kha_layer_spec(config, kha, vp_stage),
-            vocab_size=VOCAB,
-            max_sequence_length=SEQUENCE,
-            position_embedding_type="rope",
-            vp_stage=vp_stage,
-            **overrides,
-        )
-    if perturbed:
-        perturb(model)
-    return model
+    """Build a GPTModel. See :func:`_build` for other options."""
+    spec = layer_spec or kha_layer_spec(config, kha, options.get("vp_stage"))
+    return _build(GPTModel, config, spec, kha, **options)
 
 
 def hybrid_model(
-    config: TransformerConfig,
-    kha: KHAConfig,
-    *,
-    pattern: str,
-    perturbed: bool = True,
-    **overrides: Any,
+    config: TransformerConfig, kha: KHAConfig, *, pattern: str, **options: Any
 ) -> HybridModel:
     """Build a HybridModel with the same sizes as :func:`gpt_model`."""
-    if kha.attention == "gta":
-        overrides["rotary_percent"] = 0.5
-    model = HybridModel(
-        config,
-        kha_hybrid_stack_spec(kha),
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        hybrid_layer_pattern=pattern,
-        position_embedding_type="rope",
-        **overrides,
-    )
+    spec = kha_hybrid_stack_spec(kha)
+    return _build(HybridModel, config, spec, kha, hybrid_layer_pattern=pattern, **options)
+
+
+def _build(
+    kind: Any, config: Any, spec: Any, kha: KHAConfig, *, perturbed: bool = True, **options: Any
+) -> Any:
+    """``perturbed`` moves the shared matrices away from their initial value."""
+    if kha is not None and kha.attention == "gta":
+        options["rotary_percent"] = 0.5
+    options |= {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = kind(config, spec, position_embedding_type="rope", **options)
     if perturbed:
         perturb(model)
     return model

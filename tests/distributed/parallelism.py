@@ -107,9 +107,9 @@ class Case:
         """``--hybrid-layer-pattern`` with a segment for each pipeline stage."""
         attention = "+" if self.config.get("multi_latent_attention") else "*"
         dense = 1 if self.model == "moe" else self.layers
-        pairs = [f"{attention}{'-' if n < dense else 'E'}" for n in range(self.layers)]
-        each = self.layers // (self.layout.pp * (self.layout.vpp or 1))
-        return "|".join(map("".join, batched(pairs, each))) + self.mtp * f"/{pairs[-1]}"
+        symbols = "".join(f"{attention}{'-' if n < dense else 'E'}" for n in range(self.layers))
+        each = len(symbols) // (self.layout.pp * (self.layout.vpp or 1))
+        return "|".join(map("".join, batched(symbols, each))) + self.mtp * f"/{symbols[-2:]}"
 
     def __str__(self) -> str:
         """For example ``tp2 sp, moe, recompute_granularity=full``."""
