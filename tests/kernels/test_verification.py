@@ -83,6 +83,34 @@ def test_no_comparison_during_cuda_graph_capture(monkeypatch, capsys):
     assert is_trusted(case)
 
 
+def found_in(wrong, factor, variant, dtype):
+    """Return what the comparison finds if torch computes in place of the kernels."""
+    from kha_megatron.heads.kernels import knock_launch
+
+    results = {
+        "forward": knocking.knock,
+        "backward_input": lambda *arguments: knocking.gradients(*arguments)[0],
+        "backward_weight": lambda *arguments: knocking.gradients(*arguments)[1],
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, compute in results.items():
+            scale = factor if name == wrong else 1
+
+            def scaled(*arguments, compute=compute, scale=scale):
+                return (scale * compute(*(t.float() for t in arguments[:-1]), variant)).to(dtype)
+
+            patch.setattr(knock_launch, f"knock_{name}", scaled)
+        return KnockCase.of(torch.empty(7, 3, 64, dtype=dtype), variant).find_error()
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("variant", MATRICES)
+def test_a_result_scaled_by_a_fifth_of_a_percent_is_detected(interpreter, variant, dtype):
+    assert interpreter(found_in, None, 1, variant, dtype) is None
+    for wrong in ("forward", "backward_input", "backward_weight"):
+        assert interpreter(found_in, wrong, 1.002, variant, dtype)
+
+
 @pytest.mark.parametrize("variant", MATRICES)
 def test_gradients_without_autograd_equal_autograd(variant):
     x, dy = (torch.randn(7, 3, 10, dtype=torch.float64) for _ in range(2))

@@ -27,6 +27,10 @@ MAX_RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 
 """Maximum relative error (by norm) per row or matrix. This leaves room for a few rounding errors,
 even in the worst of many rows."""
 
+MAX_SCALE_ERROR = 1e-3
+"""Maximum deviation of ``<got, want> / <want, want>`` from 1, over all rows. Rounding errors cancel
+out in this ratio, but a wrong constant doesn't, even if each row is within its limit."""
+
 CHUNK = 4096
 """Rows per float64 computation (to limit memory)."""
 
@@ -78,6 +82,7 @@ class KnockCase:
         dw = kernels.knock_backward_weight(x, dy, weight, self.variant)
         exact = weight.double()
         want_dw = torch.zeros_like(exact)
+        products: dict[str, list[Tensor]] = {}
         step = max(1, CHUNK // self.strides.heads)
         for part in (slice(first, first + step) for first in range(0, tokens, step)):
             inputs = x[part].double()
@@ -87,7 +92,16 @@ class KnockCase:
             for name, got, want in (("result", y, want_y), ("input gradient", dx, want_dx)):
                 if why := self._difference(name, got[part], want):
                     return why
-        return self._difference("gradient of the matrices", dw.flatten(1), want_dw.flatten(1))
+                products.setdefault(name, []).append(_products(got[part], want))
+        name = "gradient of the matrices"
+        if why := self._difference(name, dw.flatten(1), want_dw.flatten(1)):
+            return why
+        products[name] = [_products(dw, want_dw)]
+        for name, parts in products.items():
+            got_want, want_want = torch.stack(parts).sum(0).tolist()
+            if not abs(got_want / want_want - 1) <= MAX_SCALE_ERROR:
+                return f"the {name} is {got_want / want_want:.4f} times the expected one"
+        return None
 
     def _draw_rows(self, tokens: int, draw: Callable[..., Tensor]) -> Tensor:
         """Return random rows with the layout of this case. Gaps in memory are filled with NaN."""
@@ -148,6 +162,10 @@ def _compare(case: KnockCase) -> str | None:
             return thread.submit(compare).result()
     except Exception as error:
         return f"the kernels failed ({type(error).__name__}: {' '.join(str(error).split())[:500]})"
+
+
+def _products(got: Tensor, want: Tensor) -> Tensor:
+    return torch.stack([(got * want).sum(), want.square().sum()])
 
 
 def _emphasis(count: int, turn: int, tile: int, device: torch.device) -> Tensor:
