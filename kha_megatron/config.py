@@ -2,15 +2,12 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from types import MappingProxyType
-from typing import Any, Literal, Self, get_args, get_type_hints
+from typing import Any, Literal, Self, get_args
 
 from kha_megatron.errors import ConfigError, raise_first
 from kha_megatron.heads import (
-    CollaborativeHeads,
     Gate,
     HeadFacts,
     HeadRows,
@@ -18,11 +15,11 @@ from kha_megatron.heads import (
     HeadTensor,
     Knock,
     Mechanism,
-    MixtureOfHeads,
     Projection,
-    TalkingHeads,
+    registry,
 )
 from kha_megatron.heads.knock import PROJECTIONS, KnockSettings
+from kha_megatron.heads.registry import mechanism_types
 
 AttentionKind = Literal["gta", "gla"]
 
@@ -34,7 +31,7 @@ ATTENTIONS: tuple[AttentionKind, ...] = get_args(AttentionKind)
 (https://arxiv.org/abs/2505.21487)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, init=False)
 class KHAConfig(KnockSettings):
     """Configuration of KHA and all other head mechanisms of a model.
 
@@ -42,6 +39,8 @@ class KHAConfig(KnockSettings):
 
         config = KHAConfig.from_preset("kha_mlp")
         config = KHAConfig(value="mlp", gate=Gate(output="head"))
+
+    Every registered mechanism is a keyword argument and an attribute (None if it's disabled).
     """
 
     attention: AttentionKind | None = None
@@ -49,14 +48,27 @@ class KHAConfig(KnockSettings):
     the MLA latent into heads. If None, the attention type depends on Megatron's own arguments."""
     latent_heads: int = 2
     """Number of latent heads for ``gla`` (the paper's GLA-2 has 2)."""
-    collaborative: CollaborativeHeads | None = None
-    """Share one query and one key between all heads."""
-    talking: TalkingHeads | None = None
-    """Mix attention logits and attention weights across heads."""
-    gate: Gate | None = None
-    """Gate queries, keys, values or outputs."""
-    moh: MixtureOfHeads | None = None
-    """Let a router pick the heads that each token uses."""
+    other_mechanisms: tuple[Mechanism, ...] = ()
+    """All enabled mechanisms except KHA itself, in the order in which they are applied."""
+
+    def __init__(self, **settings: Any) -> None:
+        types = mechanism_types()
+        given = {m.name: m for m in settings.pop("other_mechanisms", ())}
+        given |= {name: settings.pop(name) for name in types.keys() & settings}
+        for name, mechanism in given.items():
+            if not isinstance(mechanism, types[name] | None):
+                raise ConfigError(f"{name} must be a {types[name].__name__}, got {mechanism!r}.")
+        settings["other_mechanisms"] = tuple(m for n in types if (m := given.get(n)) is not None)
+        for item in fields(self):
+            object.__setattr__(self, item.name, settings.pop(item.name, item.default))
+        if settings:
+            raise TypeError(f"Unknown KHA setting {', '.join(settings)}.")
+        self.__post_init__()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in mechanism_types():
+            raise AttributeError(f"KHAConfig has no attribute {name!r}.")
+        return next((m for m in self.other_mechanisms if m.name == name), None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,12 +130,11 @@ class KHAConfig(KnockSettings):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Build a config from a dict (see :meth:`to_dict`)."""
-        if unknown := sorted(set(values) - {f.name for f in fields(cls)}):
+        types, known = mechanism_types(), setting_names()
+        if unknown := sorted(set(values) - {*known}):
             raise ConfigError(
-                f"Unknown KHA setting {', '.join(unknown)}. Available settings: "
-                f"{', '.join(f.name for f in fields(cls))}."
+                f"Unknown KHA setting {', '.join(unknown)}. Available settings: {', '.join(known)}."
             )
-        types = mechanism_types(cls)
         read: dict[str, Any] = {
             name: types[name].from_dict(value)
             if name in types and not isinstance(value, Mechanism | None)
@@ -137,21 +148,22 @@ class KHAConfig(KnockSettings):
         """Build a config from command-line options.
 
         Args:
-            given: Option values by field name, plus ``preset`` and ``heads`` (the list of
-                ``--heads`` arguments). Use None for options that the user didn't pass, and
-                ``"none"`` to disable something that is part of the preset.
+            given: Option values by field name, plus ``preset``, ``heads`` and ``heads_from`` (the
+                lists of ``--heads`` and ``--heads-from`` arguments). Use None for options that the
+                user didn't pass, and ``"none"`` to disable something that is part of the preset.
 
         Returns:
             The config, or None if there's neither a preset nor a mechanism.
         """
         words = {name: value for name, value in given.items() if value is not None}
+        registry.use_files(words.pop("heads_from", ()))
         preset = words.pop("preset", None)
         words = parse_heads(words.pop("heads", ())) | words
-        if preset is None and not words.keys() & {*PROJECTIONS, *mechanism_types(cls)}:
+        if preset is None and not words.keys() & {*PROJECTIONS, *mechanism_types()}:
             return None
         words |= {name: None for name in PROJECTIONS if words.get(name) == "none"}
         if preset in PRESETS:  # options override settings of the preset's mechanisms
-            for name in mechanism_types(cls).keys() & words.keys() & PRESETS[preset].keys():
+            for name in mechanism_types().keys() & words.keys() & PRESETS[preset].keys():
                 words[name] = words[name] and {**PRESETS[preset][name], **words[name]}
         return cls.from_preset(preset or "baseline", **words)
 
@@ -162,11 +174,15 @@ class KHAConfig(KnockSettings):
         ``entries`` can be a Hugging Face ``config.json`` or the args in a Megatron checkpoint. Our
         settings start with ``kha_``. For Megatron, we also have to check ``spec`` (it may name a
         preset) and ``attention_output_gate``.
+
+        Raises:
+            ConfigError: If the model uses a mechanism of a package that is not installed.
         """
         gated = entries.get("attention_output_gate") is True
-        names = {f"kha_{f.name}": f.name for f in fields(cls) if f.compare}
+        registry.check_registered(entries.get("kha_providers") or {})
+        names = {f"kha_{name}": name for name in setting_names() if name != "fold"}
         values = {name: entries[entry] for entry, name in names.items() if entry in entries}
-        if not values.keys() & {*PROJECTIONS, *mechanism_types(cls)}:
+        if not values.keys() & {*PROJECTIONS, *mechanism_types()}:
             module, name = (*(entries.get("spec") or ()), None, None)[:2]
             is_preset = module == "kha_megatron.mcore.specs" and name in PRESETS
             if not (is_preset or gated):
@@ -181,7 +197,20 @@ class KHAConfig(KnockSettings):
         # Megatron's own output gate is not available for MLA
         if self.has_output_gate and not multi_latent:
             entries["attention_output_gate"] = True
-        return entries
+        return entries | self.providers_entry
+
+    @property
+    def providers_entry(self) -> dict[str, dict[str, str]]:
+        """Record which package or file each external mechanism is from (empty without any)."""
+        named = {m.name: registry.provider_of(m.name) for m in self.other_mechanisms}
+        providers = {name: source for name, source in named.items() if source}
+        return {"kha_providers": providers} if providers else {}
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Files of the mechanisms that were registered with ``--heads-from``."""
+        files = (registry.file_of(m.name) for m in self.other_mechanisms)
+        return tuple(dict.fromkeys(path for path in files if path))
 
     @property
     def has_output_gate(self) -> bool:
@@ -204,14 +233,14 @@ class KHAConfig(KnockSettings):
                 "--attention-output-gate is the same as gate.output=element with its defaults and "
                 f"cannot be combined with {self.gate}. Use only one of them."
             )
-        return replace(self, gate=gate)
+        return self._with(gate=gate)
 
     def without_output_gate(self) -> Self:
         """Remove the output gate if Megatron can apply it itself."""
         if self.gate is None or not self.gate.is_stock:
             return self
         others = len(self.gate.positions) > 1
-        return replace(self, gate=replace(self.gate, output=None) if others else None)
+        return self._with(gate=replace(self.gate, output=None) if others else None)
 
     def to_dict(self, *, start: bool = True) -> dict[str, Any]:
         """Convert to a JSON-serializable dict, e.g. for checkpoints.
@@ -222,20 +251,17 @@ class KHAConfig(KnockSettings):
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
         if not start:
             del values["init"], values["init_seed"]
-        for name in mechanism_types(type(self)):
-            if (mechanism := values.pop(name)) is not None:
-                values[name] = mechanism.to_dict()
-        return values
+        del values["other_mechanisms"]
+        return values | {m.name: m.to_dict() for m in self.other_mechanisms}
 
     def to_options(self) -> dict[str, Any]:
         given = {f.name: getattr(self, f.name) for f in fields(self)}
         heads = []
-        for name in mechanism_types(type(self)):
-            if (mechanism := given.pop(name)) is not None:
-                heads.append(name)
-                for setting, value in mechanism.non_defaults().items():
-                    word = value if isinstance(value, str) else json.dumps(value)
-                    heads.append(f"{name}.{setting}={word}")
+        for mechanism in given.pop("other_mechanisms"):
+            heads.append(mechanism.name)
+            for setting, value in mechanism.non_defaults().items():
+                word = value if isinstance(value, str) else json.dumps(value)
+                heads.append(f"{mechanism.name}.{setting}={word}")
         given |= {projection: given[projection] or "none" for projection in PROJECTIONS}
         return {"preset": "baseline", **given, "heads": tuple(heads) or None}
 
@@ -250,7 +276,10 @@ class KHAConfig(KnockSettings):
     def _replace(self, source: Self, names: Sequence[str]) -> Self:
         taken = {n for n in names if n != Knock.name}
         taken |= {f.name for f in fields(Knock)} if Knock.name in names else set()
-        return replace(self, **{name: getattr(source, name) for name in taken})
+        return self._with(**{name: getattr(source, name) for name in taken})
+
+    def _with(self, **changes: Any) -> Self:
+        return replace(self, **changes)
 
     @property
     def knock(self) -> Knock:
@@ -260,11 +289,6 @@ class KHAConfig(KnockSettings):
     def mechanisms(self) -> tuple[Mechanism, ...]:
         """All enabled mechanisms, in the order in which they are applied."""
         return (*([self.knock] if self.variants else []), *self.other_mechanisms)
-
-    @property
-    def other_mechanisms(self) -> tuple[Mechanism, ...]:
-        found = (getattr(self, name) for name in mechanism_types(type(self)))
-        return tuple(mechanism for mechanism in found if mechanism is not None)
 
     @property
     def own_projections(self) -> tuple[Projection, ...]:
@@ -332,19 +356,10 @@ class KHAConfig(KnockSettings):
         return words + kind
 
 
-def mechanism_types(config: type = KHAConfig) -> Mapping[str, type[Mechanism]]:
-    """Map field names of the config to mechanism classes (except ``Knock``)."""
-    return _mechanism_types(config)
-
-
-@cache
-def _mechanism_types(config: type) -> Mapping[str, type[Mechanism]]:
-    return {
-        name: kind
-        for name, hint in get_type_hints(config).items()
-        for kind in get_args(hint)
-        if isinstance(kind, type) and issubclass(kind, Mechanism)
-    }
+def setting_names() -> tuple[str, ...]:
+    """Return the names of all settings that :meth:`KHAConfig.from_dict` accepts."""
+    own = (f.name for f in fields(KHAConfig) if f.name != "other_mechanisms")
+    return (*own, *mechanism_types())
 
 
 def parse_heads(words: Iterable[str]) -> dict[str, Any]:
@@ -387,19 +402,16 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-_OTHERS = {
-    preset: {name: dict(settings)}
-    for name, mechanism in mechanism_types().items()
-    for preset, settings in mechanism.presets.items()
-}
+class _Presets(Mapping[str, Mapping[str, Any]]):
+    def __getitem__(self, name: str) -> Mapping[str, Any]:
+        return registry.presets()[name]
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    dict(Knock.presets)
-    | _OTHERS
-    | {
-        f"{knock}_{other}": {**Knock.presets[knock], **_OTHERS[other]}
-        for knock in ("kha_linear", "kha_mlp")
-        for other in ("gate_output", "moh_75")
-    }
-)
-"""All presets by name, including a few combinations such as ``kha_mlp_gate_output``."""
+    def __iter__(self) -> Iterator[str]:
+        return iter(registry.presets())
+
+    def __len__(self) -> int:
+        return len(registry.presets())
+
+
+PRESETS = _Presets()
+"""All presets of the registered mechanisms by name, e.g. ``kha_mlp_gate_output``."""

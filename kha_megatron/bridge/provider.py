@@ -5,8 +5,9 @@ from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
 from kha_megatron.bridge.imports import bridge_imports
-from kha_megatron.config import KHAConfig, mechanism_types
+from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Knock
+from kha_megatron.heads.registry import mechanism_types
 from kha_megatron.hf import read_kha
 
 with bridge_imports():

@@ -21,6 +21,7 @@ from kha_megatron.cli.following import format_loss, print_result
 from kha_megatron.cli.options import (
     AsJSON,
     DataFolder,
+    HeadsFrom,
     MegatronArguments,
     TrainingDevice,
     preset_names,
@@ -69,6 +70,7 @@ def compare(
     jobs: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Number of runs to train in parallel.")
     ] = None,
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
     """Train variants of a recipe on the same data and write a report.

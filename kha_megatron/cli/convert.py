@@ -10,7 +10,7 @@ from rich import progress
 
 from kha_megatron.announcements import announce
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, Preset, Workers, parse_size
+from kha_megatron.cli.options import AsJSON, HeadsFrom, Preset, Workers, parse_size
 from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite
 from kha_megatron.config import KHAConfig
@@ -111,6 +111,7 @@ def to_hf(
     workers: Workers = None,
     verify: Verify = True,
     overwrite: Overwrite = False,
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
     """Convert a checkpoint to Hugging Face format and verify the result.
@@ -151,6 +152,7 @@ def to_megatron(
     workers: Workers = None,
     verify: Verify = True,
     overwrite: Overwrite = False,
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
     """Convert a Hugging Face model to a Megatron checkpoint.
@@ -217,6 +219,7 @@ def upcycle(
     workers: Workers = None,
     verify: Verify = True,
     overwrite: Overwrite = False,
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
     """Add KHA, gates or MoH to a pretrained model without changing its outputs.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, Device, ModelFolder
+from kha_megatron.cli.options import AsJSON, Device, HeadsFrom, ModelFolder
 from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ def generate(
         bool, typer.Option("--greedy", help="Use greedy decoding instead of sampling.")
     ] = False,
     device: Device = "auto",
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
     """Generate text with a Hugging Face model, with or without KHA.

@@ -9,7 +9,7 @@ import typer
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console, plots
 from kha_megatron.cli.attention import TOKENS, attention_tables, measure_attention
-from kha_megatron.cli.options import AsJSON, Device
+from kha_megatron.cli.options import AsJSON, Device, HeadsFrom
 from kha_megatron.compare.charts import draw_matrices, require_matplotlib
 from kha_megatron.config import KHAConfig
 from kha_megatron.documents import read_beginning
@@ -43,6 +43,7 @@ def inspect(
         typer.Option(help="Tokenizer directory, if the checkpoint has no tokenizer."),
     ] = None,
     device: Device = "auto",
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Overwrite existing PNG files in OUT_DIR.")

@@ -10,6 +10,7 @@ from kha_megatron.cli.following import run_on_slurm, run_on_this_machine
 from kha_megatron.cli.options import (
     AsJSON,
     DataFolder,
+    HeadsFrom,
     MegatronArguments,
     RecipeName,
     TrainingDevice,
@@ -77,6 +78,7 @@ def launch(
         bool,
         typer.Option("--dry-run", help="Print what would be run, and exit."),
     ] = False,
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
     """Train a recipe with NeMo-Run on this machine or on Slurm.

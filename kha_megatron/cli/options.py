@@ -28,6 +28,24 @@ def megatron_flags() -> list[str]:
     return [row.flag for row in TABLE]
 
 
+def register_files(paths: list[Path] | None) -> list[Path] | None:
+    from kha_megatron.heads.registry import use_files
+
+    use_files(paths or ())
+    return paths
+
+
+HeadsFrom = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--heads-from",
+        is_eager=True,
+        callback=register_files,
+        metavar="FILE",
+        help="Python file with a head mechanism of your own. Repeatable.",
+    ),
+]
+"""The callback registers the mechanisms before the other options are parsed."""
 RecipeName = Annotated[
     str,
     typer.Argument(

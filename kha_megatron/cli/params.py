@@ -7,7 +7,7 @@ import typer
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, MegatronArguments, RecipeName
+from kha_megatron.cli.options import AsJSON, HeadsFrom, MegatronArguments, RecipeName
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Knock
 from kha_megatron.plan.counts import (
@@ -18,7 +18,12 @@ from kha_megatron.plan.counts import (
 )
 
 
-def params(recipe: RecipeName, megatron: MegatronArguments = None, as_json: AsJSON = False) -> None:
+def params(
+    recipe: RecipeName,
+    megatron: MegatronArguments = None,
+    heads_from: HeadsFrom = None,
+    as_json: AsJSON = False,
+) -> None:
     """Count the parameters of a recipe and compute its KV cache size.
 
     Active parameters only include the experts that a token is routed to. Tied embeddings are
@@ -82,6 +87,7 @@ def count_flops(
         int | None,
         typer.Option(min=1, max=2**31, help="Sequence length (default: set by recipe)."),
     ] = None,
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
     """Count the FLOPs per sequence and the overhead of KHA.

@@ -11,6 +11,7 @@ from kha_megatron.cli import console
 from kha_megatron.cli.options import (
     AsJSON,
     GPUMemory,
+    HeadsFrom,
     MegatronArguments,
     RecipeName,
     parse_size,
@@ -52,6 +53,7 @@ def plan(
     ep: Fixed = None,
     etp: Fixed = None,
     limit: Annotated[int, typer.Option(min=1, max=10**6, help="Number of layouts to list.")] = 15,
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
     """List the valid parallel layouts of a recipe with estimated memory and communication.

@@ -22,7 +22,7 @@ from kha_megatron.cli.data import progress
 from kha_megatron.cli.following import print_result, training_progress
 from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
-from kha_megatron.cli.options import MegatronArguments, preset_names
+from kha_megatron.cli.options import HeadsFrom, MegatronArguments, preset_names
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, DataError
@@ -51,6 +51,7 @@ def quickstart(
         ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Output directory.")] = Path("quickstart"),
+    heads_from: HeadsFrom = None,
 ) -> None:
     """Train, convert and inspect a small model on this machine's CPU.
 

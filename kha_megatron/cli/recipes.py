@@ -8,7 +8,7 @@ import typer
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, RecipeName
+from kha_megatron.cli.options import AsJSON, HeadsFrom, RecipeName
 from kha_megatron.cli.running import Commands
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes import Recipe
@@ -43,7 +43,7 @@ def list_recipes(
 
 
 @recipes_app.command("show")
-def show_recipe(recipe: RecipeName, as_json: AsJSON = False) -> None:
+def show_recipe(recipe: RecipeName, heads_from: HeadsFrom = None, as_json: AsJSON = False) -> None:
     """Show a recipe and its Megatron arguments.
 
     Examples:

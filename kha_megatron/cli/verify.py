@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, Workers
+from kha_megatron.cli.options import AsJSON, HeadsFrom, Workers
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.verify import Verification
@@ -24,6 +24,7 @@ def compare_models(
         bool, typer.Option(help="Also compare logits, if both models fit in memory.")
     ] = True,
     workers: Workers = None,
+    heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
     """Compare the tensors, settings and logits of two checkpoints.

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.config import KHAConfig, setting_names
 from kha_megatron.conversion.architecture import (
     HF_KEYS,
     LATENT,
@@ -137,7 +137,7 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
     if experts:
         known |= {*experts.keys.values(), *experts.known}
     if family.config is KHAModelConfig:
-        known |= {f"kha_{field.name}" for field in dataclasses.fields(KHAConfig)}
+        known |= {f"kha_{name}" for name in (*setting_names(), "providers")}
     given = {n: deepcopy(v) for n, v in raw.items() if n in known and n != "model_type"}
     usual = family.config(**given)
     for name, value in raw.items():
@@ -329,6 +329,7 @@ def _build_config(model: Architecture, family: Family, model_type: str) -> PreTr
     fields["tie_word_embeddings"] = model.tied_embeddings
     if model_type == "kha":
         fields |= {f"kha_{name}": v for name, v in model.kha.to_dict(start=False).items()}
+        fields |= model.kha.providers_entry
     fields |= family.extra(model)
     fields |= family.experts.to_config(model) if family.experts else {}
     # be explicit about partial_rotary_factor, libraries disagree on the default

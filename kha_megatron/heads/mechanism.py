@@ -296,7 +296,7 @@ def check_fields(settings: Any, prefix: str) -> None:
     """Check a dataclass against its type annotations. Raises ConfigError."""
     for item in fields(settings):
         value, kind = getattr(settings, item.name), item.type
-        kinds = (kind,) if get_origin(kind) in (None, Literal) else get_args(kind)
+        kinds = (kind,) if get_origin(kind) in (None, Literal, tuple) else get_args(kind)
         if not any(_is_valid(value, kind) for kind in kinds):
             literal = [
                 word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)

@@ -36,7 +36,7 @@ from kha_megatron.heads.mechanism import (
 )
 from kha_megatron.heads.ranks import Listener, Ranks
 from kha_megatron.hf.configuration_kha import KHAModelConfig
-from kha_megatron.hf.mechanisms_kha import MECHANISMS
+from kha_megatron.hf.mechanisms_kha import mechanism_types
 from kha_megatron.hf.modeling_kha import (
     KHA_ATTENTION_CLASSES,
     SHARED_BY_HEADS,
@@ -92,10 +92,13 @@ class KHAHeads(KHAModule):
     @classmethod
     def check_config(cls, config: KHAModelConfig) -> str | None:
         """Validate the attention settings. Returns `"eager"` if other backends can't be used."""
-        if unknown := config.mechanisms.keys() - MECHANISMS.keys():
+        known = mechanism_types()
+        if unknown := config.mechanisms.keys() - known.keys():
+            source = (config.kha_providers or {}).get(min(unknown), "a newer kha-megatron")
             raise ValueError(
-                f"Unknown fields kha_{', kha_'.join(sorted(unknown))} in the config. Supported "
-                f"mechanisms: {', '.join(MECHANISMS)}. You may need to update kha-megatron."
+                f"Unknown fields kha_{', kha_'.join(sorted(unknown))} in the config. They require "
+                f"{source} (install a package, or list a file in the environment variable "
+                f"KHA_HEADS_FROM). Registered mechanisms: {', '.join(known)}."
             )
         latent = config.kv_lora_rank is not None
         knocks = (config.kha_query, config.kha_key, config.kha_value)
@@ -242,7 +245,7 @@ class KHAHeads(KHAModule):
 def build_mechanisms(config: KHAModelConfig) -> list[Mechanism]:
     """Instantiate the mechanisms of a model in the order they are applied (KHA not included)."""
     settings = config.mechanisms
-    return [kind.from_dict(settings[n]) for n, kind in MECHANISMS.items() if n in settings]
+    return [kind.from_dict(settings[n]) for n, kind in mechanism_types().items() if n in settings]
 
 
 def head_sizes(config: KHAModelConfig) -> HeadSizes:

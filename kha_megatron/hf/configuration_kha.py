@@ -61,6 +61,8 @@ class KHAModelConfig(PreTrainedConfig):
             Number of latent heads (GLA only).
         kha_init (`str`, *optional*, defaults to `"identity"`):
             How to initialize KHA, `"identity"` or `"random"`.
+        kha_providers (`dict[str, str]`, *optional*):
+            Package or file of each head mechanism that isn't part of kha-megatron.
 
     Example:
 
@@ -146,6 +148,7 @@ class KHAModelConfig(PreTrainedConfig):
     kha_attention: str | None = None
     kha_latent_heads: int = 2
     kha_init: str = "identity"
+    kha_providers: dict[str, str] | None = None
 
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None

@@ -1,10 +1,3 @@
-"""All head mechanisms other than KHA. They are applied in the order of `MECHANISMS`."""
+"""All head mechanisms other than KHA, in the order in which they are applied."""
 
-from kha_megatron.heads.collaborative import CollaborativeHeads
-from kha_megatron.heads.gate import Gate
-from kha_megatron.heads.mechanism import Mechanism
-from kha_megatron.heads.moh import MixtureOfHeads
-from kha_megatron.heads.talking import TalkingHeads
-
-_CLASSES: tuple[type[Mechanism], ...] = (CollaborativeHeads, TalkingHeads, Gate, MixtureOfHeads)
-MECHANISMS = {kind.name: kind for kind in _CLASSES}
+from kha_megatron.heads.registry import mechanism_types as mechanism_types

@@ -2,15 +2,17 @@
 
 With `trust_remote_code=True`, exported models can be loaded even if kha-megatron isn't installed.
 We copy the modules of this package and rewrite their imports. Attention classes and mechanisms
-that the model doesn't use are left out.
+that the model doesn't use are left out. The file of a mechanism from outside this package is copied
+as well.
 """
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from kha_megatron import __version__
-from kha_megatron.hf.mechanisms_kha import MECHANISMS
+from kha_megatron.hf.mechanisms_kha import mechanism_types
 
 AUTO_MAP = {
     "AutoConfig": "configuration_kha.KHAModelConfig",
@@ -44,7 +46,7 @@ def modelling_files(config: Any) -> dict[str, str]:
             f"from {_ATTENTION} import KHAHeadsAttention as KHAHeadsAttention  # noqa: E402\n"
         )
     return {
-        f"{_file_name(module)}.py": f"# {module} of kha-megatron {__version__} (Apache-2.0)\n"
+        f"{_file_name(module)}.py": f"# {_origin(module)}\n"
         + _IMPORT.sub(lambda found: f"from .{_file_name(found[1])} import", source)
         for module, source in sources.items()
     }
@@ -56,9 +58,27 @@ def _collect(module: str, config: Any, sources: dict[str, str]) -> None:
         return
     path = _ROOT / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    if kind := _outsiders().get(module):
+        path = Path(sys.modules[kind.__module__].__file__ or "")
     sources[module] = _registry(config.mechanisms) if module == _REGISTRY else path.read_text()
     for imported in _IMPORT.findall(sources[module]):
         _collect(imported, config, sources)
+
+
+def _origin(module: str) -> str:
+    if kind := _outsiders().get(module):
+        return f"{kind.__module__}, which is not part of kha-megatron"
+    return f"{module} of kha-megatron {__version__} (Apache-2.0)"
+
+
+def _outsiders() -> dict[str, type]:
+    """Mechanisms from other packages and files, by module name in this package."""
+    own = f"{__package__.partition('.')[0]}."
+    return {
+        f"{own}heads.{name}": kind
+        for name, kind in mechanism_types().items()
+        if not kind.__module__.startswith(own)
+    }
 
 
 def _file_name(module: str) -> str:
@@ -68,8 +88,10 @@ def _file_name(module: str) -> str:
 
 def _registry(names: Any) -> str:
     """Generate a `mechanisms_kha.py` that only imports the given mechanisms."""
-    kinds = [kind for name, kind in MECHANISMS.items() if name in names]
-    imports = [f"from {kind.__module__} import {kind.__name__}" for kind in kinds]
-    entries = [f'    "{kind.name}": {kind.__name__},' for kind in kinds]
+    modules = {kind: module for module, kind in _outsiders().items()}
+    kinds = [kind for name, kind in mechanism_types().items() if name in names]
+    imports = [f"from {modules.get(k, k.__module__)} import {k.__name__}" for k in kinds]
+    entries = ", ".join(f"{kind.name!r}: {kind.__name__}" for kind in kinds)
     doc = '"""Head mechanisms of this model, in the order in which they are applied."""'
-    return "\n".join([doc, "", *imports, "", "MECHANISMS = {", *entries, "}", ""])
+    function = ["def mechanism_types() -> dict[str, type]:", f"    return {{{entries}}}"]
+    return "\n".join([doc, "", *imports, "", "", *function, ""])

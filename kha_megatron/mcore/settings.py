@@ -20,9 +20,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import CONFIG_VARIABLE, KHAConfig, mechanism_types
+from kha_megatron.config import CONFIG_VARIABLE, KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.heads.registry import mechanism_types
 
 FROM_ENVIRONMENT = "kha"  # spec that reads all settings from KHA_CONFIG
 

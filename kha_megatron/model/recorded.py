@@ -6,9 +6,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from kha_megatron.config import KHAConfig, mechanism_types
+from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import HeadSizes, Knock, Projection
+from kha_megatron.heads.registry import mechanism_types
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model_config import ModelConfig
 

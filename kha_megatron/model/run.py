@@ -25,7 +25,7 @@ from kha_megatron.model.pattern import check_no_gpt_arguments
 Arguments = dict[str, tuple[str, ...]]
 """Maps flags (including the dashes) to their values."""
 
-REPEATED = frozenset({"--heads"})
+REPEATED = frozenset({"--heads", "--heads-from"})
 """Flags that you can repeat to add more values."""
 
 _option = partial(flag, attribute=None, most=2**63 - 1)
@@ -104,6 +104,9 @@ class Heads:
     kha_init_seed: int = _option(KHAConfig.init_seed, least=-(2**63))
     kha_fold: str = _option(KHAConfig.fold)
     kha_heads: tuple[str, ...] | None = _option(None, "--heads", argument="kha_heads")
+    kha_heads_from: tuple[str, ...] | None = _option(
+        None, "--heads-from", argument="kha_heads_from"
+    )
 
 
 TABLE: tuple[Field, ...] = rows(ModelConfig, Layout, Batch, Training, Heads)
@@ -260,7 +263,9 @@ class Run:
         return {one.flag: one.words for one in self.given.values()}
 
     def words(self) -> list[str]:
-        return render(self.flags)
+        """Format the command line, including ``--heads-from`` if a mechanism needs it."""
+        files = as_arguments(kha_heads_from=self.kha.files or None)
+        return render(replace(self, given=files | dict(self.given)).flags)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:

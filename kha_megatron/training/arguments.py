@@ -6,12 +6,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig, mechanism_types
+from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig
 from kha_megatron.data import check_data
 from kha_megatron.errors import ConfigError, install_command, raise_first
 from kha_megatron.heads import Knock
 from kha_megatron.heads.gate import ALIASES
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
+from kha_megatron.heads.registry import mechanism_types, use_files
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import LLAMA3_ROPE, lacks_te_extension
 from kha_megatron.model.fields import rows
@@ -38,6 +39,7 @@ _UNSUPPORTED = (
 _UNFUSED = "--no-gradient-accumulation-fusion"
 _CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS, "kha_fold": FOLDS}
 _HELP = {
+    "kha_heads_from": "Python files with head mechanisms of your own, see `docs/own_mechanism.md`.",
     "kha_preset": f"Named KHA configuration. Available presets: {', '.join(PRESETS)}. With Muon, "
     "KHA matrices are updated by Adam.",
     **{
@@ -151,7 +153,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
 
 
 def choose_device(argv: list[str]) -> None:
-    """Apply ``--device``. Must be called before Megatron is imported.
+    """Apply ``--device`` and ``--heads-from``. Must be called before Megatron is imported.
 
     With ``--device cpu``, this installs the CPU runtime and appends the Megatron flags needed for
     it to ``argv``. On CUDA without apex, it disables gradient-accumulation fusion.
@@ -162,7 +164,9 @@ def choose_device(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--transformer-impl", default="transformer_engine")
+    parser.add_argument("--heads-from", nargs="+", action="extend", default=[])
     asked = parser.parse_known_args(argv[1:])[0]
+    use_files(asked.heads_from)
     given = {word.split("=", 1)[0] for word in argv}
     trains = not {"-h", "--help"} & given
     if asked.device != "cpu":

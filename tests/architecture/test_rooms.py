@@ -161,6 +161,7 @@ VERSION_READ = re.compile(
 MAY_READ = {
     "__init__.py": r'"__version__',  # our own
     "mcore/compat.py": ".*",
+    "heads/registry.py": r"importlib\.metadata|importlib import metadata",
     "heads/kernels/fused.py": r"triton\.__version__",
     # these report versions
     "cli/doctor.py": r"packaging|importlib import metadata|installed_version",

@@ -3,7 +3,6 @@
 import queue
 import zlib
 from argparse import ArgumentParser, Namespace
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,7 +129,7 @@ def _arguments(config: Any, kha: KHAConfig | None, args: dict[str, Any]) -> dict
         "make_vocab_size_divisible_by": 8 // config.tensor_model_parallel_size,
         "untie_embeddings_and_output_weights": True,
     }
-    record = {f"kha_{name}": value for name, value in asdict(kha).items()} if kha else {}
+    record = kha.to_entries() if kha else {}
     return defaults | same | renamed | record | args
 
 
