@@ -485,6 +485,13 @@ def _write_corpus(
     }
 
 
+def lacks_data(arguments: Mapping[str, Any]) -> bool:
+    """Return whether Megatron's arguments name no training data."""
+    sources = ("mock_data", "data_args_path", "per_split_data_args_path")
+    names = (*sources, *(flag[2:].replace("-", "_") for flag in BLENDS))
+    return not any(arguments.get(name) for name in names)
+
+
 def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
     """Check the data arguments before training starts.
 
@@ -500,8 +507,7 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
     if arguments.get("mock_data"):
         return
     blends = {flag: arguments.get(flag[2:].replace("-", "_")) or () for flag in BLENDS}
-    listed = arguments.get("data_args_path") or arguments.get("per_split_data_args_path")
-    if not any(blends.values()) and not listed:
+    if lacks_data(arguments):
         raise DataError(
             "No training data given. Pass --data-path PREFIX or --mock-data, or --data DIR to "
             "`kha-megatron launch`. Prepare the data with `kha-megatron data prepare`."

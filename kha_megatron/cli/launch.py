@@ -122,6 +122,7 @@ def launch(
         device=device,
         resume=resume,
         slurm=slurm,
+        dry_run=dry_run,
     )
     if slurm is None:
         run_on_this_machine(job, dry_run=dry_run, as_json=as_json)

@@ -18,7 +18,7 @@ from typing import Any
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.ownership import has_files, owned, refuse_if_running
 from kha_megatron.checkpoint.tracker import RELEASE, iteration_of, newest, select_iteration
-from kha_megatron.data import check_data, check_same_tokenizer, lacks_vocabulary
+from kha_megatron.data import check_data, check_same_tokenizer, lacks_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.rules import check_arguments, check_attention, check_optimizer_package
 from kha_megatron.model.run import Run
@@ -132,6 +132,7 @@ def prepare_job(
     resume: bool = False,
     slurm: Slurm | None = None,
     remote: bool = False,
+    dry_run: bool = False,
 ) -> Job:
     """Build a job from a recipe, and check its arguments, data and directories.
 
@@ -147,6 +148,7 @@ def prepare_job(
         resume: Resume from the last checkpoint in ``output``.
         remote: Set this if the ranks can't access the local file system. Like a Slurm job, the job
             resumes from its own last checkpoint when it's restarted.
+        dry_run: The job won't be started, so it doesn't need any data yet.
 
     Raises:
         ConfigError: If arguments are inconsistent, or a path on a remote machine is relative.
@@ -192,7 +194,10 @@ def prepare_job(
         announce(f"Dropping {word} (recipe {recipe.name})")
     check_attention(run.arguments, run.kha)
     check_arguments(run.arguments, ranks, run.kha)
-    check_data(run.arguments, look=not remote)
+    if dry_run and lacks_data(run.arguments):
+        announce("No training data given. To run this job, add --data DIR (or -- --mock-data).")
+    else:
+        check_data(run.arguments, look=not remote)
     if not remote:
         check_optimizer_package(run.training.optimizer)
         _check_directories(run, load or (save if resume else None), output, resume=resume)

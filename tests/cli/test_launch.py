@@ -58,6 +58,16 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     assert list((nemorun_home / "experiments" / "quickstart").iterdir()) == []
 
 
+def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
+    words = ["launch", "table2/mlp-v", "--executor", "slurm", "--nodes", "4", "--time", "01:00:00"]
+    result = run(*words, "--dry-run")
+    assert "No training data given. To run this job, add --data DIR" in result.stderr
+    pattern = f"--hybrid-layer-pattern '{18 * '*E'}'"
+    for printed in (pattern, "--expert-model-parallel-size 8 --moe-grouped-gemm", "nodes=4"):
+        assert printed in result.stdout
+    assert "No training data given" in str(run(*words, code=1).exception)
+
+
 def test_slurm_without_account_and_with_part_of_a_node(nemorun_home, tmp_path):  # noqa: F811
     words = ["launch", "dense-0.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
     words += ["--nproc", "3", "--output", str(tmp_path / "out"), "--json"]
