@@ -133,23 +133,23 @@ def transformer_config(cell: Cell) -> Any:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import parse_args, validate_args
 
+    on_cpu = cpu.is_installed()
+    missing = importlib.util.find_spec("transformer_engine") is None
+    is_local = on_cpu or missing or compat.lacks_te_extension()
     recipe, changes = SHAPES[cell.shape]
-    arguments = get_recipe(recipe).run_for(changes).flags
+    local = {"transformer_impl": "local"} if is_local else {}
+    arguments = get_recipe(recipe).run_for(changes, **local).flags
     arguments = {flag: value for flag, value in arguments.items() if flag not in _DROPPED}
     arguments |= _ONE_LAYER | {
         "--seq-length": (str(cell.sequence),),
         "--max-position-embeddings": (str(cell.sequence),),
     }
-    on_cpu = cpu.is_installed()
-    missing = importlib.util.find_spec("transformer_engine") is None
-    if on_cpu or missing or compat.lacks_te_extension():
+    if is_local:
         arguments |= {
             flag: () if word is None else (word,)
             for flag, word in cpu.MEGATRON_FLAGS.items()
             if on_cpu or flag != "--distributed-backend"
         }
-    elif "--num-experts" in arguments:
-        arguments |= {"--moe-grouped-gemm": (), "--moe-permute-fusion": ()}
     arguments |= parse(PRECISIONS[cell.precision])
     with (
         mock.patch.object(sys, "argv", ["layer", *render(arguments)]),

@@ -62,6 +62,9 @@ class Training:
     )
     recompute_granularity: Literal["selective", "full"] | None = _option(None)
     decrease_batch_size_if_needed: bool = _option(False)
+    moe_grouped_gemm: bool = _option(False)
+    moe_permute_fusion: bool = _option(False)
+    log_throughput: bool = _option(False)
     split: str | None = _option(None)
     num_workers: int = _option(2, least=0)
     eval_interval: int = _option(1000)
@@ -115,6 +118,7 @@ TABLE: tuple[Field, ...] = rows(ModelConfig, Layout, Batch, Training, Heads)
 HEAD_FIELDS = tuple(row for row in rows(ModelConfig, Heads) if row.argument.startswith("kha_"))
 
 
+_TE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion")
 _EXCLUDES: Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "tensor_model_parallel_size": (lambda size: size == 1, ("sequence_parallel",)),
     "use_torch_fsdp2": (
@@ -123,6 +127,8 @@ _EXCLUDES: Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     ),
     "multi_latent_attention": (bool, ("group_query_attention", "num_query_groups")),
     "fp16": (bool, ("bf16",)),
+    "device": (lambda device: device == "cpu", _TE_ONLY),
+    "transformer_impl": (lambda layers: layers == "local", _TE_ONLY),
     "train_samples": (bool, ("train_iters",)),
 }
 """Format: ``{argument: (condition, others)}``. If an argument's new value meets the condition, we

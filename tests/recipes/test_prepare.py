@@ -8,7 +8,7 @@ import torch
 
 from kha_megatron.errors import CheckpointError, ConfigError, DataError, KHAError, OutputError
 from kha_megatron.model.run import parse
-from kha_megatron.recipes import get_recipe, prepare_job
+from kha_megatron.recipes import RECIPES, Slurm, get_recipe, prepare_job
 from tests.checkpoint.saved import save
 
 QUICKSTART = get_recipe("quickstart").updated(num_attention_heads=8, num_query_groups=4)
@@ -95,7 +95,22 @@ def test_missing_data_is_refused(data, tmp_path):
     refused(DataError, r"other\.bin", blend, data=data)
     prepare_job(QUICKSTART, data=data, overrides=["--data-path", good, good])
     (data / "corpus.idx").unlink()
-    refused(DataError, r"Could not read the index .*corpus\.idx", data=data)
+    refused(DataError, r"Could not read the index .*corpus\.idx", data=data, dry_run=True)
+
+
+MOE = {name for name, recipe in RECIPES.items() if "num_experts" in recipe.run.arguments}
+
+
+@pytest.mark.parametrize("name", sorted(MOE - {"quickstart", "laptop/moe"}))
+def test_moe_recipes_use_grouped_gemm_and_their_own_expert_parallelism(name, capsys):
+    job = prepare_job(RECIPES[name], dry_run=True, slurm=Slurm(time="01:00:00", nodes=4))
+    assert "No training data given" in capsys.readouterr().err
+    grouped = {"--moe-grouped-gemm", "--moe-permute-fusion"}
+    assert grouped < set(job.command)
+    assert "--expert-model-parallel-size 8" in " ".join(job.command)
+    for words in (["--device", "cpu"], ["--transformer-impl", "local"]):  # have no grouped GEMM
+        job = prepare_job(RECIPES[name], dry_run=True, overrides=words)
+        assert not grouped & set(job.command)
 
 
 @pytest.fixture
