@@ -1,20 +1,30 @@
 """Measure one subject with several contenders: ``python tools/bench.py NAME [OPTIONS]``.
 
 Each subject is a module ``bench_NAME`` in this directory. A table in Markdown goes to stdout, and
-with ``--json FILE`` all figures to a file. ``python tools/bench.py NAME --help`` lists the options.
+with ``--json FILE`` all figures to a file. Both get each result as soon as it is measured. After an
+interruption, ``--resume`` measures only what is missing in the file. ``python tools/bench.py NAME
+--help`` lists the options.
 """
 
 import argparse
 import gc
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
 import torch
-from measuring import describe_machine, machine_line, markdown_table, write_report
+from measuring import (
+    describe_machine,
+    machine_line,
+    markdown_row,
+    markdown_table,
+    read_report,
+    write_report,
+)
 
 from kha_megatron.errors import KHAError
 from kha_megatron.mcore import compat, cpu
@@ -28,9 +38,10 @@ BENCHMARKS = {
 }
 """Contenders by subject.
 
-A module has ``DEFAULTS`` by device, ``options(add)`` for its arguments, ``results(given, device)``
-which yields one dictionary per comparison, and ``HEADER`` and ``rows(result)`` for the table. The
-entries ``skipped`` and ``failed`` of a result say why contenders are missing, ``cell`` names it.
+A module has ``DEFAULTS`` by device, ``options(add)`` for its arguments, ``cells(given, device)``
+which yields the name of each comparison and a function that returns its result as a dictionary,
+and ``HEADER`` and ``rows(result)`` for the table. The entries ``skipped`` and ``failed`` of a
+result say why contenders are missing.
 """
 
 
@@ -69,10 +80,13 @@ def arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
     add("--device", default="cuda" if cuda_is_available() else "cpu", choices=["cuda", "cpu"])
     add("--repetitions", type=positive, help="turns of all contenders")
     add("--json", type=Path, help="write the results and a description of the machine there")
+    add("--resume", action="store_true", help="measure only what is missing in the --json file")
     module.options(add)
     given = parser.parse_args(words)
     if given.device == "cuda" and not cuda_is_available():
-        parser.error("--device cuda needs a CUDA device, and none was found. Use --device cpu.")
+        parser.error(f"No CUDA device found: {compat.cuda_versions()}. Use --device cpu.")
+    if given.resume and not given.json:
+        parser.error("--resume needs --json FILE.")
     for option, value in module.DEFAULTS[given.device].items():
         if getattr(given, option) is None:
             setattr(given, option, value)
@@ -89,29 +103,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in BENCHMARKS:
         print(__doc__, *(f"  {n:<12} {what}" for n, what in BENCHMARKS.items()), sep="\n")
         return 0 if name in ("--help", "-h") else 2
-    given, module, results = arguments(name, words), _module(name), []
+    given, module = arguments(name, words), _module(name)
     device = torch.device(given.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    machine = describe_machine(device)
-    for result in module.results(given, device):
-        results.append(result)
-        gc.collect()
-        torch.cuda.empty_cache()
-    rows = [row for result in results for row in module.rows(result)]
-    print(machine_line(machine), "", markdown_table(module.HEADER, rows), "", sep="\n")
-    for result in results:
+    report = {
+        "machine": describe_machine(device),
+        "arguments": {k: v for k, v in vars(given).items() if k not in ("json", "resume")},
+        "header": module.HEADER,
+        "complete": False,
+        "results": [],
+    }
+    if given.resume and given.json.is_file():
+        report = read_report(given.json, report) | {"complete": False}
+    done = {result["cell"]: result for result in report["results"]}
+    print(machine_line(report["machine"]), "", sep="\n")
+    print(markdown_table(module.HEADER, [r for x in done.values() for r in x["rows"]]), flush=True)
+    for cell, measure in module.cells(given, device):
+        if cell not in done:
+            print(cell, file=sys.stderr, flush=True)
+            done[cell] = {"cell": cell} | measure()
+            done[cell]["rows"] = module.rows(done[cell])
+            for row in done[cell]["rows"]:
+                print(markdown_row(row), flush=True)
+            if given.json:
+                write_report(given.json, report | {"results": list(done.values())})
+            gc.collect()
+            torch.cuda.empty_cache()
+    if given.json:
+        write_report(given.json, report | {"results": list(done.values()), "complete": True})
+    print()
+    for result in done.values():
         for word in ("skipped", "failed"):
             for contender, why in result.get(word, {}).items():
                 print(f"- {result['cell']}: {contender} {word}: {why}")
-    if given.json:
-        write_report(given.json, machine=machine, arguments=vars(given), results=results)
-    return int(any(result.get("failed") for result in results))
+    return int(any(result.get("failed") for result in done.values()))
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM):  # background jobs of a shell ignore interrupts
+        signal.signal(number, signal.default_int_handler)
     try:
         sys.exit(main())
     except KHAError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("Interrupted. --resume measures what is missing.", file=sys.stderr)
+        sys.exit(130)

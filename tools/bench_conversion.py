@@ -8,6 +8,7 @@ are in the page cache for both. All files are deleted at the end.
 """
 
 import argparse
+import functools
 import multiprocessing
 import os
 import shutil
@@ -95,8 +96,12 @@ def copy(source: Path, target: Path) -> float:
     return time.perf_counter() - start
 
 
-def measure(name: str, source: Path, target: Path, repetitions: int) -> dict[str, Any]:
+def measure(name: str, source: Path, target: Path, given: argparse.Namespace) -> dict[str, Any]:
     """Measure one direction. The result of the last conversion stays at ``target``."""
+    if not source.exists():  # the first direction was measured before an interruption
+        run([*CONVERT, "to-hf", source.with_name("megatron"), source, "--no-verify"], source)
+    if given.without_hashes and (manifest := source / "manifest.json").exists():
+        manifest.unlink()
     files = source / RELEASE if (source / RELEASE).is_dir() else source
     size = sum(file.stat().st_size for file in files.rglob("*") if file.is_file())
     copied_to, runs = target.with_name("copy"), []
@@ -107,13 +112,13 @@ def measure(name: str, source: Path, target: Path, repetitions: int) -> dict[str
         os.sync()
         time.sleep(SETTLED)
 
-    for _ in range(repetitions):
+    for _ in range(given.repetitions):
         settle()
         copied = copy(files, copied_to)
         settle()
         runs.append((copied, *run([*CONVERT, name, source, target, "--no-verify"], target)))
         print(f"{name}: {runs[-1]}", file=sys.stderr)
-    return {"cell": name, "bytes": size, "runs": runs}
+    return {"bytes": size, "runs": runs}
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
@@ -136,8 +141,10 @@ def options(add: Callable[..., Any]) -> None:
     add("--without-hashes", action="store_true", help=words)
 
 
-def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield one result per direction."""
+def cells(
+    given: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the name of each direction and a function that measures it."""
     if (free := shutil.disk_usage(given.folder).free) < NEEDED:
         raise SystemExit(
             f"error: {given.folder} needs {NEEDED:,} bytes of free space, has {free:,}"
@@ -152,7 +159,8 @@ def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[st
         shutil.rmtree(folder / "stock")
         if given.without_hashes:
             next(folder.glob("megatron/*/integrity.json")).unlink()
-        yield measure("to-hf", folder / "megatron", folder / "hf", given.repetitions)
-        if given.without_hashes:
-            (folder / "hf" / "manifest.json").unlink()
-        yield measure("to-megatron", folder / "hf", folder / "back", given.repetitions)
+        for name, source, target in (("to-hf", "megatron", "hf"), ("to-megatron", "hf", "back")):
+            yield (
+                name,
+                functools.partial(measure, name, folder / source, folder / target, given),
+            )

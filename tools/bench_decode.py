@@ -11,7 +11,6 @@ static cache transformers compiles the model (on a CPU this needs a C++ compiler
 import argparse
 import functools
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,10 +144,18 @@ def options(add: Callable[..., Any]) -> None:
     add("--dtype", choices=["bfloat16", "float16", "float32"])
 
 
-def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield one result per batch size and cache. The models are deleted."""
-    with tempfile.TemporaryDirectory(prefix="kha-decode-") as folder:
-        models = make_models(given, Path(folder))
+def cells(
+    given: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the name of each batch size and cache, and a function that measures it."""
+
+    @functools.cache
+    def models() -> dict[str, Any]:
+        with tempfile.TemporaryDirectory(prefix="kha-decode-") as folder:
+            return make_models(given, Path(folder))
+
+    def measure_one(batch: int, cache: str) -> dict[str, Any]:
+        return measure(models(), batch, cache, given)
+
     for batch, cache in itertools.product(given.batches, given.caches):
-        print(f"batch {batch}, {cache} cache", file=sys.stderr, flush=True)
-        yield measure(models, batch, cache, given)
+        yield f"batch {batch}, {cache} cache", functools.partial(measure_one, batch, cache)

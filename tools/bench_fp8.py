@@ -7,6 +7,7 @@ its distance shows what another order of the same sums leads to.
 """
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
@@ -71,29 +72,36 @@ def train(name: str, data: Path, folder: Path, steps: int) -> list[float]:
     return [loss for _, loss in read_history(folder)[LOSS]]
 
 
-def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the losses of all contenders."""
-    losses, failed = {}, {}
+def cells(
+    given: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the name of each contender and a function that returns its losses and the reference."""
     with tempfile.TemporaryDirectory(prefix="kha-fp8-") as made:
         folder = Path(made)
         words = ["data", "prepare", "--vocab-size", "512", "--out", str(folder / "data")]
         subprocess.run([sys.executable, "-m", "kha_megatron", *words], check=True)
-        for name in given.contenders:
-            print(name, file=sys.stderr, flush=True)
+
+        @functools.cache
+        def losses(name: str) -> list[float]:
+            return train(name, folder / "data", folder / name, given.steps)
+
+        def compare(name: str) -> dict[str, Any]:
             try:
-                losses[name] = train(name, folder / "data", folder / name, given.steps)
+                return {"losses": losses(name), "reference": losses(given.contenders[0])}
             except RuntimeError as error:
-                failed[name] = str(error)
-    yield {"cell": "quickstart", "losses": losses, "failed": failed}
+                return {"failed": {name: str(error)}}
+
+        for name in given.contenders:
+            yield name, functools.partial(compare, name)
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of the table. The last loss is the mean of the last quarter."""
-    ends = {name: fmean(x[-max(1, len(x) // 4) :]) for name, x in result["losses"].items()}
-    found = []
-    for name, losses in result["losses"].items():
-        distance = ends[name] - ends[next(iter(ends))]
-        met = "met" if abs(distance) <= BOUND else "MISSED"
-        figures = [f"{losses[0]:.4f}", f"{ends[name]:.4f}", f"{distance:+.4f}"]
-        found.append([name, str(len(losses)), *figures, f"{met} (at most {BOUND})"])
-    return found
+    """Return the row of the table. The last loss is the mean of the last quarter."""
+    if "failed" in result:
+        return []
+    losses = result["losses"]
+    last, reference = (fmean(x[-max(1, len(x) // 4) :]) for x in (losses, result["reference"]))
+    distance = last - reference
+    met = "met" if abs(distance) <= BOUND else "MISSED"
+    figures = [f"{losses[0]:.4f}", f"{last:.4f}", f"{distance:+.4f}"]
+    return [[result["cell"], str(len(losses)), *figures, f"{met} (at most {BOUND})"]]

@@ -15,7 +15,6 @@ import argparse
 import functools
 import itertools
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -117,8 +116,8 @@ def check(case: Case) -> dict[str, float]:
     return dict(zip(("y", "dx", "dw"), errors, strict=True))
 
 
-def measure(case: Case, repetitions: int) -> Iterator[dict[str, Any]]:
-    """Yield one result per work of a case."""
+def find_ways(case: Case) -> tuple[dict[str, Callable], dict[str, str], dict[str, float] | None]:
+    """Return the ways to knock, why others do not run, and the relative errors of the kernels."""
     x, _, weight = case.tensors()
     ways: dict[str, Callable] = {"kernels": fused.fused_knock, "eager": knocking.knock}
     skipped, errors = {}, None
@@ -132,24 +131,29 @@ def measure(case: Case, repetitions: int) -> Iterator[dict[str, Any]]:
     else:
         torch.compiler.reset()  # otherwise the sizes become dynamic
         ways["compiled"] = torch.compile(knocking.knock)
-    for work, moves in WORKS.items():
-        size = moves * x.numel() * x.element_size()
-        calls = {name: call(work, way, case) for name, way in ways.items()}
-        calls["gemms"] = products(work, case)
-        source = torch.empty(size // 2, dtype=torch.uint8, device=case.device)
-        calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)
-        times = interleaved(calls, case.device, repetitions=repetitions)
-        ours = times.get("kernels")
-        yield {
-            "cell": f"{case}, {work}",
-            "case": str(case),
-            "work": work,
-            "bytes": size,
-            "relative_errors": errors,
-            "skipped": skipped,
-            "microseconds": {n: Spread.of([1e6 * s for s in t]) for n, t in times.items()},
-            "kernels_over": {n: ratios(ours, t) for n, t in times.items()} if ours else {},
-        }
+    return ways, skipped, errors
+
+
+def measure(case: Case, work: str, find: Callable[[], tuple], repetitions: int) -> dict[str, Any]:
+    """Measure one work of a case. ``find`` returns :func:`find_ways` of the case."""
+    ways, skipped, errors = find()
+    x = case.tensors()[0]
+    size = WORKS[work] * x.numel() * x.element_size()
+    calls = {name: call(work, way, case) for name, way in ways.items()}
+    calls["gemms"] = products(work, case)
+    source = torch.empty(size // 2, dtype=torch.uint8, device=case.device)
+    calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)
+    times = interleaved(calls, case.device, repetitions=repetitions)
+    ours = times.get("kernels")
+    return {
+        "case": str(case),
+        "work": work,
+        "bytes": size,
+        "relative_errors": errors,
+        "skipped": skipped,
+        "microseconds": {n: Spread.of([1e6 * s for s in t]) for n, t in times.items()},
+        "kernels_over": {n: ratios(ours, t) for n, t in times.items()} if ours else {},
+    }
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
@@ -176,11 +180,14 @@ def options(add: Callable[..., Any]) -> None:
     add("--dtypes", nargs="+", default=["bfloat16"], choices=dtypes)
 
 
-def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield one result per case and work."""
+def cells(
+    given: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the name of each case and work, and a function that measures it."""
     os.environ[fused.KERNELS_VARIABLE] = "triton"  # an error instead of torch
     sizes = itertools.product(given.variants, given.dtypes, given.head_dims, given.tokens)
     for variant, dtype, head_dim, tokens in sizes:
         case = Case(variant, tokens, given.heads, head_dim, getattr(torch, dtype), device)
-        print(case, file=sys.stderr, flush=True)
-        yield from measure(case, given.repetitions)
+        find = functools.cache(functools.partial(find_ways, case))
+        for work in WORKS:
+            yield f"{case}, {work}", functools.partial(measure, case, work, find, given.repetitions)

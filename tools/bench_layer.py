@@ -14,7 +14,6 @@ On a CPU the sizes are tiny and the times mean nothing.
 import argparse
 import functools
 import itertools
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,7 +58,6 @@ def measure(cell: Cell, given: argparse.Namespace, device: torch.device) -> dict
         calls = {n: functools.partial(x.run, MICROBATCHES) for n, x in layers.items()}
         times = interleaved(calls, device, repetitions=given.repetitions)
     return {
-        "cell": str(cell),
         "shape": cell.shape,
         "tokens": cell.tokens,
         "precision": cell.precision,
@@ -120,8 +118,10 @@ def options(add: Callable[..., Any]) -> None:
     add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
 
 
-def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield one result per cell."""
+def cells(
+    given: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    """Yield the name of each cell and a function that measures it."""
     prepare_megatron(given.device)
     start_megatron()
     for shape, tokens, precision in itertools.product(given.shapes, given.tokens, given.precisions):
@@ -129,5 +129,4 @@ def results(given: argparse.Namespace, device: torch.device) -> Iterator[dict[st
         if tokens % sequence:
             raise ConfigError(f"Expected --tokens to be a multiple of {sequence}, got {tokens}.")
         cell = Cell(shape, tokens, sequence, precision)
-        print(cell, file=sys.stderr, flush=True)
-        yield measure(cell, given, device)
+        yield str(cell), functools.partial(measure, cell, given, device)

@@ -21,6 +21,7 @@ from typing import Any, Self
 import torch
 
 from kha_megatron.checkpoint.staging import staged_file
+from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import version_of
 
 FLUSHED_BYTES = 1 << 29
@@ -143,19 +144,41 @@ def machine_line(machine: Mapping[str, Any]) -> str:
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """Return a table in Markdown. Line breaks in cells become spaces."""
-    lines = [header, ["---"] * len(header)]
-    lines += [[cell.replace("|", "\\|").replace("\n", " ") for cell in row] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(map(markdown_row, [header, ["---"] * len(header), *rows]))
 
 
-def write_report(file: Path, **content: Any) -> None:
+def markdown_row(cells: list[str]) -> str:
+    """Return a row of a table in Markdown."""
+    return f"| {' | '.join(cell.replace('|', '\\|').replace('\n', ' ') for cell in cells)} |"
+
+
+def read_report(file: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a report of ``write_report`` without the results in which a contender failed.
+
+    Raises:
+        ConfigError: the report has other arguments, or another machine, commit or version.
+    """
+    found = json.loads(file.read_text())
+    for part, ignored in (("machine", ("date", "load")), ("arguments", ())):
+        now = json.loads(json.dumps(like[part], default=_plain))
+        for key in sorted((now.keys() | found[part].keys()) - {*ignored}):
+            if found[part].get(key) != now.get(key):
+                raise ConfigError(
+                    f"Cannot resume {file}: its {key} is {found[part].get(key)}, expected "
+                    f"{now.get(key)}. Choose another file."
+                )
+    found["results"] = [result for result in found["results"] if not result.get("failed")]
+    return found
+
+
+def write_report(file: Path, content: Mapping[str, Any]) -> None:
     """Write ``content`` as JSON."""
-
-    def plain(value: Any) -> Any:
-        return asdict(value) if isinstance(value, Spread) else str(value)
-
     with staged_file(file) as staged:
-        staged.write_text(json.dumps(content, indent=2, default=plain) + "\n")
+        staged.write_text(json.dumps(content, indent=2, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    return asdict(value) if isinstance(value, Spread) else str(value)
 
 
 def _processor() -> str:

@@ -4,6 +4,7 @@ All code that depends on the version of Megatron-Core is in this file. We suppor
 :data:`OLDEST` to :data:`NEWEST`.
 """
 
+import ctypes
 import functools
 import inspect
 import os
@@ -92,6 +93,20 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def cuda_versions() -> str:
+    """Describe the CUDA versions of torch and of NVIDIA's driver, for errors about devices."""
+    import torch
+
+    version, driver = ctypes.c_int(), "no driver (libcuda.so.1) is installed"
+    try:
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+        driver = f"the driver supports up to {version.value // 1000}.{version.value % 1000 // 10}"
+    except OSError:
+        pass
+    built = f"needs CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
+    return f"torch {torch.__version__} {built}, and {driver}"
 
 
 def lacks_te_extension() -> bool:

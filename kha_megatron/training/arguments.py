@@ -14,7 +14,7 @@ from kha_megatron.heads.gate import ALIASES
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
 from kha_megatron.heads.registry import mechanism_types, use_files
 from kha_megatron.mcore import cpu
-from kha_megatron.mcore.compat import LLAMA3_ROPE, lacks_te_extension
+from kha_megatron.mcore.compat import LLAMA3_ROPE, cuda_versions, lacks_te_extension
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.pattern import LayerPattern
@@ -195,7 +195,9 @@ def _prepare_for_cuda(argv: list[str], layers: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise ConfigError("No CUDA device found. To train on the CPU, add --device cpu.")
+        raise ConfigError(
+            f"No CUDA device found ({cuda_versions()}). To train on the CPU, add --device cpu."
+        )
     if layers == "transformer_engine" and lacks_te_extension():
         raise ConfigError(
             "Transformer Engine is installed without its compiled extension. Run "

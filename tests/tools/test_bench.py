@@ -5,6 +5,9 @@ import functools
 import importlib
 import io
 import json
+import signal
+import subprocess
+import sys
 
 import bench
 import bench_kernels
@@ -14,6 +17,7 @@ import measuring
 import pytest
 import torch
 
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import SAVED
 from tests.kernels.conftest import interpreter, usable_triton  # noqa: F401
 
@@ -46,6 +50,29 @@ def test_kernels_are_compared_with_every_other_way(interpreter, tmp_path):  # no
     assert results[-1]["bytes"] == 7 * 5 * 3 * 64 * 2
     assert "| kernels |" in out
     assert "compiled skipped: torch.compile takes minutes on a CPU" in out
+
+
+def test_an_interrupted_benchmark_keeps_its_rows_and_resumes(tmp_path):
+    file = tmp_path / "kernels.json"
+    words = ["kernels", "--device", "cpu", "--tokens", "7", "9000", "--heads", "3", "--head-dims"]
+    words += ["64", "--variants", "gate", "--repetitions", "2", "--json", str(file)]
+    command = [sys.executable, str(measuring.ROOT / "tools/bench.py"), *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert any(line.startswith("gate, 9000 x") for line in process.stderr)
+        process.send_signal(signal.SIGINT)
+        assert "--resume measures what is missing" in process.stderr.read()
+    assert process.returncode == 130
+    interrupted = json.loads(file.read_text())
+    assert not interrupted["complete"]
+    assert len(interrupted["results"]) >= 4
+    with pytest.raises(ConfigError, match=r"its heads is 3, expected 2. Choose another file"):
+        bench.main([*words, "--heads", "2", "--resume"])
+    assert bench.main([*words, "--resume"]) == 0
+    resumed = json.loads(file.read_text())
+    assert resumed["complete"]
+    assert resumed["results"][: len(interrupted["results"])] == interrupted["results"]
+    cells = [f"gate, {n} x 3 x 64, bfloat16, {x}" for n in (7, 9000) for x in bench_kernels.WORKS]
+    assert [result["cell"] for result in resumed["results"]] == cells
 
 
 TOKENS, SEQUENCE = 12, 6
@@ -140,7 +167,7 @@ def test_wrong_options_and_names_exit_with_two(capsys, name):
     with pytest.raises(SystemExit, match="2"):
         bench.main([name, "--device", "cpu", "--repetitions", "0"])
     assert "expected at least 1, got 0" in capsys.readouterr().err
-    assert callable(importlib.import_module(f"bench_{name}").results)
+    assert callable(importlib.import_module(f"bench_{name}").cells)
     assert bench.main(["speed"]) == 2
     assert f"  {name} " in capsys.readouterr().out
 
