@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kha_megatron.mcore  # noqa: F401  # before Megatron, which takes half a Transformer Engine
-from kha_megatron.mcore.compat import version_of
+from kha_megatron.mcore.compat import lacks_te_extension, version_of
 from tests.conversion.fixtures import copy, dense, run, sparse, tokenizer  # noqa: F401
 from tests.distributed.launcher import RankPool
 from tests.interpreting import interpret
@@ -129,3 +129,13 @@ def gpu_ranks():
     pool = RankPool(device="cuda")
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def gpu_engine(engine) -> None:
+    """Skip if Transformer Engine's compiled extension is not installed."""
+    if lacks_te_extension():
+        pytest.skip(
+            "NOT TESTED: Transformer Engine's extension is not installed "
+            "(pip install '.[te]' with a CUDA toolkit)"
+        )

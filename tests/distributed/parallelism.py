@@ -23,7 +23,7 @@ from kha_megatron.config import KHAConfig
 from tests.distributed.pieces import Result, as_array, fill, gathered, pieces
 from tests.versions import on_this_cp_rank
 
-VOCAB, SEQUENCE, MICROBATCH = 56, 12, 2
+VOCAB, MICROBATCH = 56, 2
 MICROBATCHES = 6, 2
 """Microbatches of all ranks in the first step, whose gradients are compared, and in later steps."""
 CLIP = 0.1  # far below the norm of every case, so that clipping acts
@@ -89,6 +89,9 @@ class Case:
     steps: int = 3
     fold: str = "auto"
     """``KHAConfig.fold``, which must not change a result."""
+    sequence: int = 12
+    packed: bool = False
+    """Pack the sequences of a microbatch into one (THD). Without SP, which would split that one."""
     fsdp: str = ""
     """``torch`` (FSDP2 in Megatron's wrapper) or ``megatron``, in place of Megatron's DDP."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -100,7 +103,8 @@ class Case:
 
     def twin(self) -> "Case":
         """Return the same model and data in one process, without what must not change a result."""
-        return replace(self, layout=Layout(), fold="never", fsdp="", savings={}, ddp={})
+        whole = replace(self, layout=Layout(), fold="never", packed=False, savings={}, ddp={})
+        return replace(whole, fsdp="")
 
     @property
     def pattern(self) -> str:
@@ -226,18 +230,25 @@ class _Run:
             data_iterator=[iter(mine) for _ in self.ddp] if len(self.ddp) > 1 else iter(mine),
             model=self.ddp if len(self.ddp) > 1 else self.ddp[0],
             num_microbatches=len(mine),
-            seq_length=SEQUENCE,
-            micro_batch_size=MICROBATCH,
+            seq_length=self.case.sequence * (MICROBATCH if self.case.packed else 1),
+            micro_batch_size=1 if self.case.packed else MICROBATCH,
             forward_only=False,
         )
 
     def _forward_step(self, numbers: Iterator[int], model: Any) -> Any:
         self.microbatch = next(numbers)
-        batch = _batch(self.microbatch, self.case.per_token_loss)
-        output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+        batch = _batch(self.microbatch, self.case)
+        inputs = [batch[name] for name in ("tokens", "position_ids", "labels")]
+        packing = {}
+        if self.case.packed:
+            inputs = [x.reshape(1, -1) for x in inputs]
+            packing["packed_seq_params"] = _packing(self.case.sequence)
+        tokens, positions, labels = inputs
+        output = model(tokens, positions, None, labels=labels, **packing)
         return output, partial(self._loss, self.microbatch, batch["loss_mask"])
 
     def _loss(self, microbatch: int, mask: Tensor, losses: Tensor) -> Any:
+        losses = losses.view_as(mask)
         self.kept.setdefault(("loss", microbatch), losses)
         total = (losses.float() * mask).sum()
         return total, mask.sum().int(), {"loss": total.detach()}
@@ -258,14 +269,15 @@ class _Run:
         layout = self.case.layout
         # a rank's loss is a mean over its own tokens, and these ranks are averaged afterwards
         share = 1 if self.case.per_token_loss else layout.cp * layout.dp
-        whole, mine = _positions(layout)
+        whole, mine = _positions(layout, self.case.sequence)
         for (name, microbatch), x in self.kept.items():
             if name == "loss":
                 yield name, microbatch, whole, as_array(x.detach().transpose(0, 1))
-            if name == "output":
-                yield name, microbatch, mine, as_array(x.detach())
-            if name == "input":
-                yield "input gradient", microbatch, mine, as_array(x.grad / share)
+                continue
+            x = x.grad / share if name == "input" else x.detach()
+            if self.case.packed:
+                x = x.view(MICROBATCH, -1, x.shape[-1]).transpose(0, 1)
+            yield "input gradient" if name == "input" else name, microbatch, mine, as_array(x)
 
     def _complete_gradients(self) -> None:
         """Gather the parts of each bucket that the distributed optimizer reduced on other ranks."""
@@ -372,31 +384,40 @@ def _optimizer(case: Case, ddp: list[Any]) -> Any:
     )
 
 
-def _batch(microbatch: int, ragged: bool) -> dict[str, Tensor]:
-    """Return the part of a microbatch of this CP rank. ``ragged`` masks some of its tokens."""
+def _packing(sequence: int) -> Any:
+    """Return the lengths of the packed sequences of a microbatch, over all CP ranks."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    ends = sequence * torch.arange(MICROBATCH + 1, dtype=torch.int32, device="cuda")
+    longest = {"max_seqlen_q": sequence, "max_seqlen_kv": sequence}
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **longest)
+
+
+def _batch(microbatch: int, case: Case) -> dict[str, Tensor]:
+    """Return the part of a microbatch of this CP rank. Per-token losses have masked tokens."""
     from megatron.core import parallel_state as ps
 
     generator = torch.Generator().manual_seed(microbatch)
-    text = torch.randint(0, VOCAB, (MICROBATCH, SEQUENCE + 1), generator=generator)
-    mask = torch.ones(MICROBATCH, SEQUENCE)
-    if ragged:
-        mask = (torch.rand(MICROBATCH, SEQUENCE, generator=generator) < 0.7).float()
+    text = torch.randint(0, VOCAB, (MICROBATCH, case.sequence + 1), generator=generator)
+    mask = torch.ones(MICROBATCH, case.sequence)
+    if case.per_token_loss:
+        mask = (torch.rand(MICROBATCH, case.sequence, generator=generator) < 0.7).float()
     batch = {
         "tokens": text[:, :-1].contiguous().cuda(),
         "labels": text[:, 1:].contiguous().cuda(),
         "loss_mask": mask.cuda(),
-        "position_ids": torch.arange(SEQUENCE).expand(MICROBATCH, -1).contiguous().cuda(),
+        "position_ids": torch.arange(case.sequence).expand(MICROBATCH, -1).contiguous().cuda(),
         "cu_seqlens": None,
     }
     return on_this_cp_rank(batch, ps.get_context_parallel_group())
 
 
-def _positions(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
+def _positions(layout: Layout, sequence: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of this rank's tokens without and with sequence parallelism."""
     from megatron.core import parallel_state as ps
 
     rank = ps.get_context_parallel_rank()
-    chunks = np.arange(SEQUENCE).reshape(2 * layout.cp, -1)
+    chunks = np.arange(sequence).reshape(2 * layout.cp, -1)
     whole = chunks[[rank, 2 * layout.cp - 1 - rank]].reshape(-1)
     if not layout.sp:
         return whole, whole

@@ -11,16 +11,19 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
+import torch
 
-from tests.distributed import parallelism, pieces
-from tests.distributed.cases import FOLDED, FULL, OVERLAP_ALL, RANDOM, case
-from tests.distributed.parallelism import train
+from tests.distributed import pieces
+from tests.distributed.cases import ALLGATHER, FOLDED, FULL, OVERLAP_ALL, RANDOM, case
+from tests.distributed.parallelism import MICROBATCH, train
 from tests.distributed.pieces import errors, quantities
+from tests.distributed.test_mutations import MATRICES_DIFFER, without_copy_on_matrices
 from tests.distributed.test_parallelism import FP32
 
 pytestmark = pytest.mark.te
 
 ENGINE = {"transformer_impl": "transformer_engine"}
+PRECISION = {*ENGINE, "fp8", "fp8_recipe"}
 GROUPED = ENGINE | {"moe_grouped_gemm": True}
 
 
@@ -30,11 +33,13 @@ def whole(case):
 
 CASES = [
     case(tp=2, sp=True, ep=2, model="moe", savings=GROUPED),
-    whole(case(tp=2, groups=2, savings=ENGINE)),
-    whole(case(tp=2, sp=True, groups=1, savings=ENGINE)),
-    whole(case(pp=2, khas=(RANDOM,), savings=ENGINE)),
-    whole(case(tp=2, sp=True, savings=ENGINE | FULL)),
-    whole(case(tp=2, dp=2, ddp=OVERLAP_ALL, khas=FOLDED, fold="always", savings=ENGINE)),
+    case(tp=2, packed=True, savings=ENGINE),
+    case(tp=2, groups=2, savings=ENGINE),
+    case(tp=2, sp=True, groups=1, savings=ENGINE),
+    case(pp=2, khas=(RANDOM,), savings=ENGINE),
+    case(tp=2, sp=True, savings=ENGINE | FULL),
+    case(tp=2, sp=True, ep=2, model="moe", savings=GROUPED | ALLGATHER),
+    case(tp=2, dp=2, ddp=OVERLAP_ALL, khas=FOLDED, fold="always", savings=ENGINE),
 ]
 
 
@@ -52,7 +57,7 @@ def one_name_for_each_norm():
         yield
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*CASES[:2], *map(whole, CASES[2:])], ids=str)
 def test_equals_the_unsharded_run_of_local_layers(ranks, ranks_with_engine, case):
     named = one_name_for_each_norm
     wanted = ranks(train, 1, case.twin(), named, timeout=600)[0]
@@ -81,28 +86,88 @@ BLOCKS = 128
 """Block-scaled tensors are gathered in FP8 if tokens of a rank and hidden are multiples of it."""
 
 
-def train_long(case):
-    """Run :func:`train` on sequences of which each rank has as many tokens as FP8 needs."""
-    blocks = case.config["hidden_size"] == BLOCKS
-    with mock.patch.object(parallelism, "SEQUENCE", BLOCKS if blocks else 32):
-        return train(case)
+def beyond_one_process(local, engine, case, change=one_name_for_each_norm):
+    """Return errors of losses and gradients beyond those of one process, with their limits.
 
+    The reference is an unsharded run of local layers in float32. One process and ``case``, with the
+    context ``change``, run in the precision of ``case`` on the ranks ``engine``.
+    """
 
-@pytest.mark.parametrize("case", SCALED, ids=str)
-def test_fp8_rounds_alike_under_every_parallelism(ranks, ranks_with_engine, case):
-    def trained(pool, case):
-        results = pool(train_long, case.layout.world, case, timeout=600)
+    def trained(pool, case, change=one_name_for_each_norm):
+        results = pool(train, case.layout.world, case, change, timeout=600)
         return quantities([result for (result,) in results])
 
-    config = WIDE | ({"hidden_size": BLOCKS} if BLOCKWISE.items() <= case.savings.items() else {})
-    case = replace(case, bf16=True, config=config, steps=1)
-    want = trained(ranks, replace(case.twin(), bf16=False))
-    scaled = {name: case.savings[name] for name in (*ENGINE, "fp8", "fp8_recipe")}
-    rounding = errors(trained(ranks_with_engine, replace(case.twin(), savings=scaled)), want)
-    found = errors(trained(ranks_with_engine, case), want)
+    want = trained(local, replace(case.twin(), bf16=False))
+    precision = {name: value for name, value in case.savings.items() if name in PRECISION}
+    rounding = errors(trained(engine, replace(case.twin(), savings=precision)), want)
+    found = errors(trained(engine, case, change), want)
     compared = [name for name in found if name.startswith(("loss", "gradients"))]
     assert any("knock_" in name for name in compared)
     # the norms of two draws of n errors differ by chance too, by 1 / sqrt(2n) each
     limits = {name: rounding[name] * (1.5 + 4 / want[name].size ** 0.5) for name in compared}
-    far = [name for name in compared if not found[name] <= limits[name]]
-    assert not far, {name: (found[name], limits[name]) for name in far}
+    return {n: (found[n], limits[n]) for n in compared if not found[n] <= limits[n]}
+
+
+@pytest.mark.parametrize("case", SCALED, ids=str)
+def test_fp8_rounds_alike_under_every_parallelism(ranks, ranks_with_engine, case):
+    # each rank has as many tokens as FP8 needs
+    case = replace(case, bf16=True, config=WIDE, sequence=32, steps=1)
+    if BLOCKWISE.items() <= case.savings.items():
+        case = replace(case, config=WIDE | {"hidden_size": BLOCKS}, sequence=BLOCKS)
+    assert not beyond_one_process(ranks, ranks_with_engine, case)
+
+
+FSDP = {
+    "data_parallel_sharding_strategy": "optim_grads_params",
+    "use_distributed_optimizer": True,
+    "use_megatron_fsdp": True,
+}
+SEQUENCE, SIZES = 32, {"hidden_size": 128, "kv_channels": 64, "ffn_hidden_size": 128}
+"""Sizes that cuDNN's attention and our kernels support."""
+EXPERTS = {"moe_ffn_hidden_size": 64, "moe_shared_expert_intermediate_size": 64}
+EXPERTS |= {"moe_router_topk": 4}  # all: rounding would choose others
+OVERLAP = case(tp=2, sp=True, savings=ENGINE | {"tp_comm_overlap": True})
+NEEDS_NCCL = [
+    OVERLAP,
+    *(case(cp=2, savings=ENGINE | {"cp_comm_type": kind}) for kind in ("p2p", "a2a", "allgather")),
+    case(cp=2, packed=True, savings=ENGINE),
+    # its backward overlaps coalesced collectives, which gloo matches wrongly
+    case(dp=2, fsdp="megatron", ddp=FSDP, savings=ENGINE),
+    case(tp=2, sp=True, cp=2, groups=2, savings=ENGINE),
+]
+
+
+@contextmanager
+def with_userbuffers():
+    """Allocate the buffers of ``--tp-comm-overlap``, as Megatron does at the start of training."""
+    from transformer_engine.pytorch.module import base
+
+    modes = [base.UserBufferQuantizationMode.NONE]
+    shape = [SEQUENCE * MICROBATCH, SIZES["hidden_size"]]
+    base.initialize_ub(shape, 2, quantization_modes=modes, ub_cfgs={}, bootstrap_backend="nccl")
+    with one_name_for_each_norm():
+        yield
+    base.destroy_ub()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "change"),
+    [
+        *((case, one_name_for_each_norm) for case in (*CASES, *NEEDS_NCCL) if case != OVERLAP),
+        (OVERLAP, with_userbuffers),
+        (CASES[3], without_copy_on_matrices),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_equals_one_gpu(gpu_ranks, gpu_engine, case, change):
+    """In bf16, and a removed all-reduce is detected."""
+    if (world := case.layout.world) > torch.cuda.device_count():
+        pytest.skip(f"NOT TESTED: needs {world} GPUs")
+    config = SIZES | (EXPERTS if case.model == "moe" else {})
+    case = replace(case, bf16=True, sequence=SEQUENCE, steps=1, config=config, khas=case.khas[:1])
+    if change is without_copy_on_matrices:
+        with pytest.raises(AssertionError, match=MATRICES_DIFFER):
+            beyond_one_process(gpu_ranks, gpu_ranks, case, change)
+    else:
+        assert not beyond_one_process(gpu_ranks, gpu_ranks, case, change)

@@ -18,7 +18,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
-from tests.distributed.cases import ALL_OTHERS, LATENT, MIXED, ONE_PER_CLAIM, TIED, case
+from tests.distributed.cases import ALL_OTHERS, LATENT, MIXED, ONE_PER_CLAIM, TIED
 from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
 
@@ -63,15 +63,6 @@ MEGATRON_FSDP = {
     "use_distributed_optimizer": True,
     "use_megatron_fsdp": True,
 }
-
-
-@pytest.mark.gpu
-def test_megatron_fsdp_equals_the_unsharded_run(gpu_ranks):
-    """Needs NCCL: its backward overlaps coalesced collectives, which gloo matches wrongly."""
-    sharded = case(dp=2, fsdp="megatron", ddp=MEGATRON_FSDP)
-    (want,) = (quantities([result]) for result in gpu_ranks(train, 1, sharded.twin())[0])
-    found = errors(quantities([result for (result,) in gpu_ranks(train, 2, sharded)]), want)
-    assert not {name: e for name, e in found.items() if not e <= FP32}
 
 
 def megatron_fsdp_losses(kha=MIXED):

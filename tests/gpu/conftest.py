@@ -2,7 +2,6 @@
 
 import pytest
 
-from kha_megatron.mcore import compat
 from tests.distributed.launcher import RankPool
 
 
@@ -16,13 +15,3 @@ def gpu_rank():
     pool = RankPool(device="cuda")
     yield lambda case, *args: pool(case, 1, *args)[0]
     pool.close()
-
-
-@pytest.fixture(scope="session")
-def gpu_engine(engine) -> None:
-    """Skip if Transformer Engine's compiled extension is not installed."""
-    if compat.lacks_te_extension():
-        pytest.skip(
-            "NOT TESTED: Transformer Engine's extension is not installed "
-            "(pip install '.[te]' with a CUDA toolkit)"
-        )

@@ -172,7 +172,6 @@ def errors(
     only our model, which ``spoil`` may change before it runs.
     """
     models.initialize()
-    torch.set_float32_matmul_precision("highest")  # NVIDIA's containers ask for less
     ours = build(kha, impl, dtype, moe=moe, head=head, **sizes, **changes)
     plain, exact = (
         build(kha, "local", t, moe=moe, head=head, **sizes) for t in (dtype, torch.float32)

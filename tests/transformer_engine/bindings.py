@@ -241,6 +241,22 @@ def _places(dense, padded, sizes, padded_sizes):
     return [(part, space[: len(part)]) for part, space in pairs]
 
 
+# Packed sequences: [t, heads, d] for all tokens, padded to [b, s, heads, d]
+
+
+def convert_thd_to_bshd(packed: Tensor, ends: Tensor, batch: int, longest: int) -> Tensor:
+    out = packed.new_zeros(batch, longest, *packed.shape[1:])
+    for sequence, part in zip(out, packed.split(ends.diff().tolist()), strict=True):
+        sequence[: len(part)] = part
+    return out
+
+
+def convert_bshd_to_thd(padded: Tensor, ends: Tensor, tokens: int) -> Tensor:
+    lengths = ends.diff().tolist()
+    assert sum(lengths) == tokens
+    return torch.cat([x[:length] for x, length in zip(padded, lengths, strict=True)])
+
+
 # Normalisation: statistics are float32, for each row
 
 
