@@ -56,7 +56,7 @@ OPTIONAL = {
     "leptonai": ("imported by NeMo-Run", "import nemo_run fails", "launch"),
     "matplotlib": ("inspect, compare", "no inspect, compare", "plots"),
     "triton": ("fused KHA kernels", "KHA runs in torch", None),
-    "flash-attn": ("attention in TE", "not needed to train", None),
+    "flash-attn": ("attention in TE", "not needed to train", "flash"),
 }
 """Optional packages: (used for, effect if missing, extra that installs the package)."""
 

@@ -5,7 +5,9 @@ The reference is Megatron's local layers in float32 with the same weights and wi
 the same dtype. The last tests check on the CPU that the comparison can fail.
 """
 
+import importlib.util
 import itertools
+import os
 from unittest import mock
 
 import pytest
@@ -71,6 +73,70 @@ def test_gradients_accumulate_beside_fused_weight_gradients(gpu_rank, gpu_engine
     found = gpu_rank(accumulated_errors, kha, "transformer_engine", moe, fused)
     assert any("knock_value" in name for name in found.ours)
     assert not found.beyond(FLOOR["bf16"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "apex"])
+def test_gradients_accumulate_beside_those_of_apex(gpu_rank, fused):
+    """In local layers and in the output layer, apex adds weight gradients to ``main_grad``."""
+    if fused and importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        pytest.skip("NOT TESTED: NVIDIA's apex is not installed")
+    assert not gpu_rank(accumulated_errors, "mixed", "local", False, fused).beyond(FLOOR["bf16"])
+
+
+BACKENDS = {
+    "flash": "FlashAttention",
+    "fused": "FusedAttention",
+    "unfused": "UnfusedDotProductAttention",
+}
+"""By value of ``--attention-backend``: Transformer Engine's module that must run."""
+
+
+def errors_and_backends(backend):
+    """Return the errors of layers with an attention backend, and the modules that ran."""
+    from megatron.core.transformer.enums import AttnBackend
+    from transformer_engine.pytorch.attention import dot_product_attention
+
+    from tests.gpu import models
+
+    def watch(model):
+        for module in model.modules():
+            if type(module).__name__ in BACKENDS.values():
+                module.register_forward_hook(lambda module, *_: ran.add(type(module).__name__))
+
+    ran, sizes = set(), {"attention_backend": AttnBackend[backend]}
+    # the choice for the same sizes, which does not depend on the environment
+    dot_product_attention.dot_product_attention._attention_backends["attention_params"] = None
+    with mock.patch.dict(os.environ):
+        for name in ("FLASH", "FUSED", "UNFUSED"):
+            os.environ.pop(f"NVTE_{name}_ATTN", None)  # Megatron sets them
+        options = {"spoil": watch, "sizes": sizes}
+        engine = "transformer_engine"
+        found = models.errors(KHAS["mixed"], engine, torch.bfloat16, models.outcome, **options)
+    return found, ran
+
+
+def check_backend(rank, backend, record_property):
+    found, ran = rank(errors_and_backends, backend)
+    record_property("detail", f"--attention-backend {backend}: {', '.join(sorted(ran))} ran")
+    assert ran == {BACKENDS[backend]}
+    assert not found.beyond(FLOOR["bf16"])
+
+
+@pytest.mark.gpu
+@pytest.mark.te
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_attention_backends_agree(gpu_rank, gpu_engine, backend, record_property):
+    if backend == "flash" and importlib.util.find_spec("flash_attn") is None:
+        pytest.skip("NOT TESTED: flash-attn is not installed")
+    check_backend(gpu_rank, backend, record_property)
+
+
+@pytest.mark.te
+def test_the_unfused_backend_runs_on_the_cpu(ranks_with_engine, record_property):
+    check_backend(
+        lambda case, name: ranks_with_engine(case, 1, name)[0], "unfused", record_property
+    )
 
 
 @pytest.mark.gpu

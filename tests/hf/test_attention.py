@@ -150,3 +150,27 @@ def test_backends_agree_with_unequal_widths_of_keys_and_values(name, backend, mo
         found = model(ids, use_cache=False).logits
     assert len(calls) == (3 if "flash" in backend else 0)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["mlp", *FAMILY, *UNEQUAL])
+def test_flash_attention_2_agrees_on_a_gpu(name):
+    """Relative to eager attention in float32, it rounds as SDPA does in bf16."""
+    pytest.importorskip("flash_attn", reason="NOT TESTED: flash-attn is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
+    kha, sizes = (FAMILY | UNEQUAL).get(name, (every_projection("mlp"), {}))
+    dtypes = {"sdpa": torch.bfloat16, "flash_attention_2": torch.bfloat16, "eager": torch.float32}
+    models = {a: make_model(kha, attention=a, dtype=d, **sizes) for a, d in dtypes.items()}
+    ids = tokens().cuda()
+    padded = torch.ones_like(ids)
+    padded[0, :3] = 0
+    for mask in (torch.ones_like(ids), padded):
+        logits = {}
+        for attention, model in models.items():
+            model.load_state_dict(models["sdpa"].state_dict())
+            with torch.no_grad():
+                logits[attention] = model.cuda()(ids, attention_mask=mask).logits[mask.bool()]
+        errors = {a: (x.float() - logits["eager"]).norm() for a, x in logits.items()}
+        floor = 2**-8 * logits["eager"].norm()
+        assert errors["flash_attention_2"] <= 2 * errors["sdpa"] + floor
