@@ -5,7 +5,7 @@ export VENV
 # Containers often set this variable. Every process would then recompile torch and Megatron, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-fast test-all test-slurm test-serving test-bridge release-check gpu-check docs lint
+.PHONY: help setup quickstart test test-fast test-all test-slurm test-serving test-bridge release-check gpu-check gpu-bench docs lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -41,9 +41,18 @@ test-bridge: setup ## Test Megatron-Bridge with our models, in .venv-bridge
 release-check: setup ## Install and use the wheel and the source distribution in new environments
 	@tools/release_check.sh
 
-# Does not depend on `setup`: a GPU machine uses the environment that trains.
-gpu-check: ## Check and measure on a GPU, 8 minutes (ARGS=--dry-run needs none)
-	@$(firstword $(wildcard $(PYTHON_IN_VENV)) python3) tools/gpu_check.py $(ARGS)
+# These do not depend on `setup`: they use the active environment, or PYTHON, which should be the one that trains.
+PYTHON ?= python3
+GPU = $(PYTHON) -c 'from importlib.util import find_spec; \
+	missing = [name for name in ("torch", "megatron", "pytest") if not find_spec(name)]; \
+	missing and exit(f"error: $(PYTHON) lacks {missing}. Activate the environment that trains or set PYTHON.")' \
+	&& PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) tools/gpu.py
+
+gpu-check: ## Test on one or more GPUs, 10 minutes (ARGS=--dry-run needs none)
+	@$(GPU) check $(ARGS)
+
+gpu-bench: ## Measure on a GPU, 25 minutes; start it again to continue (ARGS=--dry-run needs none)
+	@$(GPU) bench $(ARGS)
 
 docs: setup ## Build the documentation into build/docs; warnings are errors
 	@$(PYTHON_IN_VENV) -W ignore -m sphinx --quiet --fail-on-warning --keep-going -c docs -d build/doctrees . build/docs

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Packs what `make gpu-check` needs on a GPU machine that reaches no network.
+# Packs what `make gpu-check` and `make gpu-bench` need on a GPU machine that reaches no network.
 #
 #   tools/gpu_bundle.sh OUT                   OUT/kha-gpu.tar: this commit, its wheel, its dependencies
 #   TE=1 tools/gpu_bundle.sh OUT              Transformer Engine as well
@@ -13,7 +13,8 @@
 #
 # On the GPU machine, with its own Python 3.12, PyTorch and pip:
 #
-#   tar xf kha-gpu.tar && cd kha-gpu && ./install.sh && . ./environment && make gpu-check
+#   tar xf kha-gpu.tar && cd kha-gpu && ./install.sh && . ./environment
+#   make gpu-check ARGS="--without flash-attn,apex"
 set -euo pipefail
 if [ $# -ne 1 ]; then
   sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" >&2
@@ -90,7 +91,7 @@ CHECK
 cat >environment <<VARIABLES
 export PYTHONPATH='$PWD/site'"\${PYTHONPATH:+:\$PYTHONPATH}" PATH='$PWD/site/bin':"\$PATH"
 VARIABLES
-echo "now: . ./environment && make gpu-check"
+echo "now: . ./environment && make gpu-check ARGS='--without flash-attn,apex'"
 EOF
 chmod +x "$tree/install.sh"
 tar -C "$work" -cf "$out/kha-gpu.tar" kha-gpu

@@ -1,51 +1,70 @@
-"""Test ``make gpu-check``: its dry run and its report of failures."""
+"""Test ``make gpu-check`` and ``make gpu-bench``: stages, refusals and reports."""
 
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import bench
-import gpu_check
+import gpu
 import pytest
+import torch
 
 from kha_megatron.heads.knock import MATRICES
 
-TOOLS = Path(gpu_check.__file__).parent
+TOOLS = Path(gpu.__file__).parent
 
 
-@pytest.mark.whole
-def test_a_dry_run_goes_through_all_stages(tmp_path):
-    command = [sys.executable, str(TOOLS / "gpu_check.py"), "--dry-run", "--minutes", "15"]
-    done = subprocess.run(
-        [*command, "--output", str(tmp_path / "out")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
-    assert list(dict.fromkeys(r["stage"] for r in report["results"])) == list(gpu_check.UNTIL)
-    assert {r["status"] for r in report["results"]} <= {"passed", "skipped"}
-    text = (tmp_path / "out" / "report.md").read_text()
-    assert "| eager |" in text  # a benchmark's own table
-    collected = (tmp_path / "out" / "first.log").read_text()
-    for variant in MATRICES:
-        assert f"test_equals_float64_with_every_gradient[{variant}-" in collected
-    assert "test_local_layers_with_kernels_equal_those_without[mlp]" in collected
+def run(monkeypatch, *words):
+    """Run ``tools/gpu.py`` in this process and return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *words])
+    with pytest.raises(SystemExit) as stopped:
+        sys.exit(gpu.main())
+    return stopped.value.code
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("command", "stages", "end"), [("check", gpu.CHECKS, "10"), ("bench", gpu.BENCHMARKS, "25")]
+)
+def test_a_dry_run_lists_stages_in_order_with_their_times(
+    monkeypatch, capsys, command, stages, end
+):
+    assert run(monkeypatch, command, "--dry-run") == 0
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[0].strip("| ") for row in rows] == list(stages)
+    times = [float(row[1]) for row in rows]
+    assert times == sorted(times)
+    assert rows[-1][1] == end
+
+
+@pytest.mark.whole
+def test_the_first_stage_has_each_kernel_and_a_layer():
+    command = [*gpu.PYTEST, *gpu.CHECKS["first"].words, "--collect-only"]
+    done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
+    for variant in MATRICES:
+        assert f"test_equals_float64_with_every_gradient[{variant}-" in done.stdout
+    assert "test_local_layers_with_kernels_equal_those_without[mlp]" in done.stdout
+
+
+MISSING = ["--without", "te,flash-attn"]
+
+
+@pytest.mark.parametrize(
+    ("available", "words", "why"),
     [
-        ([], "Use --dry-run"),
-        (["--only", "speed"], "--only speed: choose from"),
-        (["--output", "."], "is not empty"),
+        (False, [], f"torch {torch.__version__} needs CUDA {torch.version.cuda}, and no driver"),
+        (False, ["--only", "speed"], "--only speed: choose from"),
+        (True, [], "lacks Transformer Engine with its compiled extension"),
+        (True, MISSING, "needs them with --without te,flash-attn,apex."),
     ],
 )
-def test_a_missing_gpu_and_invalid_options_exit_with_two(tmp_path, monkeypatch, capsys, words, why):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["gpu_check.py", "--output", str(tmp_path / "out"), *words])
-    with pytest.raises(SystemExit, match="2"):
-        sys.exit(gpu_check.main())
+def test_missing_gpus_components_and_stages_exit_with_two(
+    tmp_path, monkeypatch, capsys, available, words, why
+):
+    if gpu.find_components()["te"]:
+        pytest.skip("this environment has Transformer Engine")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: available)
+    assert run(monkeypatch, "check", "--output", str(tmp_path / "out"), *words) == 2
     assert why in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -59,6 +78,8 @@ def test_fails():
     assert False, "too far"
 def test_skips():
     pytest.skip("needs a thing")
+def test_comes_last():
+    pytest.skip("NOT REACHED: no time was left")
 """
 
 
@@ -66,19 +87,28 @@ def test_skips():
 def test_failures_details_and_skips_are_reported(tmp_path, monkeypatch, hangs):
     file = tmp_path / "test_it.py"
     file.write_text(SUITE + "\ndef test_hangs():\n    time.sleep(3000)\n" * hangs)
-    monkeypatch.setitem(gpu_check.TESTS, "losses", [str(file)])
-    check = gpu_check.Check(folder=tmp_path, dry=False, seconds=100)
+    session = gpu.Session(tmp_path)
     # a process is stopped 30 s after its limit
-    monkeypatch.setattr(check, "left", lambda stage: -10.0 if hangs else 100)
-    gpu_check.tests(check, "losses")
-    found = {(r.name, r.status): r.detail for r in check.results}
+    monkeypatch.setattr(session, "left", lambda stage: -10.0 if hangs else 100)
+    gpu.run_tests(session, "losses", [str(file)])
+    found = {(r.name, r.status): r.detail for r in session.results}
     assert found["test_passes", "passed"] == "loss 8.3 at first"
     assert "too far" in found["test_fails", "failed"]
+    assert session.exit_code == 1
+    assert "| test_fails | failed |" in Path(session.report().rpartition(": ")[2]).read_text()
     if hangs:
         assert found["pytest", "stopped"].startswith("not finished; ")
     else:
-        assert "1 passed, 1 failed, 1 skipped" in found["pytest", "failed"]
+        assert "1 passed, 1 failed, 2 skipped" in found["pytest", "failed"]
         assert found["1 of its tests", "skipped"] == "needs a thing"
+        assert found["1 of its tests", "not reached"] == "NOT REACHED: no time was left"
+
+
+def test_running_out_of_time_exits_with_three(tmp_path):
+    session = gpu.Session(tmp_path, scale=0)
+    gpu.run_benchmark(session, "decode")
+    assert [result.status for result in session.results] == ["not reached"]
+    assert session.exit_code == 3
 
 
 def test_bundle_excludes_packages_of_the_gpu_machine():
@@ -90,8 +120,8 @@ def test_bundle_excludes_packages_of_the_gpu_machine():
     assert others == {"torch", "triton", "transformer-engine"}
 
 
-@pytest.mark.parametrize("name", gpu_check.BENCHMARKS)
+@pytest.mark.parametrize("name", gpu.BENCHMARKS)
 def test_benchmarks_take_their_options(name, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    given = bench.arguments(name, ["--device", "cuda", *gpu_check.BENCHMARKS[name][0]])
-    assert given.device == "cuda"
+    subject, *words = gpu.BENCHMARKS[name].words
+    assert bench.arguments(subject, ["--device", "cuda", *words]).device == "cuda"
