@@ -115,11 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "results": [],
     }
     if given.resume and given.json.is_file():
-        report = read_report(given.json, report) | {"complete": False}
+        report = read_report(given.json, report)
     done = {result["cell"]: result for result in report["results"]}
     print(machine_line(report["machine"]), "", sep="\n")
     print(markdown_table(module.HEADER, [r for x in done.values() for r in x["rows"]]), flush=True)
-    for cell, measure in module.cells(given, device):
+    for cell, measure in () if report["complete"] else module.cells(given, device):
         if cell not in done:
             print(cell, file=sys.stderr, flush=True)
             done[cell] = {"cell": cell} | measure()

@@ -167,8 +167,8 @@ def read_report(file: Path, like: Mapping[str, Any]) -> dict[str, Any]:
                     f"Cannot resume {file}: its {key} is {found[part].get(key)}, expected "
                     f"{now.get(key)}. Choose another file."
                 )
-    found["results"] = [result for result in found["results"] if not result.get("failed")]
-    return found
+    kept = [result for result in found["results"] if not result.get("failed")]
+    return found | {"results": kept, "complete": found["complete"] and kept == found["results"]}
 
 
 def write_report(file: Path, content: Mapping[str, Any]) -> None:

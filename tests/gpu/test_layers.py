@@ -105,9 +105,9 @@ def errors_and_backends(backend):
                 module.register_forward_hook(lambda module, *_: ran.add(type(module).__name__))
 
     ran, sizes = set(), {"attention_backend": AttnBackend[backend]}
-    # the choice for the same sizes, which does not depend on the environment
-    dot_product_attention.dot_product_attention._attention_backends["attention_params"] = None
-    with mock.patch.dict(os.environ):
+    # it remembers its choice for these sizes, whatever the environment
+    chosen = dot_product_attention.dot_product_attention._attention_backends
+    with mock.patch.dict(os.environ), mock.patch.dict(chosen, attention_params=None):
         for name in ("FLASH", "FUSED", "UNFUSED"):
             os.environ.pop(f"NVTE_{name}_ATTN", None)  # Megatron sets them
         options = {"spoil": watch, "sizes": sizes}
