@@ -262,7 +262,8 @@ def arguments() -> argparse.Namespace:
     add("--output", type=Path, help="default: gpu-check/DATE or gpu-bench")
     given = parser.parse_args()
     given.stages = CHECKS if given.command == "check" else BENCHMARKS
-    given.scale = (given.minutes or (whole := max(s.until for s in given.stages.values()))) / whole
+    whole = max(stage.until for stage in given.stages.values())
+    given.scale = (given.minutes or whole) / whole
     given.only = given.only.split(",") if given.only else list(given.stages)
     without = given.without.split(",") if given.without else []
     for option, chosen, known in (

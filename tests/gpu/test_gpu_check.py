@@ -24,12 +24,13 @@ def run(monkeypatch, *words):
 
 
 @pytest.mark.parametrize(
-    ("command", "stages", "end"), [("check", gpu.CHECKS, "10"), ("bench", gpu.BENCHMARKS, "25")]
+    ("command", "stages", "end"),
+    [("check", gpu.CHECKS, "10"), ("check", gpu.CHECKS, "5"), ("bench", gpu.BENCHMARKS, "25")],
 )
 def test_a_dry_run_lists_stages_in_order_with_their_times(
     monkeypatch, capsys, command, stages, end
 ):
-    assert run(monkeypatch, command, "--dry-run") == 0
+    assert run(monkeypatch, command, "--dry-run", *["--minutes", "5"] * (end == "5")) == 0
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
     assert [row[0].strip("| ") for row in rows] == list(stages)
     times = [float(row[1]) for row in rows]
