@@ -7,7 +7,9 @@ knocks in the QKV weight.
 
 All variants of a cell (shape, tokens, precision) take turns in one process. A turn is the forward
 and backward passes of some microbatches, whose gradients Megatron's data parallelism accumulates in
-float32. `saved` are the bytes per token that autograd saves. The targets are for one NVIDIA H200.
+float32. `kernels` is the time of the GPU's kernels alone, which a job pays whose CPU keeps up with
+the GPU. The targets are ratios of these, for one NVIDIA H200. `saved` are the bytes per token that
+autograd saves.
 On a CPU the sizes are tiny and the times mean nothing.
 """
 
@@ -21,7 +23,7 @@ from typing import Any
 import torch
 from bench import positive, prepare_megatron
 from layers import PRECISIONS, SHAPES, STOCK, VARIANTS, Cell, Layer, runnable, start_megatron
-from measuring import Spread, interleaved, ratios
+from measuring import Spread, interleaved, kernel_seconds, ratios
 
 from kha_megatron.errors import ConfigError, KHAError
 
@@ -45,18 +47,21 @@ TARGETS = {
 }
 """By shape, tokens and variant: the largest ratio to stock."""
 
-HEADER = ["shape", "tokens", "precision", "modules", "variant", "ms", "over stock", "target"]
-HEADER += ["saved", "saved over stock"]
+HEADER = ["shape", "tokens", "precision", "modules", "variant", "ms", "over stock"]
+HEADER += ["kernels, ms", "kernels over stock", "target", "saved", "saved over stock"]
 
 
 def measure(cell: Cell, given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return milliseconds per microbatch and saved bytes of every variant, and the ratios."""
     layers, skipped, failed = build(cell, given)
-    saved, times = {}, {}
+    saved, times, kernels = {}, {}, {}
     if STOCK in layers:
         saved = {name: layer.saved_bytes() for name, layer in layers.items()}
         calls = {n: functools.partial(x.run, MICROBATCHES) for n, x in layers.items()}
         times = interleaved(calls, device, repetitions=given.repetitions)
+        if device.type == "cuda":
+            turns = [{n: kernel_seconds(call) for n, call in calls.items()} for _ in range(4)]
+            kernels = {name: [turn[name] for turn in turns[1:]] for name in calls}
     return {
         "shape": cell.shape,
         "tokens": cell.tokens,
@@ -67,6 +72,11 @@ def measure(cell: Cell, given: argparse.Namespace, device: torch.device) -> dict
             for name, t in times.items()
         },
         "over_stock": {name: ratios(t, times[STOCK]) for name, t in times.items()},
+        "kernel_milliseconds": {
+            name: Spread.of([1e3 * seconds / MICROBATCHES for seconds in t])
+            for name, t in kernels.items()
+        },
+        "kernels_over_stock": {name: ratios(t, kernels[STOCK]) for name, t in kernels.items()},
         "saved": saved,
         "skipped": skipped,
         "failed": failed,
@@ -100,11 +110,14 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     found = []
     for name, spread in result["milliseconds"].items():
         over = result["over_stock"][name]
+        gpu = result["kernel_milliseconds"].get(name)
+        gpu_over = result["kernels_over_stock"].get(name)
         limit = TARGETS.get((result["shape"], result["tokens"], name))
-        target = over.verdict(limit) if limit else ""
+        target = gpu_over.verdict(limit) if limit and gpu_over else ""
         saved = result["saved"][name] / result["tokens"]
         more = saved - result["saved"][STOCK] / result["tokens"]
-        times = [spread.text(3), over.text(4), target]
+        times = [spread.text(3), over.text(4)]
+        times += [gpu.text(3), gpu_over.text(4), target] if gpu else ["", "", ""]
         found.append([*cell, name, *times, f"{saved:,.0f}", f"{more:+,.0f}"])
     return found
 

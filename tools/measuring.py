@@ -25,8 +25,10 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import version_of
 
 FLUSHED_BYTES = 1 << 29
-"""Written before each timed call on a GPU: larger than any cache, and long enough (about 0.1 ms)
-for the kernels of the call to be queued meanwhile, so that no gap between launches is timed."""
+"""Written before each timed call on a GPU: larger than any cache."""
+FLUSHES = 24
+"""Times that this is written. On an H200 they take 3 ms, in which the kernels of the call are
+queued, so that no gap between launches is timed. The launches of a backward pass can take 1 ms."""
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "transformers")
@@ -87,6 +89,17 @@ def interleaved(
     return {name: [read() for read in values] for name, values in readings.items()}
 
 
+def kernel_seconds(call: Callable[[], Any]) -> float:
+    """Return the total time of the GPU's kernels and copies in a call, without gaps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
+
+
 def ratios(times: list[float], baseline: list[float]) -> Spread:
     """Return the spread of ``times / baseline``, turn by turn."""
     return Spread.of([a / b for a, b in zip(times, baseline, strict=True)])
@@ -104,7 +117,8 @@ def _gpu_clock(device: torch.device) -> Callable[[Callable[[], Any]], Callable[[
 
     def clock(call: Callable[[], Any]) -> Callable[[], float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        scratch.zero_()
+        for _ in range(FLUSHES):
+            scratch.zero_()
         start.record()
         call()
         end.record()

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from kha_megatron.mcore import compat
 from kha_megatron.model.run import render
 from kha_megatron.recipes import prepare_job
 from kha_megatron.recipes.log_lines import read_history
@@ -40,9 +41,10 @@ def has() -> dict[str, bool]:
 
     if not torch.cuda.is_available():
         pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
-    modules = {"te": "transformer_engine_torch", "flash-attn": "flash_attn"}
+    modules = {"te": "transformer_engine", "flash-attn": "flash_attn"}
     modules["apex"] = "fused_weight_gradient_mlp_cuda"
     found = {key: importlib.util.find_spec(name) is not None for key, name in modules.items()}
+    found["te"] = found["te"] and not compat.lacks_te_extension()
     if found["te"]:
         import transformer_engine.pytorch as te
 
