@@ -93,7 +93,7 @@ def _build(
     """``perturbed`` moves the shared matrices away from their initial value."""
     if kha is not None and kha.attention == "gta":
         options["rotary_percent"] = 0.5
-    options |= {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE}
+    options = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE} | options
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = kind(config, spec, position_embedding_type="rope", **options)
@@ -123,10 +123,12 @@ def perturb(model: torch.nn.Module, scale: float = 0.3) -> None:
                 parameter += (scale * noise).to(parameter)
 
 
-def batch(seed: int = 11) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(
+    seed: int = 11, size: tuple[int, int] = (BATCH, SEQUENCE), vocab: int = VOCAB
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return token ids ``[b, s]``, position ids ``[b, s]`` and the causal mask ``[1, 1, s, s]``."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
-    positions = torch.arange(SEQUENCE)[None].expand(BATCH, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    tokens = torch.randint(0, vocab, size, generator=generator)
+    positions = torch.arange(size[1])[None].expand(size)
+    mask = torch.ones(size[1], size[1], dtype=torch.bool).triu(1)[None, None]
     return tokens, positions, mask

@@ -5,7 +5,6 @@ Transformer Engine needs sizes that are multiples of 16, and of 32 for tokens. T
 
 import os
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from types import MappingProxyType
@@ -19,7 +18,6 @@ from megatron.core.models.gpt import GPTModel
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.kernels import fused
 from kha_megatron.mcore import cpu
-from kha_megatron.mcore.specs import kha_layer_spec
 from tests.distributed import models
 
 VOCAB, SEQUENCE, BATCH = 128, 64, 3
@@ -58,18 +56,8 @@ def build(
         "use_cpu_initialization": cpu.is_installed(),
     }
     config = models.transformer_config(**settings | experts | changes)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = GPTModel(
-            config,
-            kha_layer_spec(config, kha),
-            vocab_size=VOCAB,
-            max_sequence_length=SEQUENCE,
-            position_embedding_type="rope",
-            post_process=head,
-        )
-    models.perturb(model)
-    return model.to(device())
+    sizes = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE}
+    return models.gpt_model(config, kha, **sizes, post_process=head).to(device())
 
 
 def device() -> torch.device:
@@ -95,13 +83,9 @@ def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
         parameter.copy_(values[name])
 
 
-def batch(seed: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def batch(seed: int = 5) -> list[torch.Tensor]:
     """Return token ids and position ids ``[b, s]``, and the causal mask ``[1, 1, s, s]``."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCAB, (BATCH, SEQUENCE), generator=generator)
-    positions = torch.arange(SEQUENCE)[None].expand(BATCH, -1)
-    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
-    return tokens.to(device()), positions.to(device()), mask.to(device())
+    return [x.to(device()) for x in models.batch(seed, (BATCH, SEQUENCE), VOCAB)]
 
 
 def outcome(model: GPTModel) -> dict[str, torch.Tensor]:
@@ -191,6 +175,7 @@ def errors(
 
 def _relative(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
     assert found.keys() == want.keys(), found.keys() ^ want.keys()
+    assert any("knock_value" in name for name in found)
     return {
         name: ((value - want[name]).norm() / want[name].norm()).item()
         for name, value in found.items()

@@ -59,7 +59,6 @@ CASES = [
 @pytest.mark.parametrize(("kha", "dtype", "moe"), CASES)
 def test_transformer_engine_equals_local_layers(gpu_rank, gpu_engine, kha, dtype, moe):
     found = gpu_rank(errors, kha, "transformer_engine", DTYPES[dtype], moe)
-    assert any("knock_value" in name for name in found.ours)
     assert not found.beyond(FLOOR[dtype])
 
 
@@ -71,7 +70,6 @@ def test_transformer_engine_equals_local_layers(gpu_rank, gpu_engine, kha, dtype
 def test_gradients_accumulate_beside_fused_weight_gradients(gpu_rank, gpu_engine, kha, moe, fused):
     """Transformer Engine then writes ``main_grad`` itself; our matrices use Megatron's hooks."""
     found = gpu_rank(accumulated_errors, kha, "transformer_engine", moe, fused)
-    assert any("knock_value" in name for name in found.ours)
     assert not found.beyond(FLOOR["bf16"])
 
 
@@ -145,7 +143,6 @@ def test_the_unfused_backend_runs_on_the_cpu(ranks_with_engine, record_property)
 )
 def test_local_layers_with_kernels_equal_those_without(gpu_rank, kha):
     found = gpu_rank(errors, kha, "local", torch.bfloat16, False)
-    assert any("knock_value" in name for name in found.ours)
     assert not found.beyond(FLOOR["bf16"])
 
 

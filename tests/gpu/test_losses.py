@@ -4,7 +4,6 @@ Several run at a time, in the order of ``cases.py``. Those that do not start wit
 ``KHA_GPU_SECONDS`` are skipped.
 """
 
-import importlib.util
 import json
 import math
 import os
@@ -15,9 +14,9 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gpu
 import pytest
 
-from kha_megatron.mcore import compat
 from kha_megatron.model.run import render
 from kha_megatron.recipes import prepare_job
 from kha_megatron.recipes.log_lines import read_history
@@ -41,10 +40,7 @@ def has() -> dict[str, bool]:
 
     if not torch.cuda.is_available():
         pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
-    modules = {"te": "transformer_engine", "flash-attn": "flash_attn"}
-    modules["apex"] = "fused_weight_gradient_mlp_cuda"
-    found = {key: importlib.util.find_spec(name) is not None for key, name in modules.items()}
-    found["te"] = found["te"] and not compat.lacks_te_extension()
+    found = {key: bool(version) for key, version in gpu.find_components().items()}
     if found["te"]:
         import transformer_engine.pytorch as te
 
