@@ -16,15 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+import measuring
 import torch
-from measuring import (
-    describe_machine,
-    machine_line,
-    markdown_row,
-    markdown_table,
-    read_report,
-    write_report,
-)
 
 from kha_megatron.errors import KHAError
 from kha_megatron.mcore import compat, cpu
@@ -108,36 +101,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     report = {
-        "machine": describe_machine(device),
+        "machine": measuring.describe_machine(device),
         "arguments": {k: v for k, v in vars(given).items() if k not in ("json", "resume")},
         "header": module.HEADER,
         "complete": False,
         "results": [],
     }
     if given.resume and given.json.is_file():
-        report = read_report(given.json, report)
-    done = {result["cell"]: result for result in report["results"]}
-    print(machine_line(report["machine"]), "", sep="\n")
-    print(markdown_table(module.HEADER, [r for x in done.values() for r in x["rows"]]), flush=True)
+        report = measuring.read_report(given.json, report)
+    results = report["results"]
+    rows = [row for result in results for row in result["rows"]]
+    print(measuring.machine_line(report["machine"]), "", sep="\n")
+    print(measuring.markdown_table(module.HEADER, rows), flush=True)
+    done = {result["cell"] for result in results}
     for cell, measure in () if report["complete"] else module.cells(given, device):
         if cell not in done:
             print(cell, file=sys.stderr, flush=True)
-            done[cell] = {"cell": cell} | measure()
-            done[cell]["rows"] = module.rows(done[cell])
-            for row in done[cell]["rows"]:
-                print(markdown_row(row), flush=True)
-            if given.json:
-                write_report(given.json, report | {"results": list(done.values())})
+            result = {"cell": cell} | measure()
+            results.append(result | {"rows": module.rows(result)})
+            print(*map(measuring.markdown_row, results[-1]["rows"]), sep="\n", flush=True)
+            measuring.write_report(given.json, report)
             gc.collect()
             torch.cuda.empty_cache()
-    if given.json:
-        write_report(given.json, report | {"results": list(done.values()), "complete": True})
+    measuring.write_report(given.json, report | {"complete": True})
     print()
-    for result in done.values():
+    for result in results:
         for word in ("skipped", "failed"):
             for contender, why in result.get(word, {}).items():
                 print(f"- {result['cell']}: {contender} {word}: {why}")
-    return int(any(result.get("failed") for result in done.values()))
+    return int(any(result.get("failed") for result in results))
 
 
 if __name__ == "__main__":

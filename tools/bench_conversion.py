@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import Spread
+from measuring import Cells, Spread
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from kha_megatron.checkpoint.staging import flush
@@ -141,9 +141,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--without-hashes", action="store_true", help=words)
 
 
-def cells(
-    given: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def cells(given: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each direction and a function that measures it."""
     if (free := shutil.disk_usage(given.folder).free) < NEEDED:
         raise SystemExit(

@@ -12,13 +12,13 @@ import argparse
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from bench import positive
-from measuring import Spread, interleaved, ratios
+from measuring import Cells, Spread, interleaved, ratios
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen3Config
 
 import kha_megatron.hf  # noqa: F401, registers the architecture
@@ -144,9 +144,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--dtype", choices=["bfloat16", "float16", "float32"])
 
 
-def cells(
-    given: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def cells(given: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each batch size and cache, and a function that measures it."""
 
     @functools.cache

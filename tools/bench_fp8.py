@@ -12,13 +12,14 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
 from bench import positive
+from measuring import Cells
 
 from kha_megatron.recipes import Job, get_recipe, prepare_job
 from kha_megatron.recipes.log_lines import LOSS, read_history
@@ -72,9 +73,7 @@ def train(name: str, data: Path, folder: Path, steps: int) -> list[float]:
     return [loss for _, loss in read_history(folder)[LOSS]]
 
 
-def cells(
-    given: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def cells(given: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each contender and a function that returns its losses and the reference."""
     with tempfile.TemporaryDirectory(prefix="kha-fp8-") as made:
         folder = Path(made)

@@ -15,13 +15,13 @@ import argparse
 import functools
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from bench import positive
-from measuring import Spread, interleaved, ratios
+from measuring import Cells, Spread, interleaved, ratios
 from torch import Tensor
 
 from kha_megatron.errors import KHAError
@@ -180,9 +180,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--dtypes", nargs="+", default=["bfloat16"], choices=dtypes)
 
 
-def cells(
-    given: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def cells(given: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each case and work, and a function that measures it."""
     os.environ[fused.KERNELS_VARIABLE] = "triton"  # an error instead of torch
     sizes = itertools.product(given.variants, given.dtypes, given.head_dims, given.tokens)

@@ -17,13 +17,13 @@ import argparse
 import functools
 import itertools
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from bench import positive, prepare_megatron
 from layers import PRECISIONS, SHAPES, STOCK, VARIANTS, Cell, Layer, runnable, start_megatron
-from measuring import Spread, interleaved, kernel_seconds, ratios
+from measuring import Cells, Spread, interleaved, kernel_seconds, ratios
 
 from kha_megatron.errors import ConfigError, KHAError
 
@@ -131,9 +131,7 @@ def options(add: Callable[..., Any]) -> None:
     add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
 
 
-def cells(
-    given: argparse.Namespace, device: torch.device
-) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+def cells(given: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each cell and a function that measures it."""
     prepare_megatron(given.device)
     start_megatron()

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import torch
-from measuring import ROOT, machine_line, markdown_table
+from measuring import ROOT, describe_machine, machine_line, markdown_table
 
 from kha_megatron.mcore.compat import cuda_versions, lacks_te_extension, version_of
 
@@ -259,7 +259,7 @@ def arguments() -> argparse.Namespace:
     words = "comma-separated components that may be missing: "
     add("--without", metavar="COMPONENTS", default="", help=words + ", ".join(COMPONENTS))
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: see above")
-    add("--output", type=Path, help="default: gpu-check/DATE or gpu-bench")
+    add("--output", type=Path, help="default: gpu-check/DATE or gpu-bench/COMMIT")
     given = parser.parse_args()
     given.stages = CHECKS if given.command == "check" else BENCHMARKS
     whole = max(stage.until for stage in given.stages.values())
@@ -299,8 +299,9 @@ def main() -> int:
         ]
         print(markdown_table(["stage", "ends by minute", "what", "arguments"], rows))
         return 0
-    now = datetime.datetime.now(datetime.UTC)
-    default = "gpu-bench" if given.command == "bench" else f"gpu-check/{now:%Y-%m-%d-%H%M%S}"
+    default = f"gpu-check/{datetime.datetime.now(datetime.UTC):%Y-%m-%d-%H%M%S}"
+    if given.command == "bench":  # so that a second start finds the results of this commit
+        default = f"gpu-bench/{describe_machine(torch.device('cpu'))['commit']}"
     session = Session((given.output or Path(default)).absolute(), given.scale)
     session.folder.mkdir(parents=True, exist_ok=True)
     gpus = torch.cuda.device_count() if given.device == "cuda" else 0

@@ -13,7 +13,7 @@ import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -31,6 +31,8 @@ FLUSHES = 24
 queued, so that no gap between launches is timed. The launches of a backward pass can take 1 ms."""
 
 ROOT = Path(__file__).resolve().parents[1]
+Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
+"""The name of each comparison of a benchmark, and a function that returns its result."""
 PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "transformers")
 
 
@@ -185,10 +187,11 @@ def read_report(file: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"results": kept, "complete": found["complete"] and kept == found["results"]}
 
 
-def write_report(file: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` as JSON."""
-    with staged_file(file) as staged:
-        staged.write_text(json.dumps(content, indent=2, default=_plain) + "\n")
+def write_report(file: Path | None, content: Mapping[str, Any]) -> None:
+    """Write ``content`` as JSON, if there is a file to write."""
+    if file:
+        with staged_file(file) as staged:
+            staged.write_text(json.dumps(content, indent=2, default=_plain) + "\n")
 
 
 def _plain(value: Any) -> Any:

@@ -100,7 +100,8 @@ def inspect_components() -> list[Component]:
         findings.append(replace(finding, blocks=finding.status != "ok"))
     findings += [find_devices(), find_transformer_engine(supported), *_find_wrong_apex()]
     for name, (present, absent, extra) in OPTIONAL.items():
-        install = install_command(extra) if extra else f"`pip install {name}`"
+        options = "--no-build-isolation " * (extra == "flash")
+        install = install_command(extra, options) if extra else f"`pip install {name}`"
         findings.append(_package(name, supported, present, absent, install))
     return findings
 
