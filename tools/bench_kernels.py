@@ -27,6 +27,7 @@ from torch import Tensor
 from kha_megatron.errors import KHAError
 from kha_megatron.heads import knock as knocking
 from kha_megatron.heads.kernels import fused
+from kha_megatron.heads.kernels.tilings import KERNEL_VARIANTS
 from kha_megatron.heads.knock import MATRICES
 
 # Of norms: roundings of hidden features and their gradients, several times half a last place.
@@ -173,7 +174,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 def options(add: Callable[..., Any]) -> None:
     """Add the options."""
     dtypes = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
-    add("--variants", nargs="+", default=["mlp"], choices=list(MATRICES))
+    add("--variants", nargs="+", default=["mlp"], choices=KERNEL_VARIANTS)
     add("--tokens", nargs="+", type=positive, help="default: 8192 32768; on a CPU: 16")
     add("--heads", type=positive, default=4, help="KV heads (default: the paper's 4)")
     add("--head-dims", nargs="+", type=positive, default=[128])

@@ -22,13 +22,14 @@ import torch
 from kha_megatron.heads.kernels.tilings import (
     ARCHITECTURE,
     HEAD_DIMS,
+    KERNEL_VARIANTS,
     SHARED_MEMORY,
     Kernel,
     Tiling,
     padded,
     tiling,
 )
-from kha_megatron.heads.knock import MATRICES, Variant
+from kha_megatron.heads.knock import Variant
 
 TRITON_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ROWS_ARGUMENTS = ("X", "Y", "DX", "DY")
@@ -80,7 +81,7 @@ class Report(NamedTuple):
 def launches(dtypes: tuple[torch.dtype, ...]) -> list[Launch]:
     """Return all launches of the package for these dtypes."""
     found = []
-    for sizes in itertools.product(get_args(Kernel), MATRICES, HEAD_DIMS, dtypes):
+    for sizes in itertools.product(get_args(Kernel), KERNEL_VARIANTS, HEAD_DIMS, dtypes):
         launch = Launch(*sizes, tma=False)
         found.append(launch)
         if launch.tiling.allows_descriptors(launch.variant, launch.head_dim, launch.dtype):

@@ -79,7 +79,7 @@ GLOO += ["tests/distributed/test_mutations.py"]
 _MOE = ["layer", "--shapes", "moe"]
 _BF16, _FP8 = ["--precisions", "bf16"], ["--precisions", "tensorwise"]
 _MAIN = ["--variants", "baseline", "mlp", "mlp/kernels", "linear/folded"]
-_REST = ["--variants", "gate", "gate/kernels", "linear", "linear/kernels"]
+_REST = ["--variants", "gate", "gate/kernels", "linear"]
 BENCHMARKS = {
     "layer-moe": Stage(4, "a layer of the paper's MoE in bf16", [*_MOE, *_BF16, *_MAIN]),
     "kernels-mlp": Stage(
@@ -92,9 +92,7 @@ BENCHMARKS = {
         13, "decoding with transformers", ["decode", "--repetitions", "3", "--caches", "static"]
     ),
     "layer-fp8": Stage(17, "the MoE layer in FP8", [*_MOE, *_FP8, *_MAIN]),
-    "kernels-rest": Stage(
-        20, "kernels of KHA-Linear and KHA-Gate", ["kernels", "--variants", "linear", "gate"]
-    ),
+    "kernels-rest": Stage(20, "kernels of KHA-Gate", ["kernels", "--variants", "gate"]),
     "layer-rest": Stage(25, "other variants of the MoE layer", [*_MOE, *_BF16, *_REST]),
 }
 

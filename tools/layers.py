@@ -85,7 +85,6 @@ VARIANTS = {
         Variant("gate", "kha_gate_v"),
         Variant("gate/kernels", "kha_gate_v", kernels=True),
         Variant("linear", "kha_linear"),
-        Variant("linear/kernels", "kha_linear", kernels=True),
         Variant("linear/folded", "kha_linear", fold="always"),
     )
 }

@@ -15,8 +15,8 @@ import torch
 from cross_compile import Launch, Report, compile_all
 from measuring import markdown_table
 
-from kha_megatron.heads.kernels.tilings import Kernel
-from kha_megatron.heads.knock import MATRICES, Variant
+from kha_megatron.heads.kernels.tilings import KERNEL_VARIANTS, Kernel
+from kha_megatron.heads.knock import Variant
 
 PROCESSORS = 132
 BFLOAT16 = 2
@@ -84,12 +84,11 @@ class Work:
 PRODUCTS: dict[Variant, dict[Kernel, int]] = {
     "mlp": {"forward": 3, "backward_input": 5, "backward_weight": 6},
     "gate": {"forward": 1, "backward_input": 2, "backward_weight": 2},
-    "linear": {"forward": 1, "backward_input": 1, "backward_weight": 1},
 }
 """Products of ``[R, D]`` with ``[D, D]``, including what is recomputed."""
 
 TENSORS: dict[Kernel, int] = {"forward": 2, "backward_input": 3, "backward_weight": 2}
-"""Tensors of the values' size, read or written; one less for the input gradient of ``linear``."""
+"""Tensors of the values' size, read or written."""
 
 WORDS: dict[Kernel, str] = {
     "forward": "forward",
@@ -105,7 +104,7 @@ def knocks(heads: Heads, variant: Variant) -> Iterator[Work]:
     for kernel, count in PRODUCTS[variant].items():
         launch = Launch(kernel, variant, heads.dim, torch.bfloat16, tma=True)
         cut = launch.tiling
-        tensors = TENSORS[kernel] - (kernel == "backward_input" and variant == "linear")
+        tensors = TENSORS[kernel]
         tiles, blocks = ceil(rows / cut.rows), ceil(heads.dim / cut.columns)
         splits = min(tiles, PROCESSORS)
         products = count * 2 * heads.dim**2
@@ -127,7 +126,7 @@ def knocks(heads: Heads, variant: Variant) -> Iterator[Work]:
 
 def works_of(heads: Heads) -> list[Work]:
     """Return the rows of one table."""
-    return [work for variant in MATRICES for work in knocks(heads, variant)]
+    return [work for variant in KERNEL_VARIANTS for work in knocks(heads, variant)]
 
 
 def all_launches() -> list[Launch]:

@@ -10,7 +10,7 @@ import gpu
 import pytest
 import torch
 
-from kha_megatron.heads.knock import MATRICES
+from kha_megatron.heads.kernels.tilings import KERNEL_VARIANTS
 
 TOOLS = Path(gpu.__file__).parent
 
@@ -42,7 +42,7 @@ def test_a_dry_run_lists_stages_in_order_with_their_times(
 def test_the_first_stage_has_each_kernel_and_a_layer():
     command = [*gpu.PYTEST, *gpu.CHECKS["first"].words, "--collect-only"]
     done = subprocess.run(command, cwd=gpu.ROOT, capture_output=True, text=True)
-    for variant in MATRICES:
+    for variant in KERNEL_VARIANTS:
         assert f"test_equals_float64_with_every_gradient[{variant}-" in done.stdout
     assert "test_local_layers_with_kernels_equal_those_without[mlp]" in done.stdout
 

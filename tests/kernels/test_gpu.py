@@ -5,8 +5,13 @@ from typing import get_args
 import pytest
 import torch
 
-from kha_megatron.heads.kernels.tilings import HEAD_DIMS, KERNEL_DTYPES, Kernel, tiling
-from kha_megatron.heads.knock import MATRICES
+from kha_megatron.heads.kernels.tilings import (
+    HEAD_DIMS,
+    KERNEL_DTYPES,
+    KERNEL_VARIANTS,
+    Kernel,
+    tiling,
+)
 from tests.kernels import cases
 
 # Of norms: roundings to two bytes, several times half a unit of the last place; float32 sums in
@@ -23,7 +28,7 @@ SIZES = [
     for dtype in KERNEL_DTYPES
     for head_dim in HEAD_DIMS
 ]
-variants = pytest.mark.parametrize("variant", MATRICES)
+variants = pytest.mark.parametrize("variant", KERNEL_VARIANTS)
 sizes = pytest.mark.parametrize(("dtype", "head_dim"), SIZES, ids=str)
 
 

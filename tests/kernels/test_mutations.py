@@ -69,14 +69,6 @@ MISTAKES = {
         MATRICES,
         "mlp",
     ),
-    "linear's input gradient is that of the last block": Mistake(
-        "tiles.py",
-        "    else:\n        return dot_add(gradients[0], tl.trans(weights[0]), dx)",
-        "    else:\n        return dot_add(gradients[0], tl.trans(weights[0]), 0.0 * dx)",
-        {"dx"},
-        INPUT,
-        "linear",
-    ),
     "a row beyond the last is read": Mistake(
         "tiles.py",
         "(columns < D)[None, :]\n    return tl.load(X",
@@ -156,8 +148,8 @@ def mutated(folder, mistake):
 
 REPEATED = {
     *("the mlp's slope lacks a factor", "mlp's down gradient lacks the sigmoid"),
-    *("linear's input gradient is that of the last block", "a row beyond the last is read"),
-    *("the last tile is left out", "the ragged end is not summed"),
+    *("a row beyond the last is read", "the last tile is left out"),
+    "the ragged end is not summed",
 }
 """Mistakes similar to others, which run in ``make test-all`` only."""
 
@@ -184,9 +176,7 @@ def test_mistakes_are_detected(interpreter, name, tmp_path):
         assert "no_name" in unchecked
 
 
-@pytest.mark.parametrize(
-    "variant", ["gate", *(pytest.param(v, marks=pytest.mark.whole) for v in ("mlp", "linear"))]
-)
+@pytest.mark.parametrize("variant", ["gate", pytest.param("mlp", marks=pytest.mark.whole)])
 def test_right_kernels_are_used(interpreter, variant):
     errors, log, fused = interpreter(compare, variant, "auto")
     assert fused

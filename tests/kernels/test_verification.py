@@ -9,7 +9,7 @@ from kha_megatron import announcements
 from kha_megatron.heads import knock as knocking
 from kha_megatron.heads.kernels import verification
 from kha_megatron.heads.kernels.fused import fused_knock
-from kha_megatron.heads.kernels.tilings import KERNEL_DTYPES
+from kha_megatron.heads.kernels.tilings import KERNEL_DTYPES, KERNEL_VARIANTS
 from kha_megatron.heads.kernels.verification import KnockCase, is_trusted
 from kha_megatron.heads.knock import MATRICES
 from tests.kernels import cases
@@ -38,7 +38,7 @@ def compared_under_modes():
     with started(compared):
         found["saved under hooks"] = cases.kept_for_backward("gate") == 0
     with started(compared):
-        found["every way of calling"] = set(cases.ways_of_calling("linear").values()) == {0.0}
+        found["every way of calling"] = set(cases.ways_of_calling("mlp").values()) == {0.0}
     x, weight = torch.randn(7, 64), cases.weight_of("gate", 64, torch.float32)
     want = knocking.knock(x, weight, "gate")
     with started(compared), torch.inference_mode():
@@ -104,7 +104,7 @@ def found_in(wrong, factor, variant, dtype):
 
 
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize("variant", MATRICES)
+@pytest.mark.parametrize("variant", KERNEL_VARIANTS)
 def test_a_result_scaled_by_a_fifth_of_a_percent_is_detected(interpreter, variant, dtype):
     assert interpreter(found_in, None, 1, variant, dtype) is None
     for wrong in ("forward", "backward_input", "backward_weight"):
@@ -121,7 +121,7 @@ def test_gradients_without_autograd_equal_autograd(variant):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-@pytest.mark.parametrize("variant", MATRICES)
+@pytest.mark.parametrize("variant", KERNEL_VARIANTS)
 def test_auto_uses_the_kernels_on_a_gpu(gpu, variant, dtype):
     compared = []
     with started(compared):

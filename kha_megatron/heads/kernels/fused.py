@@ -8,6 +8,7 @@ You can set the ``KHA_KERNELS`` environment variable to one of the following:
 - ``triton``: use the Triton kernels without a self-check, or raise an error if that isn't possible.
   You can combine this with ``TRITON_INTERPRET=1`` to run them on the CPU (slow).
 
+KHA-Linear always uses PyTorch.
 The choice is logged on rank 0. Triton also needs less memory: it only saves the input for backward,
 while PyTorch saves several tensors of that size (see ``kha_megatron.heads.knock.SAVED``).
 """
@@ -24,7 +25,13 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import knock as knocking
-from kha_megatron.heads.kernels.tilings import ARCHITECTURE, HEAD_DIMS, KERNEL_DTYPES, OLDEST_TRITON
+from kha_megatron.heads.kernels.tilings import (
+    ARCHITECTURE,
+    HEAD_DIMS,
+    KERNEL_DTYPES,
+    KERNEL_VARIANTS,
+    OLDEST_TRITON,
+)
 from kha_megatron.heads.kernels.verification import KnockCase, is_trusted
 from kha_megatron.heads.knock import Variant
 
@@ -39,6 +46,8 @@ def fused_knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     Raises:
         ConfigError: If ``KHA_KERNELS`` is invalid, or is ``triton`` but the kernels can't be used.
     """
+    if variant not in KERNEL_VARIANTS:
+        return knocking.knock(x, weight, variant)
     if torch.compiler.is_compiling():
         if torch.is_autocast_enabled(x.device.type):  # autocast does not apply to custom operators
             return knocking.knock(x, weight, variant)

@@ -98,10 +98,7 @@ def knock_backward_input_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
         first = tile * M
         dy = read_tile(DY, first, R, dy_heads, dy_token, dy_head, D, M, P, TMA)
-        if VARIANT == "linear":
-            x = dy  # unused
-        else:
-            x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
+        x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
         dx = tl.zeros((M, P), tl.float32)
         if J == P:
             gradients = hidden_gradients(x, x, dy, dy, weights, VARIANT)

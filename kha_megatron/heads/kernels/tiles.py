@@ -8,7 +8,7 @@ Usually ``J == P``. If the matrices don't fit into shared memory, we process blo
 columns:
 
 - ``mlp``: blocks of hidden features. Each block adds to all columns of ``y``.
-- ``gate`` and ``linear``: blocks of output features, so each block computes some columns of ``y``.
+- ``gate``: blocks of output features, so each block computes some columns of ``y``.
 
 Matmuls accumulate in float32. Intermediate results are rounded to the dtype of the weights, as they
 would be with cuBLAS.
@@ -119,10 +119,8 @@ def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
         up, gate, down = weights
         hidden = dot(x, up) * doubled_sigmoid(dot(x, gate), x.dtype)
         return dot(hidden.to(x.dtype), down)
-    elif VARIANT == "gate":
-        return x_j.to(tl.float32) * doubled_sigmoid(dot(x, weights[0]), x.dtype)
     else:
-        return dot(x, weights[0])
+        return x_j.to(tl.float32) * doubled_sigmoid(dot(x, weights[0]), x.dtype)
 
 
 @triton.jit
@@ -134,7 +132,6 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
 
         - ``mlp``: gradients of ``x @ W_up`` and ``x @ W_gate``, and the hidden features
         - ``gate``: gradient of ``x @ W_gate``, and the direct gradient of ``x_j`` (float32)
-        - ``linear``: ``dy_j``
     """
     if VARIANT == "mlp":
         up, gate, down = weights
@@ -143,13 +140,11 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
         hidden = dot(x, up)
         d_gate = d_up * hidden * (1.0 - 0.5 * factor)
         return d_up.to(x.dtype), d_gate.to(x.dtype), (hidden * factor).to(x.dtype)
-    elif VARIANT == "gate":
+    else:
         factor = doubled_sigmoid(dot(x, weights[0]), x.dtype)
         d_x = dy_j.to(tl.float32) * factor
         d_gate = d_x * x_j.to(tl.float32) * (1.0 - 0.5 * factor)
         return d_gate.to(x.dtype), d_x
-    else:
-        return (dy_j,)
 
 
 @triton.jit
@@ -158,7 +153,7 @@ def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
     if VARIANT == "mlp":
         dx = dot_add(gradients[0], tl.trans(weights[0]), dx)
         return dot_add(gradients[1], tl.trans(weights[1]), dx)
-    elif VARIANT == "gate":
+    else:
         dx = dot_add(gradients[0], tl.trans(weights[0]), dx)
         J: tl.constexpr = gradients[1].shape[1]
         P: tl.constexpr = dx.shape[1]
@@ -173,5 +168,3 @@ def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
                 return dx
             else:  # the rest that 16 bits cannot represent
                 return dot_add((gradients[1] - high.to(tl.float32)).to(place.dtype), place, dx)
-    else:
-        return dot_add(gradients[0], tl.trans(weights[0]), dx)

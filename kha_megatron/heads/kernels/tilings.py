@@ -14,6 +14,9 @@ from kha_megatron.heads.knock import Variant
 Kernel = Literal["forward", "backward_input", "backward_weight"]
 _TilingVariant = Variant | Literal["float32"]
 
+KERNEL_VARIANTS: tuple[Variant, ...] = ("mlp", "gate")
+"""KHA-Linear always uses PyTorch, since cuBLAS is faster (see ``benchmarks/kernels.md``)."""
+
 HEAD_DIMS = (64, 96, 128, 192, 256)
 """Head dims covered by the kernel tests."""
 
@@ -73,27 +76,18 @@ TILINGS: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
     ("forward", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("forward", "gate", 128): Tiling(128, 128, 8, 2),
     ("forward", "gate", 256): Tiling(128, 256, 8, 1, spills=176),  # no spills with descriptors
-    ("forward", "linear", 64): Tiling(128, 64, 8, 2, per_processor=2),
-    ("forward", "linear", 128): Tiling(128, 128, 8, 2),
-    ("forward", "linear", 256): Tiling(64, 256, 4, 2),
     ("backward_input", "mlp", 64): Tiling(128, 64, 8, 2),
     ("backward_input", "mlp", 128): Tiling(128, 64, 8, 2),
     ("backward_input", "mlp", 256): Tiling(64, 32, 4, 2, spills=48),
     ("backward_input", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("backward_input", "gate", 128): Tiling(128, 128, 8, 2),
     ("backward_input", "gate", 256): Tiling(128, 32, 8, 2, spills=32),
-    ("backward_input", "linear", 64): Tiling(128, 64, 8, 2, per_processor=2),
-    ("backward_input", "linear", 128): Tiling(128, 128, 8, 2),
-    ("backward_input", "linear", 256): Tiling(64, 256, 4, 2),
     ("backward_weight", "mlp", 64): Tiling(128, 64, 8, 2),
     ("backward_weight", "mlp", 128): Tiling(128, 64, 8, 2),
     ("backward_weight", "mlp", 256): Tiling(64, 32, 8, 2),
     ("backward_weight", "gate", 64): Tiling(128, 64, 8, 2),
     ("backward_weight", "gate", 128): Tiling(128, 128, 8, 2),
     ("backward_weight", "gate", 256): Tiling(128, 64, 8, 2),
-    ("backward_weight", "linear", 64): Tiling(128, 64, 8, 2),
-    ("backward_weight", "linear", 128): Tiling(128, 128, 8, 2),
-    ("backward_weight", "linear", 256): Tiling(128, 128, 8, 2),
     # all variants in float32, where matmuls do not use tensor cores
     ("forward", "float32", 64): Tiling(32, 32, 8, 1),
     ("forward", "float32", 128): Tiling(32, 32, 8, 1),
