@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from bench import positive, prepare_megatron
 from layers import PRECISIONS, SHAPES, STOCK, VARIANTS, Cell, Layer, runnable, start_megatron
-from measuring import Cells, Spread, interleaved, kernel_seconds, ratios
+from measuring import Cells, Spread, interleaved, kernel_clock, ratios
 
 from kha_megatron.errors import ConfigError, KHAError
 
@@ -60,8 +60,7 @@ def measure(cell: Cell, given: argparse.Namespace, device: torch.device) -> dict
         calls = {n: functools.partial(x.run, MICROBATCHES) for n, x in layers.items()}
         times = interleaved(calls, device, repetitions=given.repetitions)
         if device.type == "cuda":
-            turns = [{n: kernel_seconds(call) for n, call in calls.items()} for _ in range(4)]
-            kernels = {name: [turn[name] for turn in turns[1:]] for name in calls}
+            kernels = interleaved(calls, device, repetitions=3, warm_up=1, clock=kernel_clock)
     return {
         "shape": cell.shape,
         "tokens": cell.tokens,

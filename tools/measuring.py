@@ -64,12 +64,17 @@ class Spread:
         return f"{word} (at most {limit:g}){undecided}"
 
 
+Clock = Callable[[Callable[[], Any]], Callable[[], float]]
+"""Runs a call and returns a function that returns its seconds."""
+
+
 def interleaved(
     contenders: Mapping[str, Callable[[], Any]],
     device: torch.device,
     *,
     repetitions: int,
     warm_up: int = 3,
+    clock: Clock | None = None,
 ) -> dict[str, list[float]]:
     """Return the seconds of each call of each contender; item ``i`` of all lists is turn ``i``.
 
@@ -78,8 +83,9 @@ def interleaved(
         device: of the contenders' tensors. On a GPU its own clock is used, with a cold cache.
         repetitions: turns; each contender runs once per turn.
         warm_up: turns before these, which do not count.
+        clock: how to time a call, if not so.
     """
-    clock = _gpu_clock(device) if device.type == "cuda" else _cpu_clock
+    clock = clock or (_gpu_clock(device) if device.type == "cuda" else _cpu_clock)
     shuffled, names = random.Random(0), list(contenders)
     readings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
     for turn in range(warm_up + repetitions):
@@ -91,15 +97,16 @@ def interleaved(
     return {name: [read() for read in values] for name, values in readings.items()}
 
 
-def kernel_seconds(call: Callable[[], Any]) -> float:
-    """Return the total time of the GPU's kernels and copies in a call, without gaps."""
+def kernel_clock(call: Callable[[], Any]) -> Callable[[], float]:
+    """Time the GPU's kernels and copies in a call, without the gaps between them."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
+    seconds = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
+    return lambda: seconds
 
 
 def ratios(times: list[float], baseline: list[float]) -> Spread:
@@ -114,7 +121,7 @@ def _cpu_clock(call: Callable[[], Any]) -> Callable[[], float]:
     return lambda: seconds
 
 
-def _gpu_clock(device: torch.device) -> Callable[[Callable[[], Any]], Callable[[], float]]:
+def _gpu_clock(device: torch.device) -> Clock:
     scratch = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
 
     def clock(call: Callable[[], Any]) -> Callable[[], float]:
