@@ -16,7 +16,7 @@ from cross_compile import Launch, Report, compile_all
 from measuring import markdown_table
 
 from kha_megatron.heads.kernels.tilings import KERNEL_VARIANTS, Kernel
-from kha_megatron.heads.knock import Variant
+from kha_megatron.heads.knock import MATRICES, Variant
 
 PROCESSORS = 132
 BFLOAT16 = 2
@@ -33,6 +33,11 @@ class Gpu(NamedTuple):
 
 GPUS = {"H100": Gpu(3.35e12, 989e12), "H200": Gpu(4.8e12, 989e12)}
 """Both with 132 multiprocessors."""
+
+
+NVLINK = 450e9
+"""Bytes per second and direction, of the same data sheets."""
+RANKS = 4
 
 
 class Heads(NamedTuple):
@@ -134,6 +139,16 @@ def all_launches() -> list[Launch]:
     return list(dict.fromkeys(work.launch for heads in SIZES.values() for work in works_of(heads)))
 
 
+def all_reduces() -> list[list[str]]:
+    """Return a row for the gradients of each variant's matrices in one layer."""
+    rows = []
+    for variant, names in MATRICES.items():
+        size = len(names) * 128**2 * 4  # Megatron accumulates gradients in float32
+        seconds = 2 * (RANKS - 1) / RANKS * size / NVLINK
+        rows.append([variant, str(len(names)), f"{size / 1e3:.0f}", f"{1e6 * seconds:.2f}"])
+    return rows
+
+
 HEADER = [
     *("kernel", "memory MB", "GFLOP", "H100 µs", "H200 µs", "bound by", "as tiled, H200"),
     *("registers", "spilled bytes", "programs per SM", "instructions"),
@@ -173,6 +188,14 @@ need a GPU to update them: `python tools/roofline.py > benchmarks/roofline.md`
 - The remaining columns are reported by ptxas for sm_90 ({triton}).
 
 {tables}
+
+## Gradients of the shared matrices, {ranks} tensor-parallel ranks
+
+Each rank has some of the heads, so the gradients of the matrices are summed over the ranks.
+Megatron does this once per step, in one all-reduce for all layers. These are the bytes of one layer
+and the shortest time over NVLink (450 GB/s in each direction), without latency:
+
+{all_reduces}
 """
 
 
@@ -187,6 +210,8 @@ def page(reports: Mapping[Any, Report]) -> str:
     return PAGE.format(
         triton=f"Triton {triton.__version__}",
         tables="\n\n".join(tables),
+        ranks=RANKS,
+        all_reduces=markdown_table(["variant", "matrices", "KB", "µs"], all_reduces()),
     )
 
 
