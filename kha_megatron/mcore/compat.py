@@ -4,6 +4,7 @@ All code that depends on the version of Megatron-Core is in this file. We suppor
 :data:`OLDEST` to :data:`NEWEST`.
 """
 
+import copy
 import ctypes
 import functools
 import inspect
@@ -469,6 +470,30 @@ def let_fsdp2_resume() -> None:
 
     checkpointing._load_base_checkpoint = read_and_keep
     training.load_checkpoint = load_with_step
+
+
+@functools.cache  # once per process
+def build_output_layer_without_apex() -> None:
+    """Disable gradient accumulation fusion in Megatron's own linear layers if apex is missing.
+
+    With Transformer Engine, the output layer is the only one of them. All others are Transformer
+    Engine's, which doesn't need apex for the fusion, but Megatron has one setting for both.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if layers._grad_accum_fusion_available:
+        return
+    linear: Any = layers.ColumnParallelLinear
+    build = linear.__init__
+
+    @functools.wraps(build)
+    def build_unfused(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
+        unfused = copy.copy(config)
+        unfused.gradient_accumulation_fusion = False
+        build(self, *args, config=unfused, **kwargs)
+        self.config = config
+
+    linear.__init__ = build_unfused
 
 
 LLAMA3_ROPE = {

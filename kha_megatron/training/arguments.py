@@ -156,7 +156,7 @@ def choose_device(argv: list[str]) -> None:
     """Apply ``--device`` and ``--heads-from``. Must be called before Megatron is imported.
 
     With ``--device cpu``, this installs the CPU runtime and appends the Megatron flags needed for
-    it to ``argv``. On CUDA without apex, it disables gradient-accumulation fusion.
+    it to ``argv``. On CUDA without apex, it disables gradient accumulation fusion in local layers.
 
     Raises:
         ConfigError: If there is no CUDA device, or if ``--fp8-format`` would be ignored.
@@ -203,8 +203,10 @@ def _prepare_for_cuda(argv: list[str], layers: str) -> None:
             "Transformer Engine is installed without its compiled extension. Run "
             f"{install_command('te', '--no-build-isolation ')}, or add --transformer-impl local."
         )
-    if _UNFUSED not in argv and find_spec("fused_weight_gradient_mlp_cuda") is None:
-        argv.append(_UNFUSED)  # Megatron's output layer needs apex for this fusion
+    unfused = layers == "local" or "--use-torch-fsdp2" in argv  # TE doesn't need apex, see compat
+    missing = find_spec("fused_weight_gradient_mlp_cuda") is None
+    if missing and unfused and _UNFUSED not in argv:
+        argv.append(_UNFUSED)
         announce(f"Adding {_UNFUSED}, because NVIDIA's apex is not installed.")
 
 

@@ -80,6 +80,7 @@ def run(program_start: float) -> None:
     compat.let_adams_exchange_states()
     compat.let_fsdp2_resume()
     compat.log_first_iteration_once()
+    compat.build_output_layer_without_apex()
     if cpu.is_installed():
         compat.use_forked_writers()
         compat.skip_fusion_warm_up()

@@ -59,8 +59,10 @@ def second_outcome(model):
 
 def errors(kind, *scalings, look=None, **given):
     """By scaling, ``models.errors`` of logits and of all gradients, or of what ``look`` finds."""
+    from kha_megatron.mcore import compat
     from tests.gpu import models
 
+    compat.build_output_layer_without_apex()
     kha, sizes = KINDS[kind]
     every = {"delayed": second_outcome} if look is None else {}
     return {
@@ -147,6 +149,11 @@ def accumulated(model):
     """What the buffers hold after three microbatches, the first of which makes the FP8 weights."""
     from tests.gpu import models
 
+    fused = model.config.gradient_accumulation_fusion
+    layers = [m for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation")]
+    assert all(layer.fuse_wgrad_accumulation == fused for layer in layers)
+    assert bool(layers) == (model.config.transformer_impl == "transformer_engine")
+    assert not model.output_layer.gradient_accumulation_fusion  # needs apex
     return models.accumulated(model)
 
 
@@ -161,7 +168,7 @@ def accumulated(model):
     ],
 )
 def test_gradients_accumulate_beside_fused_weight_gradients(ranks_with_engine, kind, fused):
-    given = {"look": accumulated, "head": False, "gradient_accumulation_fusion": fused}
+    given = {"look": accumulated, "gradient_accumulation_fusion": fused}
     answers = ranks_with_engine(errors, 1, kind, "bf16", "tensorwise", **given)[0]
     for scaling, found in answers.items():
         assert any("knock_" in name for name in found.ours)

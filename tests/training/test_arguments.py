@@ -158,10 +158,12 @@ def test_the_cpu_adds_only_the_flags_that_are_not_given(monkeypatch, capsys):
 def test_a_gpu_without_apex_trains_without_its_fusion(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     flag = "--no-gradient-accumulation-fusion"
-    for given in ([], [flag]):
-        words = ["training", "--transformer-impl", "local", *given]
+    monkeypatch.setattr("kha_megatron.training.arguments.lacks_te_extension", lambda: False)
+    local, fsdp = ["--transformer-impl", "local"], ["--use-torch-fsdp2"]
+    for given, count in (([], 0), (local, 1), ([*local, flag], 1), (fsdp, 1)):
+        words = ["training", *given]
         choose_device(words)
-        assert words.count(flag) == 1
+        assert words.count(flag) == count
 
 
 def hide_muon(rank):
