@@ -16,6 +16,7 @@ from kha_megatron.cli.options import (
     TrainingDevice,
 )
 from kha_megatron.errors import ConfigError
+from kha_megatron.plan import search as planner
 from kha_megatron.recipes import Slurm, get_recipe, prepare_job
 
 
@@ -32,6 +33,10 @@ def launch(
         int | None,
         typer.Option(min=1, help="Number of ranks per node (default: set by recipe, 8 on Slurm)."),
     ] = None,
+    layout: Annotated[
+        Literal["recipe", "plan"],
+        typer.Option(help="Parallel layout: the recipe's, or the first one of kha-megatron plan."),
+    ] = "recipe",
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the last checkpoint in --output.")
     ] = False,
@@ -113,8 +118,12 @@ def launch(
     slurm = options if executor == "slurm" else None
     if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
         raise ConfigError("Slurm options require --executor slurm. See --help for these options.")
+    chosen = get_recipe(recipe)
+    if layout == "plan":
+        ranks = nodes * options.gpus if slurm else nproc or chosen.ranks
+        chosen = chosen.updated(**planner.plan_arguments(chosen.run, megatron or [], ranks))
     job = prepare_job(
-        get_recipe(recipe),
+        chosen,
         data=data,
         output=output or Path("runs", recipe),
         overrides=megatron or [],

@@ -25,7 +25,7 @@ from kha_megatron.plan.rank import Setup
 _ASSUMED = (
     "Estimates assume Transformer Engine with flash attention, no dropout and balanced experts. A "
     f"layout fits if it uses at most {planner.USABLE_MEMORY:.0%} of the GPU memory. Layouts are "
-    "sorted by fit, idle time (in steps of 5 %) and communication volume."
+    "sorted by fit and by time in steps of 5 %. Times are lower bounds for nodes of 8 H100 GPUs."
 )
 Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Override the recipe.")]
 Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="Only list this size.")]
@@ -56,14 +56,17 @@ def plan(
     heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
-    """List the valid parallel layouts of a recipe with estimated memory and communication.
+    """List the valid parallel layouts of a recipe with estimated memory, communication and time.
 
-    Prints two tables: the peak memory of the fullest rank, and how much data each rank sends per
-    training step. Both have a separate column for KHA. Note that these are estimates based on the
-    model size. In the layout column, e.g. pp4x2 means four pipeline ranks with two virtual stages
-    each.
+    Prints three tables. The first two show the peak memory of the fullest rank, and how much data
+    each rank sends per training step (also to other nodes), with a separate column for KHA. The
+    third one shows rows per GEMM and per expert, memory traffic of fp32 gradients (GB), seconds of
+    computation and of communication that isn't overlapped, the pipeline bubble, and the seconds of
+    a step. Note that these are estimates based on the model size. In the layout column, e.g. pp4x2
+    means four pipeline ranks with two virtual stages each.
 
-    The last line shows the arguments for the first layout. Pass them to `kha-megatron launch`.
+    The last line shows the arguments for the first layout. `kha-megatron launch --layout plan` uses
+    them.
 
     Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
@@ -132,18 +135,25 @@ def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
 def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
     parts = "weights", "grads", "optim", "activ", "KHA", "total", "fits"
     memory = console.number_table("layout", *parts, title="peak memory (GB)")
-    paths = "TP", "CP", "PP", "EP", "DP", "KHA", "all", "idle"
+    paths = "TP", "CP", "PP", "EP", "DP", "KHA", "all", "nodes"
     sent = console.number_table("layout", *paths, title="data sent per rank and step (GB)")
+    costs = "rows", "expert", "grads", "comp", "comm", "idle", "step"
+    times = console.number_table("layout", *costs, title="estimated time per step")
     for plan in plans:
         own, path, name = plan.memory, plan.communication, _name(plan.layout)
         spent = [own.weights, own.gradients, own.optimizer, own.activations]
         spent += [plan.kha_memory.total, plan.total_memory]
         fits = "yes" if planner.fits(plan, capacity) else "no"
         memory.add_row(name, *map(_gigabytes, spent), fits)
-        bytes_sent = [path.tensor, path.context, path.pipeline, path.expert, path.data]
-        bytes_sent += [path.kha + path.kha_data, path.total]
-        sent.add_row(name, *map(_gigabytes, bytes_sent), f"{plan.idle:.1%}")
-    console.out.print(memory, "", sent)
+        bytes_sent = [path.tensor, path.context, path.pipeline, path.expert]
+        bytes_sent += [path.data + path.expert_data, path.kha + path.kha_data, path.total]
+        time = plan.time
+        sent.add_row(name, *map(_gigabytes, [*bytes_sent, time.node_bytes]))
+        rows = f"{time.rows:.0f}", f"{time.expert_rows:.0f}" if time.expert_rows else "-"
+        busy = f"{time.compute:.2f}", f"{time.sent + time.data:.2f}"
+        gradients = _gigabytes(time.gradient_bytes)
+        times.add_row(name, *rows, gradients, *busy, f"{time.idle:.0%}", f"{time.total:.2f}")
+    console.out.print(memory, "", sent, "", times)
 
 
 def _name(layout: Layout) -> str:

@@ -31,6 +31,7 @@ class Communication:
     pipeline: float = 0
     expert: float = 0
     data: float = 0
+    expert_data: float = 0  # DP communication for experts, not included in data
     kha_data: float = 0  # DP communication for head mechanisms, not included in data
 
     @property
@@ -71,8 +72,8 @@ def estimate_communication(rank: Rank) -> Communication:
         context=microbatches * len(layers) * context,
         pipeline=_pipeline(rank),
         expert=microbatches * moe * _experts(rank),
-        data=bytes_per_parameter
-        * (_ring(dense) * (counts.dense - counts.kha) + _ring(layout.expert_dp) * counts.experts),
+        data=bytes_per_parameter * _ring(dense) * (counts.dense - counts.kha),
+        expert_data=bytes_per_parameter * _ring(layout.expert_dp) * counts.experts,
         kha_data=bytes_per_parameter * _ring(dense) * counts.kha,
     )
 

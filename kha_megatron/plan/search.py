@@ -3,13 +3,14 @@
 All valid layouts are ranked by the following criteria:
 
 1. whether they fit into GPU memory
-2. pipeline bubble, in steps of 5% because the estimate isn't more accurate than that
-3. communication volume
-4. memory
+2. estimated step time in steps of 5%, see :mod:`kha_megatron.plan.timing`
+3. fewer ranks that share a sequence, as the Megatron-Core MoE guide recommends
+4. estimated step time
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,17 +19,15 @@ from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.rules import build_head_facts, check_layout
-from kha_megatron.model.run import Run
+from kha_megatron.model.run import Run, parse_arguments
 from kha_megatron.plan.communication import Communication, estimate_communication
-from kha_megatron.plan.counts import Flops, compute_flops, get_countable_model
+from kha_megatron.plan.counts import get_countable_model
 from kha_megatron.plan.memory import Memory, estimate_memory
 from kha_megatron.plan.rank import Precision, Rank, Recompute, Setup
+from kha_megatron.plan.timing import GPUS_PER_NODE, StepTime, estimate_time
 
 USABLE_MEMORY = 0.9
 """Leave some headroom for everything that isn't part of the estimate (e.g. the CUDA context)."""
-
-GPUS_PER_NODE = 8
-"""TP and CP are limited to this size unless the user asks for more."""
 
 MAX_GPUS = 131_072
 
@@ -45,7 +44,7 @@ class PlannedLayout:
     memory: Memory  # of that stage, excluding KHA
     kha_memory: Memory
     communication: Communication  # of the pipeline stage that sends the most
-    idle: float  # pipeline bubble / step time
+    time: StepTime
 
     @property
     def total_memory(self) -> float:
@@ -105,7 +104,6 @@ def plan_layouts(
         raise ConfigError(f"The number of GPUs must be between 1 and {MAX_GPUS}, got {gpus}.")
     given = {name: size for name, size in fixed.items() if size is not None}
     plans: list[PlannedLayout] = []
-    work = compute_flops(setup.model, setup.kha, setup.batch.seq_length)
     refusal: ConfigError | None = None
     for layout in _candidates(setup, gpus, given):
         try:
@@ -113,13 +111,14 @@ def plan_layouts(
         except ConfigError as error:
             refusal = refusal or error
         else:
-            plans.append(_plan(setup, layout, work))
+            plans.append(_plan(setup, layout))
     if refusal and not plans:
         raise refusal
 
-    def order(plan: PlannedLayout) -> tuple[bool, int, float, float]:
-        idle = int(plan.idle / 0.05)
-        return not fits(plan, gpu_memory), idle, plan.communication.total, plan.total_memory
+    def order(plan: PlannedLayout) -> tuple[bool, int, int, float]:
+        layout, seconds = plan.layout, plan.time.total
+        shared = layout.tp * layout.pp * layout.cp
+        return not fits(plan, gpu_memory), round(math.log(seconds, 1.05)), shared, seconds
 
     return sorted(plans, key=order)
 
@@ -129,11 +128,11 @@ def get_layout_arguments(layout: Layout, model: ModelConfig) -> dict[str, Any]:
 
     If the model was given as a layer pattern, the result contains a pattern with its stages.
     """
-    sizes = [*SIZES, "sequence_parallel", "loss_as_layer"]
+    sizes = [*SIZES, "sequence_parallel", "embedding_as_layer", "loss_as_layer"]
     if not model.num_experts:
         sizes = [name for name in sizes if name not in ("ep", "etp")]
     if model.hybrid_layer_pattern:
-        sizes = [name for name in sizes if name not in ("vpp", "loss_as_layer")]
+        sizes = [name for name in sizes if name != "vpp" and not name.endswith("as_layer")]
     whole = replace(layout, etp=layout.expert_tp)
     arguments = {
         row.argument: value
@@ -144,6 +143,19 @@ def get_layout_arguments(layout: Layout, model: ModelConfig) -> dict[str, Any]:
         stages = itertools.chain.from_iterable(layout.chunk_layers(model.layers))
         arguments["hybrid_layer_pattern"] = str(model.layer_pattern(stages))
     return arguments
+
+
+def plan_arguments(
+    run: Run, words: Sequence[str], gpus: int, gpu_memory: float = 80e9
+) -> dict[str, Any]:
+    """Return the arguments of the best layout for a run with additional command-line arguments.
+
+    Parallel sizes in ``words`` are fixed.
+    """
+    given = {name: one.value for name, one in parse_arguments(words).items()}
+    fixed = {row.field: given.get(row.argument) for row in rows(Layout) if row.field in SIZES}
+    setup = build_setup(run.updated(words))
+    return get_layout_arguments(plan_layouts(setup, gpus, gpu_memory, fixed)[0].layout, setup.model)
 
 
 def fits(plan: PlannedLayout, gpu_memory: float) -> bool:
@@ -157,6 +169,7 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
         return [fixed[name]] if name in fixed else open_to
 
     whole = divisors(gpus)
+    # TP and CP are limited to one node unless the user asks for more
     tensor = sizes("tp", [n for n in whole if n <= GPUS_PER_NODE])
     pipeline = sizes("pp", [n for n in whole if n <= model.layers])
     context = sizes("cp", [n for n in whole if n <= GPUS_PER_NODE])
@@ -164,8 +177,8 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
     for tp, pp, cp, ep in itertools.product(tensor, pipeline, context, experts):
         # etp is either 1 or tp by default
         for etp in sizes("etp", sorted({1, tp}) if model.num_experts else [tp]):
-            loss_as_layer = bool(model.layers % pp) and not (model.layers + 1) % pp
-            deepest = max(1, (model.layers + loss_as_layer) // pp) if pp > 1 else 1
+            ends = next((n for n in range(3) if not (model.layers + n) % pp), 0)
+            deepest = max(1, (model.layers + ends) // pp) if pp > 1 else 1
             for vpp in sizes("vpp", divisors(deepest)):
                 yield Layout(
                     world_size=gpus,
@@ -176,38 +189,24 @@ def _candidates(setup: Setup, gpus: int, fixed: Mapping[str, int]) -> Iterator[L
                     ep=ep,
                     etp=etp,
                     sequence_parallel=tp > 1,
-                    loss_as_layer=loss_as_layer,
+                    embedding_as_layer=ends > 1,
+                    loss_as_layer=ends > 0,
                 )
 
 
-def _plan(setup: Setup, layout: Layout, work: Flops) -> PlannedLayout:
+def _plan(setup: Setup, layout: Layout) -> PlannedLayout:
     # The other stages have fewer microbatches in flight than the second, so they need less memory.
     stages = sorted({0, min(1, layout.pp - 1), layout.pp - 1})
     ranks = [Rank(setup, layout, stage) for stage in stages]
     costs = [estimate_memory(rank) for rank in ranks]
     worst = max(range(len(ranks)), key=lambda i: sum(part.total for part in costs[i]))
-    microbatches = ranks[0].microbatches
+    sent = list(map(estimate_communication, ranks))
     return PlannedLayout(
         layout=layout,
-        microbatches=microbatches,
+        microbatches=ranks[0].microbatches,
         stage=ranks[worst].stage,
         memory=costs[worst][0],
         kha_memory=costs[worst][1],
-        communication=max(map(estimate_communication, ranks), key=lambda c: c.total),
-        idle=_estimate_bubble(layout, setup.model.layers, microbatches, work),
+        communication=max(sent, key=lambda c: c.total),
+        time=estimate_time(ranks, sent),
     )
-
-
-def _estimate_bubble(layout: Layout, layers: int, microbatches: int, work: Flops) -> float:
-    """Estimate pipeline bubble / step time, see section 2.2 of https://arxiv.org/abs/2104.04473.
-
-    The step time depends on the slowest stage (e.g. the last one if the vocabulary is large).
-    """
-    per_layer = (work.forward - work.logits) / layers
-    stages = [
-        per_layer * sum(map(len, layout.stage_layers(layers, stage))) for stage in range(layout.pp)
-    ]
-    stages[-1] += work.logits
-    slowest, whole = max(stages), sum(stages)
-    step = microbatches * slowest + (whole - slowest) / (layout.vpp or 1)
-    return 1 - microbatches * whole / layout.pp / step

@@ -13,8 +13,9 @@ def test_tables_list_the_layouts_and_the_assumptions(run):
     assert "valid layouts on 64 GPUs" in text
     assert "Estimates assume Transformer Engine" in text
     rows = [line.split() for line in text.splitlines() if " dp" in line]
-    assert len(rows) == 6
+    assert len(rows) == 9
     assert {row[-1] for row in rows[:3]} == {"yes"}
+    assert rows[6][2:4] == ["4096", "2048"]  # rows per GEMM and per expert
     assert all("ep8" in row for row in rows)
     assert max(map(len, text.splitlines()[1:-3])) <= 80  # a plain terminal
     assert "--expert-model-parallel-size 8" in text.splitlines()[-1]
@@ -31,6 +32,7 @@ def test_json_adds_up(run):
     assert layout["layout"]["dp"] == 16
     assert layout["layout"]["expert_dp"] == 8
     assert layout["microbatches"] == 30
-    assert 2 / 32 < layout["idle"] < 1  # of equal stages, and the last has the logits as well
+    # of equal stages, and the last has the logits as well
+    assert 2 / 32 < layout["time"]["idle"] < 1
     parts = [*layout["memory"].values(), *layout["kha_memory"].values()]
     assert sum(parts) == pytest.approx(layout["total_memory"])

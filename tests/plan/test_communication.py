@@ -160,7 +160,7 @@ def test_expert_parallel_bytes(ranks):
     layout = Layout(tp=2, ep=2, etp=1, sequence_parallel=True)
     total, planned = compare(ranks, 4, layout, EXPERTS)
     assert total.pop("kha") == summed(planned, "kha")
-    names = ("tensor", "expert", "data", "kha_data")
+    names = ("tensor", "expert", "data", "expert_data", "kha_data")
     assert sum(total.values()) == pytest.approx(summed(planned, *names))
 
 

@@ -1,14 +1,19 @@
 """Test which layouts the planner lists, their order, and the cost of KHA."""
 
+import math
 from dataclasses import asdict, replace
 
 import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.layout import Layout
 from kha_megatron.model.rules import check_layout
+from kha_megatron.plan.communication import estimate_communication
 from kha_megatron.plan.counts import compute_flops
+from kha_megatron.plan.rank import Rank
 from kha_megatron.plan.search import build_setup, fits, get_layout_arguments, plan_layouts
+from kha_megatron.plan.timing import estimate_time, list_gemms
 from kha_megatron.recipes import get_recipe
 
 GB = 1e9
@@ -32,12 +37,12 @@ def test_every_listed_layout_is_legal_and_costed(name, gpus):
         layout = plan.layout
         assert layout.dp * layout.tp * layout.pp * layout.cp == gpus
         assert plan.microbatches * layout.dp == setup.batch.global_batch_size
-        assert 0 <= plan.idle < 1
+        assert 0 <= plan.time.idle < 1
         assert 0 < plan.kha_memory.total < 0.15 * plan.total_memory
         assert plan.communication.total > 0
         assert layout not in seen
         seen.add(layout)
-    keys = [(not fits(p, 80 * GB), int(p.idle / 0.05), p.communication.total) for p in plans]
+    keys = [(not fits(p, 80 * GB), round(math.log(p.time.total, 1.05))) for p in plans]
     assert keys == sorted(keys)
 
 
@@ -121,17 +126,71 @@ def test_a_recipe_that_cannot_be_counted_is_refused():
             build_setup(get_recipe(name).run)
 
 
+def simulate(stages, microbatches):
+    """Return the end of a 1F1B schedule. Forward passes take a third of a stage's time."""
+    ends, orders = {}, []
+    for stage in range(len(stages)):
+        early = min(microbatches, len(stages) - 1 - stage)
+        steps = [("F", m) for m in range(early)]
+        for m in range(microbatches):
+            steps += [("F", m + early)] * (m + early < microbatches) + [("B", m)]
+        orders.append(steps)
+    free = [0.0] * len(stages)
+    while any(orders):
+        for stage, steps in enumerate(orders):
+            while steps:
+                kind, m = steps[0]
+                before = stage + (1 if kind == "B" else -1)
+                if 0 <= before < len(stages) and (kind, m, before) not in ends:
+                    break
+                start = max(free[stage], ends.get((kind, m, before), 0))
+                free[stage] = start + stages[stage] * (2 if kind == "B" else 1) / 3
+                ends[kind, m, stage] = free[stage]
+                del steps[0]
+    return max(free)
+
+
 def test_the_slowest_stage_sets_the_pace():
-    """A vocabulary of 157,184 beside 24 layers of 1,024: the logits are a ninth of the work."""
+    """A vocabulary of 157,184 beside 24 layers of 1,024: the last stage is the slowest."""
     setup = build_setup(get_recipe("dense-0.6b").run)
-    work = compute_flops(setup.model, setup.kha, setup.batch.seq_length)
     (plan,) = plan_layouts(setup, 8, 80 * GB, {"tp": 1, "pp": 4, "vpp": 1, "cp": 1})
-    stages = [(work.forward - work.logits) / 4] * 4
-    stages[-1] += work.logits
-    # 1F1B: the last stage works without a break, before and after it the others do once
-    step = (plan.microbatches - 1) * stages[-1] + sum(stages)
-    busy = [plan.microbatches * stage / step for stage in stages]
-    assert plan.idle == pytest.approx(1 - sum(busy) / 4)
-    assert plan.idle > 0.25
-    best = plan_layouts(setup, 64, 80 * GB, {})[0]
-    assert best.layout.pp == 1
+    ranks = [Rank(setup, plan.layout, stage) for stage in range(4)]
+    times = [estimate_time([rank], [estimate_communication(rank)]) for rank in ranks]
+    stages = [(time.compute + time.sent) / plan.microbatches for time in times]
+    assert stages[3] > 1.2 * stages[2]
+    end = simulate(stages, plan.microbatches)
+    assert plan.time.total == pytest.approx(end, rel=1e-3)
+    assert plan.time.idle == pytest.approx(1 - plan.microbatches * sum(stages) / 4 / end, rel=1e-2)
+    assert plan_layouts(setup, 64, 80 * GB, {})[0].layout.pp == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("dense-1.7b", {"tp": 2, "cp": 2, "pp": 2, "sequence_parallel": True}),
+        ("moe-a0.8b-6.6b", {"tp": 2, "etp": 1, "ep": 4, "pp": 3, "sequence_parallel": True}),
+        ("moe-a0.8b-6.6b", {"tp": 4, "ep": 2, "sequence_parallel": True}),
+    ],
+)
+def test_all_ranks_together_multiply_what_the_model_does(name, sizes):
+    setup = build_setup(get_recipe(name).run, global_batch_size=48)
+    layout, found = Layout(world_size=24, **sizes), 0
+    for stage in range(layout.pp):
+        rank = Rank(setup, layout, stage)
+        flops = sum(
+            2 * n * rows * inputs * outputs for n, rows, inputs, outputs in list_gemms(rank)
+        )
+        found += 24 / layout.pp * rank.microbatches * flops
+    work = compute_flops(setup.model, KHAConfig(), setup.batch.seq_length)
+    assert found == pytest.approx(48 * (work.projections + work.mlp + work.logits))
+
+
+def test_expert_parallelism_stays_within_a_node():
+    setup = build_setup(get_recipe("moe-a0.8b-6.6b").run)
+    assert plan_layouts(setup, 64, 80 * GB, {})[0].layout.ep == 8
+    fixed = {"tp": 1, "pp": 1, "cp": 1}
+    near, far = (plan_layouts(setup, 64, 80 * GB, fixed | {"ep": ep})[0].time for ep in (8, 64))
+    # 56 of 64 ranks are on other nodes, and the network is nine times slower than NVLink
+    assert far.sent == pytest.approx(near.sent * 9 * (56 / 64) / (7 / 8))
+    assert far.expert_rows == 8 * near.expert_rows
+    assert near.gradient_bytes > 2 * far.gradient_bytes
