@@ -1,4 +1,4 @@
-"""Compare the planner with layouts that NVIDIA published: the table in docs/launch.md."""
+"""Compare the planner with layouts that NVIDIA published: the table in benchmarks/layouts.md."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from kha_megatron.model.run import Run
 from kha_megatron.plan.search import build_setup, fits, plan_layouts
 from kha_megatron.recipes.paper import ATTENTION, grouped_query
 
-DOCS = Path(__file__).parents[2] / "docs" / "launch.md"
+TABLE = Path(__file__).parents[2] / "benchmarks" / "layouts.md"
 
 TRAINING = {"bf16": True, "use_distributed_optimizer": True, "micro_batch_size": 1}
 TRAINING |= {"untie_embeddings_and_output_weights": True}
@@ -73,7 +73,7 @@ def describe(tp: int, pp: int, vpp: int, cp: int, ep: int) -> str:
 
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.model} {row.sizes}")
-def test_the_docs_show_the_rank_of_a_published_layout(row):
+def test_the_table_shows_how_the_plan_ranks_a_layout(row):
     given = {"seq_length": row.length, "global_batch_size": row.batch, **MODELS[row.model]}
     given |= ATTENTION | {"qk_layernorm": "Qwen" in row.model}
     setup = build_setup(Run.from_values(**TRAINING, **given), precision=row.precision)
@@ -97,4 +97,4 @@ def test_the_docs_show_the_rank_of_a_published_layout(row):
     ]
     line = f"| {' | '.join(map(str, cells))} |"
     print(line)  # pytest -rP shows the rows to copy
-    assert line in DOCS.read_text().splitlines()
+    assert line in TABLE.read_text().splitlines()
