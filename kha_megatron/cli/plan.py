@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -27,7 +27,6 @@ _ASSUMED = (
     f"layout fits if it uses at most {planner.USABLE_MEMORY:.0%} of the GPU memory. Layouts are "
     "sorted by fit and by time in steps of 5 %. Times are lower bounds for nodes of 8 H100 GPUs."
 )
-Size = Annotated[int | None, typer.Option(min=1, max=2**31, help="Override the recipe.")]
 Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="Only list this size.")]
 
 
@@ -37,15 +36,6 @@ def plan(
     *,
     gpus: Annotated[int, typer.Option(help=f"Number of GPUs, up to {planner.MAX_GPUS}.")],
     gpu_memory: GPUMemory = "80GB",
-    seq_length: Size = None,
-    micro_batch_size: Size = None,
-    global_batch_size: Size = None,
-    recompute: Annotated[
-        Literal["none", "selective", "full"], typer.Option(help="Activation recomputation.")
-    ] = "none",
-    precision: Annotated[
-        Literal["bf16", "fp8"] | None, typer.Option(help="Override the precision of the recipe.")
-    ] = None,
     tp: Fixed = None,
     pp: Fixed = None,
     vpp: Fixed = None,
@@ -71,15 +61,9 @@ def plan(
     Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
       kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 80GB --tp 2 --pp 4 --json
+      kha-megatron plan moe-a0.8b-6.6b --gpus 512 -- --seq-length 32768 --recompute-granularity full
     """
-    setup = planner.build_setup(
-        recipes.get_recipe(recipe).run.updated(megatron or []),
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        global_batch_size=global_batch_size,
-        precision=precision,
-        recompute=recompute,
-    )
+    setup = planner.build_setup(recipes.get_recipe(recipe).run.updated(megatron or []))
     capacity = parse_size("--gpu-memory", gpu_memory)
     fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
     plans = planner.plan_layouts(setup, gpus, capacity, fixed)
@@ -93,7 +77,7 @@ def plan(
             "gpu_memory": capacity,
             "batch": asdict(setup.batch),
             "precision": setup.precision,
-            "recompute": recompute,
+            "recompute": setup.recompute,
             "parameters": counts,
             "assumed": _ASSUMED,
             "legal": len(plans),
@@ -104,7 +88,7 @@ def plan(
         return
     console.out.print(
         f"{recipe}: {counts['total']:,} parameters ({counts['active']:,} active, {counts['kha']:,} "
-        f"for KHA on {setup.kha}), {setup.precision}, recompute {recompute}, sequence length "
+        f"for KHA on {setup.kha}), {setup.precision}, recompute {setup.recompute}, sequence length "
         f"{setup.batch.seq_length}, global batch size {setup.batch.global_batch_size}"
     )
     _print(plans[:limit], capacity)

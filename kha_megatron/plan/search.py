@@ -16,14 +16,14 @@ from typing import Any
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import rows
-from kha_megatron.model.layout import Batch, Layout, divisors
+from kha_megatron.model.layout import Layout, divisors
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.rules import build_head_facts, check_layout
 from kha_megatron.model.run import Run, parse_arguments
 from kha_megatron.plan.communication import Communication, estimate_communication
 from kha_megatron.plan.counts import get_countable_model
 from kha_megatron.plan.memory import Memory, estimate_memory
-from kha_megatron.plan.rank import Precision, Rank, Recompute, Setup
+from kha_megatron.plan.rank import Rank, Setup
 from kha_megatron.plan.timing import GPUS_PER_NODE, StepTime, estimate_time
 
 USABLE_MEMORY = 0.9
@@ -51,38 +51,24 @@ class PlannedLayout:
         return self.memory.total + self.kha_memory.total
 
 
-def build_setup(
-    run: Run,
-    *,
-    seq_length: int | None = None,
-    micro_batch_size: int | None = None,
-    global_batch_size: int | None = None,
-    precision: Precision | None = None,
-    recompute: Recompute = "none",
-) -> Setup:
-    """Extract what the planner needs from a run. Optional arguments override the run's settings.
+def build_setup(run: Run) -> Setup:
+    """Extract what the planner needs from a run.
 
     Raises:
         ConfigError: If the planner doesn't support the model, or there is no batch size.
     """
-    model, batch = get_countable_model(run.model), run.batch
+    model, batch, training = get_countable_model(run.model), run.batch, run.training
     if model.attention_type != "gqa" or model.mtp_num_layers or batch is None:
         found = "multi-token prediction" if model.mtp_num_layers else model.attention_type.upper()
         found = "a run without a batch size" if batch is None else found
         raise ConfigError(f"Planning is not supported for {found}.")
-    default: Precision = "fp8" if model.fp8 else "bf16" if run.training.bf16 else "fp32"
-    precision = precision or default
     return Setup(
-        model=replace(model, fp8="hybrid" if precision == "fp8" else None),
+        model=model,
         kha=run.kha,
-        batch=Batch(
-            seq_length=seq_length or batch.seq_length,
-            micro_batch_size=micro_batch_size or batch.micro_batch_size,
-            global_batch_size=global_batch_size or batch.global_batch_size,
-        ),
-        precision=precision,
-        recompute=recompute,
-        distributed_optimizer=run.training.use_distributed_optimizer,
+        batch=batch,
+        precision="fp8" if model.fp8 else "bf16" if training.bf16 else "fp32",
+        recompute=training.recompute_granularity or "none",
+        distributed_optimizer=training.use_distributed_optimizer,
     )
 
 

@@ -1,9 +1,8 @@
 """Step time estimates, which rank layouts.
 
-These are lower bounds from data sheets, not predictions. Each GEMM takes as long as its FLOPs or
-its memory traffic, whichever is slower. GEMMs with few rows (per expert) are memory-bound, because
-each microbatch reads the weights, and reads and writes their fp32 gradients. We leave out whatever
-hardly depends on the layout, such as other kernels, launch overhead and the optimizer.
+These are lower bounds, not predictions. Each GEMM takes as long as its FLOPs or its memory traffic.
+With few rows (per expert), it's memory-bound, because each microbatch reads the weights, and reads
+and writes their fp32 gradients. Other kernels, launch overhead and the optimizer are left out.
 
 TP, EP (all-to-all) and PP communication is not overlapped with computation, as in our recipes. CP
 is overlapped with attention, and DP with one microbatch. Groups are placed on nodes in Megatron's

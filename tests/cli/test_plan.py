@@ -23,9 +23,9 @@ def test_tables_list_the_layouts_and_the_assumptions(run):
 
 def test_json_adds_up(run):
     words = ["--tp", "2", "--pp", "3", "--vpp", "1", "--cp", "1", "--ep", "4", "--etp", "1"]
-    batch = ["--global-batch-size", "480", "--recompute", "full", "--precision", "fp8"]
-    words = [*PLAN[:2], "--gpus", "96", *words, *batch, "--gpu-memory", "40GiB", "--json"]
-    result = json.loads(run(*words)[1])
+    words = [*PLAN[:2], "--gpus", "96", *words, "--gpu-memory", "40GiB", "--json"]
+    changes = "--global-batch-size 480 --recompute-granularity full --fp8-format hybrid"
+    result = json.loads(run(*words, "--", *changes.split())[1])
     assert result["gpu_memory"] == 40 * 2**30
     assert (result["precision"], result["recompute"]) == ("fp8", "full")
     (layout,) = result["layouts"]

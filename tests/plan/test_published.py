@@ -76,7 +76,8 @@ def describe(tp: int, pp: int, vpp: int, cp: int, ep: int) -> str:
 def test_the_table_shows_how_the_plan_ranks_a_layout(row):
     given = {"seq_length": row.length, "global_batch_size": row.batch, **MODELS[row.model]}
     given |= ATTENTION | {"qk_layernorm": "Qwen" in row.model}
-    setup = build_setup(Run.from_values(**TRAINING, **given), precision=row.precision)
+    given |= {"fp8": "hybrid"} if row.precision == "fp8" else {}
+    setup = build_setup(Run.from_values(**TRAINING, **given))
     plans = plan_layouts(setup, row.gpus, 80e9, {})
     etp = 1 if "num_experts" in given else row.sizes[0]
     number, plan = next(

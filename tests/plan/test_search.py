@@ -28,7 +28,8 @@ GB = 1e9
     ],
 )
 def test_every_listed_layout_is_legal_and_costed(name, gpus):
-    setup = build_setup(get_recipe(name).run, global_batch_size=768 if gpus == 24 else None)
+    batch = {"global_batch_size": 768} if gpus == 24 else {}
+    setup = build_setup(get_recipe(name).run.updated(**batch))
     plans = plan_layouts(setup, gpus, 80 * GB, {})
     assert plans
     seen = set()
@@ -47,7 +48,7 @@ def test_every_listed_layout_is_legal_and_costed(name, gpus):
 
 
 def test_fixed_sizes_are_kept():
-    setup = build_setup(get_recipe("moe-a0.8b-6.6b").run, global_batch_size=48)
+    setup = build_setup(get_recipe("moe-a0.8b-6.6b").run.updated(global_batch_size=48))
     fixed = {"tp": 2, "pp": 3, "vpp": 2, "cp": 1, "ep": 4, "etp": 1}
     (plan,) = plan_layouts(setup, 24, 80 * GB, fixed)
     assert {name: getattr(plan.layout, name) for name in fixed} == fixed
@@ -80,7 +81,7 @@ def test_an_illegal_layout_is_refused_with_the_reason(gpus, fixed, match):
 
 
 def test_fp8_layouts_keep_their_multiples():
-    setup = build_setup(get_recipe("moe-a1b-6.1b").run, precision="fp8")
+    setup = build_setup(get_recipe("moe-a1b-6.1b").run.updated(fp8="hybrid"))
     etps = {plan.layout.expert_tp for plan in plan_layouts(setup, 64, 80 * GB, {})}
     assert etps == {1, 2, 4, 8}  # 384 features on 8 ranks are 48, a multiple of 16
     with pytest.raises(
@@ -106,8 +107,9 @@ def test_kha_costs_what_it_adds():
 def test_recompute_and_memory_decide_what_fits():
     name, fixed = "dense-3.9b", {"tp": 1, "pp": 1, "cp": 1}
     totals = []
-    for recompute in ("none", "selective", "full"):
-        setup = build_setup(get_recipe(name).run, recompute=recompute, micro_batch_size=4)
+    for recompute in ("", "--recompute-granularity selective", "--recompute-granularity full"):
+        words = f"--micro-batch-size 4 {recompute}".split()
+        setup = build_setup(get_recipe(name).run.updated(words))
         (plan,) = plan_layouts(setup, 8, 80 * GB, fixed)
         totals.append(plan.total_memory)
         assert fits(plan, plan.total_memory / 0.89)
@@ -173,7 +175,7 @@ def test_the_slowest_stage_sets_the_pace():
     ],
 )
 def test_all_ranks_together_multiply_what_the_model_does(name, sizes):
-    setup = build_setup(get_recipe(name).run, global_batch_size=48)
+    setup = build_setup(get_recipe(name).run.updated(global_batch_size=48))
     layout, found = Layout(world_size=24, **sizes), 0
     for stage in range(layout.pp):
         rank = Rank(setup, layout, stage)
