@@ -101,10 +101,10 @@ def plan(
 
 
 def _as_data(plan: planner.PlannedLayout, setup: Setup, capacity: float) -> dict[str, Any]:
-    names = ("tp", "pp", "vpp", "cp", "ep", "dp", "expert_dp", "sequence_parallel", "loss_as_layer")
-    layout = {name: getattr(plan.layout, name) for name in names} | {"etp": plan.layout.expert_tp}
+    layout = plan.layout
+    derived = {"etp": layout.expert_tp, "dp": layout.dp, "expert_dp": layout.expert_dp}
     return asdict(plan) | {
-        "layout": layout,
+        "layout": asdict(layout) | derived,
         "fits": planner.fits(plan, capacity),
         "total_memory": plan.total_memory,
         "arguments": _arguments(plan, setup),

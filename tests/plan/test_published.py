@@ -8,33 +8,22 @@ import pytest
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.run import Run
 from kha_megatron.plan.search import build_setup, fits, plan_layouts
-from kha_megatron.recipes.paper import ATTENTION, grouped_query
+from kha_megatron.recipes.paper import ATTENTION
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "layouts.md"
 
 TRAINING = {"bf16": True, "use_distributed_optimizer": True, "micro_batch_size": 1}
 TRAINING |= {"untie_embeddings_and_output_weights": True}
 
-
-def model(layers, hidden, ffn, heads, groups, vocab, *experts):
-    """Return Megatron's arguments; ``experts`` are their number, the active ones and their size."""
-    names = ("num_experts", "moe_router_topk", "moe_ffn_hidden_size")
-    sizes = {"num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": ffn}
-    return (
-        sizes
-        | grouped_query(heads, groups)
-        | dict(zip(names, experts, strict=False))
-        | {"vocab_size": vocab}
-    )
-
-
+SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+SIZES += ("vocab_size", "num_experts", "moe_router_topk", "moe_ffn_hidden_size")
 MODELS = {
-    "Llama 3 8B": model(32, 4096, 14336, 32, 8, 128256),
-    "Llama 3 70B": model(80, 8192, 28672, 64, 8, 128256),
-    "Llama 3.1 405B": model(126, 16384, 53248, 128, 8, 128256),
-    "Mixtral 8x7B": model(32, 4096, 14336, 32, 8, 32000, 8, 2, 14336),
-    "Qwen3 30B-A3B": model(48, 2048, 6144, 32, 4, 151936, 128, 8, 768),
-    "Qwen3 235B-A22B": model(94, 4096, 12288, 64, 4, 151936, 128, 8, 1536),
+    "Llama 3 8B": (32, 4096, 14336, 32, 8, 128256),
+    "Llama 3 70B": (80, 8192, 28672, 64, 8, 128256),
+    "Llama 3.1 405B": (126, 16384, 53248, 128, 8, 128256),
+    "Mixtral 8x7B": (32, 4096, 14336, 32, 8, 32000, 8, 2, 14336),
+    "Qwen3 30B-A3B": (48, 2048, 6144, 32, 4, 151936, 128, 8, 768),
+    "Qwen3 235B-A22B": (94, 4096, 12288, 64, 4, 151936, 128, 8, 1536),
 }
 
 
@@ -74,8 +63,9 @@ def describe(tp: int, pp: int, vpp: int, cp: int, ep: int) -> str:
 
 @pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.model} {row.sizes}")
 def test_the_table_shows_how_the_plan_ranks_a_layout(row):
-    given = {"seq_length": row.length, "global_batch_size": row.batch, **MODELS[row.model]}
-    given |= ATTENTION | {"qk_layernorm": "Qwen" in row.model}
+    given = ATTENTION | dict(zip(SIZES, MODELS[row.model], strict=False))
+    given |= {"seq_length": row.length, "global_batch_size": row.batch}
+    given |= {"qk_layernorm": "Qwen" in row.model, "group_query_attention": True}
     given |= {"fp8": "hybrid"} if row.precision == "fp8" else {}
     setup = build_setup(Run.from_values(**TRAINING, **given))
     plans = plan_layouts(setup, row.gpus, 80e9, {})
