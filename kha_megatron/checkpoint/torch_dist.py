@@ -16,6 +16,7 @@ import pathlib
 import pickle
 import pickletools
 import re
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ _ALLOWED: dict[str, Any] = {
     **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
 }
 """Allow-list for ``.metadata``. This is everything that PyTorch and Megatron write."""
+
+_SAFE_GLOBALS_LOCK = threading.Lock()  # `compare` reads checkpoints in several threads
 
 _MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
 
@@ -218,20 +221,21 @@ def load_plain(source: bytes) -> Any:
 
     We temporarily clear torch's list of safe globals, because Megatron adds its own classes to it.
     """
-    trusted = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source))
-        for name in names:
-            if name.split(".", 1)[0] not in _OBJECT_PACKAGES:
-                raise RefusedNameError(name)
-        torch.serialization.add_safe_globals(
-            [(type(name.rsplit(".", 1)[-1], (Record,), {"name": name}), name) for name in names]
-        )
-        return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
-    finally:
+    with _SAFE_GLOBALS_LOCK:
+        trusted = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(trusted)
+        try:
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source))
+            for name in names:
+                if name.split(".", 1)[0] not in _OBJECT_PACKAGES:
+                    raise RefusedNameError(name)
+            torch.serialization.add_safe_globals(
+                [(type(name.rsplit(".", 1)[-1], (Record,), {"name": name}), name) for name in names]
+            )
+            return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(trusted)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -1,6 +1,7 @@
 """Test the reader of Megatron checkpoints against the parameters of the ranks."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -48,6 +49,12 @@ def test_a_layer_without_a_tensor_is_an_error(sparse):
     assert checkpoint.layers_with("mlp.router.weight") == [1, 2]
     with pytest.raises(CheckpointError, match=r"decoder.layers.0.mlp.router.weight not found"):
         checkpoint.layer_tensor(0, "mlp.router.weight")
+
+
+def test_objects_are_read_by_several_threads(dense):
+    checkpoints = [MegatronCheckpoint.open(dense[0]) for _ in range(16)]
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda checkpoint: repr(checkpoint.args), checkpoints))) == 1
 
 
 def test_arguments_and_keys(dense):
