@@ -26,7 +26,7 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from kha_megatron.checkpoint.integrity import FileChecks, is_file_name
@@ -50,6 +50,11 @@ _ALLOWED: dict[str, Any] = {
             "TensorStorageMetadata",
             "_MEM_FORMAT_ENCODING",
         )
+    },
+    # With torch 2.14, `.metadata` contains each rank's plan, which Megatron adds as an attribute.
+    **{
+        f"torch.distributed.checkpoint.planner.{name}": getattr(planner, name)
+        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
     },
     "torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
     "torch.serialization._get_layout": torch.serialization._get_layout,

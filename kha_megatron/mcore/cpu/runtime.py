@@ -57,6 +57,8 @@ def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
     modules.update(dict.fromkeys(_HIDDEN))  # None makes an import fail
     for name, stand_in in _cuda_stand_ins().items():
         setattr(torch.cuda, name, stand_in)
+    # optimizers of torch 2.12 and newer look for an accelerator's stream
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     _rewrite_devices()
     _patch_torch()
     _installed = True
