@@ -1,18 +1,49 @@
 """vLLM plugin for `kha` models. You don't need `--trust-remote-code` if it is installed."""
 
+import ast
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from kha_megatron.announcements import announce
+
 _ARCHITECTURE = "KHAForCausalLM"
 
 
 def register() -> None:
     """Entry point for `vllm.general_plugins`. vLLM calls this in every process."""
     import transformers
+    import vllm
+
+    import kha_megatron.hf as hf
+
+    # vLLM looks for the class in the transformers package if --model-impl is transformers, or if
+    # no class is registered.
+    transformers.KHAForCausalLM = hf.KHAForCausalLM
+    if missing := ", ".join(_missing_names()):
+        announce(
+            f"vLLM {vllm.__version__} does not have {missing}. KHA models will run in vLLM's "
+            "transformers backend. To use our implementation, install vLLM 0.32 or 0.33.",
+            once="vLLM",
+        )
+        return
     from vllm import ModelRegistry
     from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
-    import kha_megatron.hf as hf
     from kha_megatron.serving.vllm_limits import KHAVerifyConfig
 
-    # vLLM looks for the class in the transformers package if --model-impl is transformers.
-    transformers.KHAForCausalLM = hf.KHAForCausalLM
     MODELS_CONFIG_MAP[_ARCHITECTURE] = KHAVerifyConfig
     ModelRegistry.register_model(_ARCHITECTURE, f"kha_megatron.serving.vllm_model:{_ARCHITECTURE}")
+
+
+def _missing_names() -> Iterator[str]:
+    """Find names that vLLM does not have. Reads source files, as imports may initialize CUDA."""
+    trees = [ast.parse(file.read_text()) for file in Path(__file__).parent.glob("*.py")]
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith("vllm"):
+            source = ""
+            with suppress(ImportError):  # the parent package is missing
+                if (spec := find_spec(module)) and spec.origin:
+                    source = Path(spec.origin).read_text()
+            yield from (f"{module}.{name.name}" for name in node.names if name.name not in source)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.compilation.decorators import support_torch_compile
-from vllm.distributed import (
+from vllm.distributed.parallel_state import (
     get_pp_group,
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,

@@ -2,13 +2,11 @@
 
 Runs in an environment with vLLM and without Megatron. A job has
 
-- ``folder`` and ``engine``: the model, and further arguments of ``vllm.LLM``;
-- ``prompts``: lists of token ids, requested together ``rounds`` times;
-- ``adapter``: a LoRA directory, or None.
+- ``folder``, ``engine`` and ``adapter``: the model, arguments of ``vllm.LLM``, a LoRA directory;
+- ``prompts``: lists of token ids, requested together ``rounds`` times.
 
-An answer has ``tokens`` and their ``logprobs`` for each round and prompt, ``prompt_logprobs`` of
-the first round (none with an adapter, because vLLM ignores it there), and the number of ``cached``
-tokens of the last round; or ``error``, the message of the engine.
+An answer has ``tokens`` and ``logprobs`` of each round and prompt, ``prompt_logprobs`` of the first
+round (vLLM ignores adapters there), the ``cached`` tokens of the last round; or an ``error``.
 """
 
 import gc

@@ -7,6 +7,7 @@ creates and which has no Megatron.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import urllib.request
@@ -102,11 +103,9 @@ LATENT = LINEAR | {
 }
 REFUSED = {
     "mla": (LATENT, "MLA, GLA or GTA are not"),
-    "gla": (LATENT | {"kha_attention": "gla", "kha_latent_heads": 2}, "MLA, GLA or GTA are not"),
     "gta": ({"kha_value": "mlp", "kha_attention": "gta"}, "MLA, GLA or GTA are not"),
     "moh": ({"kha_moh": {"share": 0.75}}, "does not support kha_moh.*serve the model"),
     "talking": ({"kha_talking": {}}, "does not support kha_talking"),
-    "collaborative": ({"kha_collaborative": {"dim": 64}}, "does not support kha_collaborative"),
 }
 BACKEND = ("each", "gates", "softmax_sum")
 """Models that also run in vLLM's Transformers backend."""
@@ -215,6 +214,7 @@ def run_jobs(jobs, place, **variables):
     """Return the answer to each job by name."""
     (place / "jobs.json").write_text(json.dumps(list(jobs.values())))
     done = in_vllm("ask_vllm.py", place / "jobs.json", place / "answers.json", **variables)
+    (place / "log").write_text(done.stderr)
     found = json.loads((place / "answers.json").read_text())
     assert len(found) == len(jobs), done.stderr[-3000:]
     return dict(zip(jobs, found, strict=True))
@@ -321,6 +321,20 @@ def test_two_ranks(folders, prompts, truths, tmp_path):
     answers = run_jobs(jobs, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1")
     for name in names:
         check(answers[name], truths[name])
+
+
+def test_a_vllm_without_a_needed_class_uses_the_backend(folders, prompts, truths, tmp_path):
+    package = next(Path(VLLM).parents[1].glob("lib/*/site-packages/vllm"))
+    shutil.copytree(package, tmp_path / "vllm", copy_function=os.symlink)
+    changed = tmp_path / "vllm/model_executor/models/glm4_moe.py"
+    text = changed.read_text().replace("Glm4MoeAttention", "Renamed")
+    changed.unlink()
+    changed.write_text(text)
+    jobs = {"each": {"folder": folders["each"], "prompts": prompts, "engine": {}}}
+    check(run_jobs(jobs, tmp_path, PYTHONPATH=str(tmp_path))["each"], truths["each"])
+    (line,) = re.findall("kha_megatron: .*", (tmp_path / "log").read_text())
+    assert "does not have vllm.model_executor.models.glm4_moe.Glm4MoeAttention. KHA" in line
+    assert "transformers backend" in line
 
 
 @contextmanager
