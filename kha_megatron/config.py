@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 
 from kha_megatron.errors import ConfigError, raise_first
 from kha_megatron.heads import (
-    Gate,
+    Costs,
     HeadFacts,
     HeadRows,
     HeadSizes,
@@ -19,7 +19,7 @@ from kha_megatron.heads import (
     registry,
 )
 from kha_megatron.heads.knock import PROJECTIONS, KnockSettings
-from kha_megatron.heads.registry import mechanism_types
+from kha_megatron.heads.registry import OutputGate, mechanism_types
 
 AttentionKind = Literal["gta", "gla"]
 
@@ -38,7 +38,7 @@ class KHAConfig(KnockSettings):
     All of them are disabled by default. In most cases, you can start from a preset::
 
         config = KHAConfig.from_preset("kha_mlp")
-        config = KHAConfig(value="mlp", gate=Gate(output="head"))
+        config = KHAConfig(value="mlp", gate=Gate(output="head"))  # from kha_megatron.heads
 
     Every registered mechanism is a keyword argument and an attribute (None if it's disabled).
     """
@@ -83,11 +83,10 @@ class KHAConfig(KnockSettings):
                 f"kha_key={self.key} is not supported with kha_attention=gta, because GTA ties "
                 "keys to values. Use kha_value to apply KHA to the tied state."
             )
-        gated = self.gate.positions if self.gate else {}
         for mechanism in self.mechanisms:
             for projection in mechanism.own_projections:
-                found = f"gate.{projection}" if projection in gated else None
-                if found := f"--kha-{projection}" if getattr(self, projection) else found:
+                names = (other.setting_of(projection) for other in self.mechanisms)
+                if found := next(filter(None, names), None):
                     raise ConfigError(
                         f"{found} is not supported with {mechanism}, because all heads share the "
                         f"same {projection}. Please remove {found}."
@@ -215,7 +214,7 @@ class KHAConfig(KnockSettings):
     @property
     def has_output_gate(self) -> bool:
         """Whether Megatron's ``--attention-output-gate`` would do the same as our output gate."""
-        return self.gate is not None and self.gate.is_stock
+        return self._gate is not None and self._gate.is_stock
 
     def with_output_gate(self, asked: bool) -> Self:
         """Add the gate of ``--attention-output-gate`` if ``asked``. Does nothing for GTA and GLA.
@@ -225,22 +224,27 @@ class KHAConfig(KnockSettings):
         """
         if not asked or self.has_output_gate or self.attention is not None:
             return self
-        gate = Gate(output="element") if self.gate is None else self.gate
+        gate = self._gate or OutputGate(output="element")
         if gate.output is None:
             gate = replace(gate, output="element")
         if not gate.is_stock:
             raise ConfigError(
-                "--attention-output-gate is the same as gate.output=element with its defaults and "
-                f"cannot be combined with {self.gate}. Use only one of them."
+                f"--attention-output-gate is the same as {gate.name}.output=element with its "
+                f"defaults and cannot be combined with {self._gate}. Use only one of them."
             )
-        return self._with(gate=gate)
+        return self._with(**{gate.name: gate})
 
     def without_output_gate(self) -> Self:
         """Remove the output gate if Megatron can apply it itself."""
-        if self.gate is None or not self.gate.is_stock:
+        gate = self._gate
+        if gate is None or not gate.is_stock:
             return self
-        others = len(self.gate.positions) > 1
-        return self._with(gate=replace(self.gate, output=None) if others else None)
+        others = len(gate.positions) > 1
+        return self._with(**{gate.name: replace(gate, output=None) if others else None})
+
+    @property
+    def _gate(self) -> OutputGate | None:
+        return next((m for m in self.other_mechanisms if isinstance(m, OutputGate)), None)
 
     def to_dict(self, *, start: bool = True) -> dict[str, Any]:
         """Convert to a JSON-serializable dict, e.g. for checkpoints.
@@ -309,20 +313,8 @@ class KHAConfig(KnockSettings):
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
         return sum(mechanism.parameters(sizes, tp) for mechanism in self.mechanisms)
 
-    def flops(self, sizes: HeadSizes) -> int:
-        return sum(mechanism.flops(sizes) for mechanism in self.mechanisms)
-
-    def pair_flops(self, sizes: HeadSizes) -> int:
-        return sum(mechanism.pair_flops(sizes) for mechanism in self.mechanisms)
-
-    def activations(self, sizes: HeadSizes) -> int:
-        return sum(mechanism.activations(sizes) for mechanism in self.mechanisms)
-
-    def sharded_activations(self, sizes: HeadSizes) -> int:
-        return sum(mechanism.sharded_activations(sizes) for mechanism in self.mechanisms)
-
-    def pair_activations(self, sizes: HeadSizes) -> int:
-        return sum(mechanism.pair_activations(sizes) for mechanism in self.mechanisms)
+    def costs(self, sizes: HeadSizes) -> Costs:
+        return sum((mechanism.costs(sizes) for mechanism in self.mechanisms), Costs())
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         reasons = (mechanism.unfused_reason(sizes) for mechanism in self.mechanisms)

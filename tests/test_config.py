@@ -50,13 +50,15 @@ def test_the_papers_parameter_count():
 def test_costs_follow_the_heads_and_widths_of_each_tensor():
     kha = KHAConfig(query="linear", key="gate", value="mlp")
     # 2 D^2 for each of 1 matrix on 12 heads, 1 on 3 heads and 3 on 3 heads
-    assert kha.flops(HeadSizes(query_heads=12, kv_heads=3, head_dim=7)) == 2 * 7**2 * (12 + 3 + 9)
+    assert kha.costs(HeadSizes(query_heads=12, kv_heads=3, head_dim=7)).flops == 2 * 7**2 * (
+        12 + 3 + 9
+    )
     linear = KHAConfig.from_preset("kha_linear")
     latent = HeadSizes(query_heads=8, kv_heads=8, head_dim=6, value_dim=5)
-    assert KHAConfig().flops(latent) == 0
+    assert KHAConfig().costs(latent).flops == 0
     assert linear.parameters(latent) == 2 * 6**2 + 5**2
-    assert linear.flops(latent) == 2 * 8 * (2 * 6**2 + 5**2)
-    assert linear.activations(latent) == 8 * (6 + 6 + 5)
+    assert linear.costs(latent).flops == 2 * 8 * (2 * 6**2 + 5**2)
+    assert linear.costs(latent).activations == 8 * (6 + 6 + 5)
 
 
 def test_heads_options_override_a_preset():

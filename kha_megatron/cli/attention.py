@@ -59,7 +59,7 @@ def measure_attention(
 
 
 def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterator[Table]:
-    """Yield a table of attention sinks and activations (and one of gates and MoH, if present)."""
+    """Yield a table of attention sinks and activations (and one of mechanisms, if present)."""
     columns = ("layer", "sink mean", "sink max", "head", "peak", "feature", "token", "median")
     table = console.number_table(*columns, title=f"attention over {tokens} tokens", names=0)
     for x in layers:
@@ -71,12 +71,14 @@ def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterat
         table.add_row(str(x.layer), *sinks, *peak)
     yield table
     rows = [
-        x.gates | ({"least load": min(x.load), "most load": max(x.load)} if x.load else {})
+        x.means
+        | {f"least {n}": min(values) for n, values in x.per_head.items()}
+        | {f"most {n}": max(values) for n, values in x.per_head.items()}
         for x in layers
     ]
     if names := list(dict.fromkeys(name for row in rows for name in row)):
         heads = [name.replace("/", "\n") for name in names]
-        table = console.number_table("layer", *heads, title="gates and heads", names=0)
+        table = console.number_table("layer", *heads, title="head mechanisms", names=0)
         for x, row in zip(layers, rows, strict=True):
             cells = [f"{row[name]:.3f}" if name in row else "" for name in names]
             table.add_row(str(x.layer), *cells)

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 def plot_attention(layers: Sequence["LayerStatistics"], out_png: Path, *, title: str) -> None:
-    """Plot attention statistics by layer: sinks and head load as heatmaps, the rest as curves."""
+    """Plot attention statistics by layer: those of each head as heatmaps, the rest as curves."""
     maps = {
         "attention to the first token": [x.sinks for x in layers],
-        "fraction of tokens per head": [x.load for x in layers],
+        **{name: [x.per_head.get(name, []) for x in layers] for name in layers[0].per_head},
     }
     maps = {name: rows for name, rows in maps.items() if any(rows)}
     curves = {
         "largest activation": {"largest": [x.peak for x in layers]},
-        "gates": {
-            name: [x.gates.get(name, math.nan) for x in layers]
-            for name in sorted({name for x in layers for name in x.gates})
+        "mechanisms": {
+            name: [x.means.get(name, math.nan) for x in layers]
+            for name in sorted({name for x in layers for name in x.means})
         },
     }
     curves = {name: lines for name, lines in curves.items() if lines}
@@ -41,7 +41,7 @@ def plot_attention(layers: Sequence["LayerStatistics"], out_png: Path, *, title:
         axis = next(axes)
         for label, points in lines.items():
             axis.plot([x.layer for x in layers], points, "o-", label=label)
-        axis.set(title=name, xlabel="layer", yscale="linear" if name == "gates" else "log")
+        axis.set(title=name, xlabel="layer", yscale="linear" if name == "mechanisms" else "log")
         axis.legend()
     figure.savefig(out_png, format="png", dpi=120)
 

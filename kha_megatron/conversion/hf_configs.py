@@ -180,7 +180,11 @@ def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
         raise _unsupported("num_key_value_heads", groups, why)
     chosen = (gate for name, gate in family.switches.items() if getattr(config, name))
     gate = family.gate or next(chosen, None)
-    kha = read_kha(config) if isinstance(config, KHAModelConfig) else KHAConfig(gate=gate)
+    kha = (
+        read_kha(config)
+        if isinstance(config, KHAModelConfig)
+        else KHAConfig(other_mechanisms=(gate,) if gate else ())
+    )
     return Architecture(
         **STYLE,
         **fields,

@@ -20,7 +20,7 @@ from transformers import (
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_experts import DEEPSEEK, KHA, QWEN3, QWEN3_NEXT, ExpertFields
 from kha_megatron.conversion.rows import STANDARD, FileFormat
-from kha_megatron.heads import Gate
+from kha_megatron.heads.registry import OutputGate
 from kha_megatron.hf import KHAModelConfig
 
 
@@ -38,9 +38,9 @@ class Family(NamedTuple):
     latent: bool | None = False
     """True for MLA/GLA. None if it depends on the config."""
     partial_rope: bool = False
-    gate: Gate | None = None
+    gate: OutputGate | None = None
     """Set if all models of this family have an output gate."""
-    switches: Mapping[str, Gate] = {}
+    switches: Mapping[str, OutputGate] = {}
     """Boolean config fields that turn on a gate."""
     files: FileFormat = STANDARD
     extra: Callable[[Architecture], dict[str, Any]] = lambda model: {}
@@ -60,7 +60,7 @@ def _sections(model: Architecture) -> dict[str, Any]:
     return {"mrope_section": sections, "mrope_interleaved": True}
 
 
-OUTPUT_GATE = Gate(output="element")
+OUTPUT_GATE = OutputGate(output="element")
 """Same as ``--attention-output-gate`` in Megatron."""
 _QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
 _LLAMA = {"qk_layernorm": False, "add_qkv_bias": False}
@@ -139,7 +139,7 @@ PUBLISHED = Family(
     {"add_qkv_bias": False},
     _NO_BIAS | {"qkv_bias": False},
     switches={
-        "headwise_attn_output_gate": Gate(output="head"),
+        "headwise_attn_output_gate": OutputGate(output="head"),
         "elementwise_attn_output_gate": OUTPUT_GATE,
     },
     files=FileFormat(gate_in_query="group"),

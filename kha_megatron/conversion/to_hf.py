@@ -114,7 +114,7 @@ def plan_export(
         dtype: ``float32``, ``bfloat16`` or ``float16``. By default, dtypes don't change.
         allow_overflow: Allow values outside of the range of ``dtype`` to become infinite.
         tokenizer: Use this tokenizer instead of the model's own.
-        fold: Fold linear KHA and collaborative heads into the projections.
+        fold: Fold linear KHA and other foldable mechanisms into the projections.
         upcycle: Head mechanisms to add to the model (without changing its outputs).
         max_shard_bytes: Maximum size per safetensors file.
 

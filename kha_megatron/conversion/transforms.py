@@ -17,10 +17,9 @@ from kha_megatron.conversion.rows import FileFormat, QKVRow, TensorSlot, Vocabul
 from kha_megatron.conversion.sources import PADDING, ModelSource
 from kha_megatron.conversion.table import ATTENTION_OUTPUT, EXPERT_BIAS, SHARED_EXPERT
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.heads import Knock
-from kha_megatron.heads.collaborative import fold_mixing
+from kha_megatron.heads import HeadFacts, Knock, Mechanism
 from kha_megatron.heads.initial import initial_weight
-from kha_megatron.heads.knock import fold
+from kha_megatron.heads.knock import PROJECTIONS, fold
 
 _KNOCKED = {
     "q_proj": "query",
@@ -59,14 +58,18 @@ def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = Fals
 
 
 def fold_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
-    """Fold linear KHA and collaborative heads into the projections."""
-    if not kha.variants and kha.collaborative is None:
+    """Fold linear KHA and mechanisms with their own projections into ordinary projections."""
+    own = [m for m in kha.other_mechanisms if m.own_projections and m.is_foldable]
+    if not (kha.variants or own):
         raise CheckpointError(
-            f"Nothing to fold: the model in {source.path} uses neither KHA nor collaborative heads."
+            f"Nothing to fold: the model in {source.path} uses no KHA and no other mechanism that "
+            "can be folded."
         )
     if kha.variants:
         source = _fold_knock(source)
-    return source if kha.collaborative is None else _fold_collaborative(source)
+    for mechanism in own:
+        source = _fold_projections(source, mechanism)
+    return source
 
 
 def _fold_knock(source: ModelSource) -> ModelSource:
@@ -112,37 +115,34 @@ def _knocked_rows(name: str, model: Architecture) -> list[tuple[str, int, int]]:
     return [(_KNOCKED[module], rows, 0)] if module in _KNOCKED else []
 
 
-def _fold_collaborative(source: ModelSource) -> ModelSource:
-    """Fold collaborative heads into ordinary heads.
+def _fold_projections(source: ModelSource, mechanism: Mechanism) -> ModelSource:
+    """Replace a mechanism's query and key projections by ordinary ones (see ``Mechanism.fold``).
 
-    Query head ``i`` becomes ``W_Q diag(m_i)``, and all key heads are the same. Queries, keys and
-    values now need a common head dim, so we take the maximum and pad with zeros. This changes the
-    softmax scale, so we scale the queries to compensate. RoPE still rotates the same features.
+    Queries, keys and values now need a common head dim, so we take the maximum and pad with zeros.
+    This changes the softmax scale, so we scale the queries to compensate. RoPE still rotates the
+    same features.
     """
-    model, shared = source.model, source.model.kha.collaborative
-    assert shared is not None
-    values, keys = model.kv_channels, shared.dim
+    model = source.model
+    values, keys = model.kv_channels, mechanism.own_dim or 0
     width = max(keys, values)
     rotated = int(values * model.rotary_percent)
     share = rotated / width
     if int(width * share) != rotated:  # libraries round the product down
         share = math.nextafter(share, 1.0)
-    kha = model.kha.without(shared.name)
+    kha = model.kha.without(mechanism.name)
     folded = replace(model, kha=kha, kv_channels=width, rotary_percent=share)
-    moh, why = kha.moh, None
-    by_norms = moh is not None and moh.router == "query_norm" and not moh.quantized
+    facts = HeadFacts(scales_queries=keys < values)
+    why = next(filter(None, (m.unsupported_reason(facts) for m in kha.mechanisms)), None)
     if model.qk_layernorm and keys < values:
         why = f"QK-norm over {keys} features would include the zero padding up to {values}"
-    elif moh is not None and by_norms and moh.scale == "paper" and keys < values:
-        why = f"{moh} depends on query norms, which change when the heads are folded"
-    elif set(folded.head_tensors) - set(model.head_tensors):
+    elif not why and set(folded.head_tensors) - set(model.head_tensors):
         why = f"the parameters of {kha} have head dim {values}, but folded heads have {width}"
     if why:
         raise CheckpointError(
-            f"The collaborative heads of {source.path} cannot be converted to standard heads: "
-            f"{why}. Please use --architecture kha."
+            f"{mechanism} in {source.path} cannot be converted to standard heads: {why}. "
+            "Please use --architecture kha."
         )
-    rows = {tensor.name: head_row(tensor) for tensor in shared.tensors(model.head_sizes)}
+    rows = {tensor.name: head_row(tensor) for tensor in mechanism.tensors(model.head_sizes)}
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         parts = source.read(slot, meta=meta)
@@ -151,12 +151,11 @@ def _fold_collaborative(source: ModelSource) -> ModelSource:
         if not isinstance(slot.row, QKVRow):
             return parts
         held = dict(zip(model.qkv.parts, parts, strict=True))
-        query, key, mixing = (
-            source.read(TensorSlot(rows[f"{shared.name}_{part}"], slot.layer), meta=meta)[0]
-            for part in ("query", "key", "mixing")
-        )
-        held["query"] = fold_mixing(query, mixing.double() * (width / keys) ** 0.5)
-        held["key"] = key.repeat(model.num_query_groups, 1)
+        weights = {
+            name: source.read(TensorSlot(row, slot.layer), meta=meta)[0]
+            for name, row in rows.items()
+        }
+        held |= mechanism.fold(weights, model.head_sizes, (width / keys) ** 0.5)
         return [
             _pad_heads(held[name], folded.qkv.groups * part.heads, part.features)
             for name, part in folded.qkv.parts.items()
@@ -195,11 +194,12 @@ def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
         raise ConfigError(
             f"Upcycling to attention={kha.attention} is not supported. Please remove this setting."
         )
+    settings = {p: s for m in kha.other_mechanisms for p in PROJECTIONS if (s := m.setting_of(p))}
     for name, variant in before.variants.items():
         if variant != "linear" and name in doubled:
             raise ConfigError(
-                f"gate.{name} cannot be added without changing the outputs, because the trained "
-                f"{name}={variant} is not linear. Please remove it or train from scratch."
+                f"{settings.get(name, name)} cannot be added without changing the outputs, because "
+                f"the trained {name}={variant} is not linear. Remove it or train from scratch."
             )
     old, model = source.model, replace(source.model, kha=before.merge(kha))
     new = {head_row(t): t for t in model.head_tensors if t not in old.head_tensors}

@@ -1,13 +1,14 @@
 """Attention head mechanisms: KHA, gates, mixture-of-heads, talking heads and collaborative heads.
 
-Each one is a subclass of ``Mechanism`` in its own file, plus a field of ``KHAConfig``. The rest of
-the package mostly iterates over these classes. Importing this package doesn't import torch.
+Each one is a subclass of ``Mechanism`` in its own file, plus a line in ``registry``. The rest of
+the package only iterates over these classes. Importing this package doesn't import torch.
 """
 
 from kha_megatron.heads.collaborative import CollaborativeHeads
 from kha_megatron.heads.gate import Gate
 from kha_megatron.heads.knock import Knock
 from kha_megatron.heads.mechanism import (
+    Costs,
     HeadFacts,
     HeadRows,
     HeadSizes,
@@ -20,6 +21,7 @@ from kha_megatron.heads.talking import TalkingHeads
 
 __all__ = [
     "CollaborativeHeads",
+    "Costs",
     "Gate",
     "HeadFacts",
     "HeadRows",

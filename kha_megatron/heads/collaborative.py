@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
+    Costs,
     HeadFacts,
     HeadSizes,
     HeadTensor,
@@ -95,14 +96,22 @@ class CollaborativeHeads(Mechanism):
     def is_foldable(self) -> bool:
         return True
 
-    def flops(self, sizes: HeadSizes) -> int:
-        return 4 * sizes.hidden_size * self.dim
+    def fold(
+        self, weights: "Mapping[str, Tensor]", sizes: HeadSizes, scale: float
+    ) -> "dict[str, Tensor]":
+        query, key, mixing = (weights[f"collaborative_{n}"] for n in ("query", "key", "mixing"))
+        return {
+            "query": fold_mixing(query, mixing.double() * scale),
+            "key": key.repeat(sizes.kv_heads, 1),
+        }
 
-    def activations(self, sizes: HeadSizes) -> int:
-        return self.dim + sizes.query_heads * (self.dim - sizes.head_dim)
-
-    def pair_flops(self, sizes: HeadSizes) -> int:
-        return 2 * sizes.query_heads * (self.dim - sizes.head_dim)
+    def costs(self, sizes: HeadSizes) -> Costs:
+        heads, added = sizes.query_heads, self.dim - sizes.head_dim
+        return Costs(
+            flops=4 * sizes.hidden_size * self.dim,
+            activations=self.dim + heads * added,
+            pair_flops=2 * heads * added,
+        )
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         if self.dim <= FUSED_DIM:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
+    Costs,
     HeadFacts,
     HeadRows,
     HeadSizes,
@@ -174,25 +175,20 @@ class Gate(Mechanism):
                 changed[position] = gated(tensors[position], score, self.form)
         return changed
 
-    def flops(self, sizes: HeadSizes) -> int:
-        if not self.reads_input:
-            return 0
-        numbers = [row.size(sizes) for row in self.rows(sizes)]
-        return 2 * (sum(numbers) + sum(tensor.size for tensor in self.tensors(sizes)))
-
-    def activations(self, sizes: HeadSizes) -> int:
+    def costs(self, sizes: HeadSizes) -> Costs:
         """Multiplicative gates save the gated tensor. All gates save their scores in float32, i.e.
         two 16-bit values each (four if we multiply by something other than a sigmoid)."""
-        total = 0
+        total, hidden = 0, sizes.hidden_size
         for position, granularity in self.positions.items():
             if position != "dense":
                 heads, dim = sizes.heads(_heads(position)), sizes.dim(_features(position))
                 score = {"element": heads * dim, "head": heads, "shared": dim}[granularity]
                 total += self._activations(heads * dim, score)
-        return total
-
-    def sharded_activations(self, sizes: HeadSizes) -> int:
-        return self._activations(sizes.hidden_size, sizes.hidden_size) if self.dense else 0
+        return Costs(
+            flops=2 * self.parameters(sizes) if self.reads_input else 0,
+            activations=total,
+            sharded_activations=self._activations(hidden, hidden) if self.dense else 0,
+        )
 
     def _activations(self, size: int, score: int) -> int:
         multiplied = self.form == "multiply"
@@ -211,6 +207,9 @@ class Gate(Mechanism):
             f"{self} changes the outputs of a trained model. Use form=multiply with "
             "activation=sigmoid, or form=add with activation=silu."
         )
+
+    def setting_of(self, projection: Projection) -> str | None:
+        return f"gate.{projection}" if projection in self.positions else None
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
         if facts.attention:

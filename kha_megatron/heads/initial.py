@@ -27,7 +27,9 @@ def initial_weight(
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         weight.copy_(torch.randn(weight.shape, device="cpu", generator=generator) * std)
     for part, start in zip(weight, values, strict=True):
-        if start == "identity":
+        if callable(start):
+            start(part)
+        elif start == "identity":
             torch.nn.init.eye_(part)
         elif start == "blocks":
             rows, columns = part.shape

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
+    Costs,
     HeadFacts,
     HeadSizes,
     HeadTensor,
@@ -108,18 +109,19 @@ class Knock(KnockSettings, Mechanism):
             for projection, variant in self.variants.items()
         )
 
-    def flops(self, sizes: HeadSizes) -> int:
-        """``2 * head_dim**2`` per matrix and head (eq. 12), if the matrices aren't folded.
+    def costs(self, sizes: HeadSizes) -> Costs:
+        """``2 * head_dim**2`` FLOPs per matrix and head (eq. 12), if the matrices aren't folded.
 
         We ignore element-wise operations, like the paper and Megatron.
         """
-        return sum(
-            2 * sizes.dim(p) ** 2 * sizes.heads(p) * len(MATRICES[v])
-            for p, v in self.variants.items()
+        applied = [(sizes.dim(p), sizes.heads(p), v) for p, v in self.variants.items()]
+        return Costs(
+            flops=sum(2 * dim**2 * heads * len(MATRICES[v]) for dim, heads, v in applied),
+            activations=sum(dim * heads * SAVED[v] for dim, heads, v in applied),
         )
 
-    def activations(self, sizes: HeadSizes) -> int:
-        return sum(sizes.dim(p) * sizes.heads(p) * SAVED[v] for p, v in self.variants.items())
+    def setting_of(self, projection: Projection) -> str | None:
+        return f"--kha-{projection}" if projection in self.variants else None
 
     @property
     def is_foldable(self) -> bool:

@@ -1,7 +1,7 @@
 """Base class of head mechanisms, and dataclasses that describe their parameters."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Projection = Literal["query", "key", "value"]
 Gradient = Literal["heads", "tokens", "whole"]
-InitialValue = Literal["zeros", "ones", "identity", "blocks", "normal"]
+InitialValue = Literal["zeros", "ones", "identity", "blocks", "normal"] | Callable[[Any], Any]
 Stage = Literal["qkv", "core", "output", "dense"]
 
 
@@ -58,6 +58,7 @@ class HeadFacts:
     query_heads: int = 0  # 0 if unknown
     tokens: int = 0  # maximum sequence length, or 0 if unknown
     fused_attention: bool = False  # whether only fused attention kernels are allowed
+    scales_queries: bool = False  # whether folding changes the norm of the queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class HeadTensor:
     ``reads_input``, this is about the gradient of the projection's output."""
     heads: Projection  # which heads use the parameter
     initial: tuple[InitialValue, ...] = ("zeros",)  # or one entry per matrix
+    """``normal`` samples from a seed of its own. You can also pass a function of a module, which
+    fills a tensor in place and doesn't depend on the random state."""
     hf: str  # submodule of self_attn in our Hugging Face model
     matrices: tuple[str, ...] = ()
     """Names of the ``nn.Linear`` modules under ``hf``, if the parameter stacks several matrices.
@@ -120,6 +123,24 @@ class HeadRows:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a mechanism adds to one layer. FLOPs are those of matmuls in the forward pass."""
+
+    flops: int = 0  # per token
+    pair_flops: int = 0  # per query-key pair, summed over heads
+    skippable_flops: int = 0  # per token, of inactive heads (which kernels don't skip)
+    skippable_pair_flops: int = 0
+    activations: int = 0
+    """16-bit values saved for backward per token, without recomputation."""
+    sharded_activations: int = 0  # those sharded by sequence parallelism
+    pair_activations: int = 0  # per query-key pair
+
+    def __add__(self, other: "Costs") -> "Costs":
+        names = (f.name for f in fields(self))
+        return Costs(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
 class Mechanism:
     """Base class of head mechanisms.
 
@@ -131,10 +152,11 @@ class Mechanism:
     name: ClassVar[str]  # field name in KHAConfig
     stages: ClassVar[tuple[Stage, ...]] = ("qkv",)
     """When to call :meth:`apply`: after the QKV split and before QK-norm (``qkv``), after core
-    attention (``output``), or after the output projection (``dense``). The stage ``core`` is
-    special, since the mechanism replaces core attention altogether."""
+    attention (``output``), or after the output projection (``dense``). With the stage ``core``,
+    :meth:`attend` replaces core attention, and no fused kernel can be used."""
     own_projections: ClassVar[tuple[Projection, ...]] = ()
-    """Projections that the mechanism computes itself instead of ``linear_qkv``."""
+    """Projections that the mechanism computes itself instead of ``linear_qkv``, from its parameters
+    ``{name}_{projection}``. All heads share them, and their size is :attr:`own_dim`."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __post_init__(self) -> None:
@@ -146,6 +168,7 @@ class Mechanism:
 
     @property
     def own_dim(self) -> int | None:
+        """Head dim of queries and keys with :attr:`own_projections`."""
         return None
 
     def acts_at(self, stage: Stage) -> bool:
@@ -179,34 +202,96 @@ class Mechanism:
         """
         return {}
 
+    def mix_logits(self, logits: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+        """Change the attention logits of all heads, before masking (stage ``core`` only).
+
+        Args:
+            logits (Tensor): Shape [batch, num_heads, query_len, key_len].
+        """
+        return logits
+
+    def mix_scores(self, scores: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+        """Like :meth:`mix_logits`, for the attention weights after the softmax."""
+        return scores
+
+    def attend(
+        self,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        weights: "Mapping[str, Tensor]",
+        *,
+        scale: float,
+        mask: "Tensor | None" = None,
+        dropout: "Callable[[Tensor], Tensor] | None" = None,
+    ) -> "tuple[Tensor, Tensor]":
+        """Compute scaled dot-product attention of all heads (stage ``core`` only).
+
+        The softmax is computed in float32 or higher. If :meth:`mix_logits` and :meth:`mix_scores`
+        change nothing, this is bit-identical to Megatron's unfused attention.
+
+        Args:
+            query (Tensor): Shape [batch, num_heads, query_len, head_dim], with all heads of the
+                layer.
+            key (Tensor): Shape [batch, num_kv_heads, key_len, head_dim].
+            value (Tensor): Shape [batch, num_kv_heads, key_len, value_dim].
+            weights (Mapping[str, Tensor]): All parameters.
+            mask (Tensor, optional): Boolean (True means masked) or additive mask, broadcastable to
+                [batch, num_heads, query_len, key_len]. It is applied after mixing, since
+                ``-inf * 0`` is NaN. Queries with all keys masked attend to all of them equally.
+
+        Returns:
+            tuple[Tensor, Tensor]: Output and attention weights (before dropout).
+        """
+        import torch
+
+        shared = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        # same matmul as in Megatron's attention, so that results are bit-identical
+        logits = torch.baddbmm(
+            query.new_empty(1, 1, 1),
+            query.flatten(0, 1),
+            key.flatten(0, 1).mT,
+            beta=0.0,
+            alpha=scale,
+        ).unflatten(0, query.shape[:2])
+        logits = self.mix_logits(logits, weights)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if mask is not None:
+            lowest = torch.finfo(logits.dtype).min
+            hides = mask.dtype == torch.bool
+            logits = logits.masked_fill(mask, lowest) if hides else (logits + mask).clamp(lowest)
+        scores = self.mix_scores(logits.softmax(-1).to(query.dtype), weights)
+        dropped = scores if dropout is None else dropout(scores)
+        output = torch.bmm(dropped.flatten(0, 1), value.flatten(0, 1))
+        return output.unflatten(0, query.shape[:2]), scores
+
+    def fold(
+        self, weights: "Mapping[str, Tensor]", sizes: HeadSizes, scale: float
+    ) -> "dict[str, Tensor]":
+        """Compute ordinary projections that replace :attr:`own_projections`, for folding.
+
+        Args:
+            weights (Mapping[str, Tensor]): All parameters of one layer.
+            scale (float): Factor for the queries.
+
+        Returns:
+            dict[str, Tensor]: Weights of shape [num_heads * own_dim, hidden_size], by projection.
+        """
+        return {}
+
+    def setting_of(self, projection: Projection) -> str | None:
+        """Return the setting that changes a projection, for error messages (None if none does)."""
+        return None
+
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
         """Count the parameters per layer and TP rank (excluding padding)."""
         rows = sum(row.size(sizes) for row in self.rows(sizes))
         return sum(t.size // t.ranks(tp) for t in self.tensors(sizes)) + rows // tp
 
-    def flops(self, sizes: HeadSizes) -> int:
-        """Forward FLOPs per token and layer (matmuls only)."""
-        return 0
-
-    def pair_flops(self, sizes: HeadSizes) -> int:
-        """Extra forward FLOPs per query-key pair and layer, summed over heads."""
-        return 0
-
-    def skippable_flops(self, sizes: HeadSizes) -> tuple[int, int]:
-        """FLOPs of inactive heads per token and per query-key pair (kernels don't skip them)."""
-        return 0, 0
-
-    def activations(self, sizes: HeadSizes) -> int:
-        """Number of 16-bit values saved for backward per token and layer (no recomputation)."""
-        return 0
-
-    def sharded_activations(self, sizes: HeadSizes) -> int:
-        """Like :meth:`activations`, for values that sequence parallelism shards."""
-        return 0
-
-    def pair_activations(self, sizes: HeadSizes) -> int:
-        """Like :meth:`activations`, but per query-key pair."""
-        return 0
+    def costs(self, sizes: HeadSizes) -> Costs:
+        """Count FLOPs and saved activations in one layer (nothing by default)."""
+        return Costs()
 
     def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
         """TP communication of one layer in forward and backward, in bytes per token.
@@ -220,10 +305,12 @@ class Mechanism:
 
     @property
     def adds_loss(self) -> bool:
+        """Whether :meth:`apply` calls ``ranks.add_loss``."""
         return False
 
     @property
     def is_foldable(self) -> bool:
+        """Whether a trained mechanism can be folded into the projections (see :meth:`fold`)."""
         return False
 
     @property
@@ -246,8 +333,8 @@ class Mechanism:
 
     @property
     def is_exact_at_start(self) -> bool:
-        """Whether the default initialization leaves outputs bit-identical (for talking heads: those
-        of unfused attention)."""
+        """Whether the default initialization leaves outputs bit-identical (with the stage ``core``:
+        those of unfused attention)."""
         sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
         try:
             doubled = self.projections_to_double()
@@ -258,6 +345,10 @@ class Mechanism:
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         """Explain why fused attention kernels can't be used (None if they can)."""
+        return None
+
+    def too_long(self, tokens: int) -> str | None:
+        """Return an error message if sequences of this length aren't supported."""
         return None
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:

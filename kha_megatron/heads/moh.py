@@ -17,7 +17,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mechanism, Stage
+from kha_megatron.heads.mechanism import (
+    Costs,
+    HeadFacts,
+    HeadSizes,
+    HeadTensor,
+    Mechanism,
+    Stage,
+)
 from kha_megatron.heads.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -148,27 +155,24 @@ class MixtureOfHeads(Mechanism):
             scores = tensors["moh_router"]
         else:
             scores = ranks.all_heads(tensors["moh_norms"])
-        routing = route(scores, self, ranks.iteration() if self.anneal else None)
+        routing = route(scores, self, ranks.iteration("moh.anneal") if self.anneal else None)
         ranks.observe("moh-load", partial(_load, routing, ranks))
         ranks.observe("moh-entropy", partial(_entropy, routing.probabilities))
         factors = _add_balance_loss(routing, self, ranks) if ranks.trains else routing.weights
         output = tensors["output"]
         return {"output": (output * ranks.own_heads(factors).unsqueeze(-1)).to(output.dtype)}
 
-    def flops(self, sizes: HeadSizes) -> int:
-        return 2 * sum(tensor.size for tensor in self.tensors(sizes))
-
-    def skippable_flops(self, sizes: HeadSizes) -> tuple[int, int]:
-        heads, hidden = sizes.query_heads, sizes.hidden_size
-        idle = heads - self.shared_heads(heads) - self.active_heads(heads)
-        query, value = sizes.dim("query"), sizes.dim("value")
-        projected = value + (query if self.router == "learned" else 0)
-        return 2 * idle * hidden * projected, 2 * idle * (query + value)
-
-    def activations(self, sizes: HeadSizes) -> int:
-        heads = sizes.query_heads
-        queries = 2 * heads * sizes.dim("query") if self.router == "query_norm" else 0
-        return heads * (sizes.dim("value") + 10) + queries
+    def costs(self, sizes: HeadSizes) -> Costs:
+        heads, by_norms = sizes.query_heads, self.router == "query_norm"
+        query, value, idle = sizes.dim("query"), sizes.dim("value"), 0
+        if not isinstance(self.active, tuple):  # see for_layer
+            idle = heads - self.shared_heads(heads) - self.active_heads(heads)
+        return Costs(
+            flops=2 * sum(tensor.size for tensor in self.tensors(sizes)),
+            skippable_flops=2 * idle * sizes.hidden_size * (value + query * (not by_norms)),
+            skippable_pair_flops=2 * idle * (query + value),
+            activations=heads * (value + 10) + 2 * heads * query * by_norms,
+        )
 
     def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
         of_heads = 4 * sizes.query_heads
@@ -204,6 +208,9 @@ class MixtureOfHeads(Mechanism):
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
         if why := super().unsupported_reason(facts):
             return why
+        by_norms = self.router == "query_norm" and self.scale == "paper" and not self.quantized
+        if facts.scales_queries and by_norms:
+            return f"{self} depends on query norms, which change when the heads are folded"
         layers, heads = facts.layers, facts.query_heads
         per_layer = self.active if isinstance(self.active, tuple) else ()
         if layers and per_layer and len(per_layer) != layers:

@@ -24,8 +24,11 @@ class Ranks:
     def layers(self) -> int:
         return 1
 
-    def iteration(self) -> int | None:
-        """Return the number of completed training iterations (None for a trained model)."""
+    def iteration(self, setting: str) -> int | None:
+        """Return the number of completed training iterations (None for a trained model).
+
+        ``setting`` is the name of the setting that needs it, for error messages.
+        """
         return None
 
     def all_heads(self, x: "Tensor") -> "Tensor":

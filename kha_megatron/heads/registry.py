@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -22,7 +22,8 @@ from typing import Any
 
 from kha_megatron.errors import ConfigError, in_one_line
 from kha_megatron.heads.collaborative import CollaborativeHeads
-from kha_megatron.heads.gate import Gate
+from kha_megatron.heads.gate import Gate as OutputGate
+from kha_megatron.heads.gate import observe_gate
 from kha_megatron.heads.knock import Knock, KnockSettings
 from kha_megatron.heads.mechanism import Mechanism
 from kha_megatron.heads.moh import MixtureOfHeads
@@ -34,7 +35,11 @@ GROUP = "kha_megatron.heads"
 FILES_VARIABLE = "KHA_HEADS_FROM"
 """Environment variable with paths of Python files, separated like ``PATH``."""
 
-_OWN: tuple[type[Mechanism], ...] = (CollaborativeHeads, TalkingHeads, Gate, MixtureOfHeads)
+
+observe_output_gate = partial(observe_gate, "output")
+"""Logs the gate of ``--attention-output-gate``. Its settings are an ``OutputGate``."""
+
+_OWN: tuple[type[Mechanism], ...] = (CollaborativeHeads, TalkingHeads, OutputGate, MixtureOfHeads)
 _RESERVED = {
     *(f.name for f in fields(KnockSettings)),
     *("knock", "preset", "heads", "heads_from", "providers", "attention", "latent_heads"),

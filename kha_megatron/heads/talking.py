@@ -4,13 +4,20 @@ Two learned [num_heads, num_heads] matrices mix information across heads: one is
 attention logits (before the softmax), the other to the attention weights (after the softmax).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads.mechanism import HeadFacts, HeadSizes, HeadTensor, Mechanism, Stage
+from kha_megatron.heads.mechanism import (
+    Costs,
+    HeadFacts,
+    HeadSizes,
+    HeadTensor,
+    Mechanism,
+    Stage,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -59,60 +66,11 @@ class TalkingHeads(Mechanism):
             for mixing in self.mixings
         )
 
-    def attend(
-        self,
-        query: "Tensor",
-        key: "Tensor",
-        value: "Tensor",
-        weights: "Mapping[str, Tensor]",
-        *,
-        scale: float,
-        mask: "Tensor | None" = None,
-        dropout: "Callable[[Tensor], Tensor] | None" = None,
-    ) -> "tuple[Tensor, Tensor]":
-        """Scaled dot-product attention with talking heads (section 2).
+    def mix_logits(self, logits: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+        return mix_heads(logits, weights["talking_pre"]) if self.pre else logits
 
-        The softmax is computed in float32 or higher. With identity matrices, this is bit-identical
-        to Megatron's unfused attention.
-
-        Args:
-            query (Tensor): Shape [batch, num_heads, query_len, head_dim], with all heads of the
-                layer.
-            key (Tensor): Shape [batch, num_kv_heads, key_len, head_dim].
-            value (Tensor): Shape [batch, num_kv_heads, key_len, value_dim].
-            weights (Mapping[str, Tensor]): ``talking_pre`` and/or ``talking_post``.
-            mask (Tensor, optional): Boolean (True means masked) or additive mask, broadcastable to
-                [batch, num_heads, query_len, key_len]. It is applied after mixing, since
-                ``-inf * 0`` is NaN. Queries with all keys masked attend to all of them equally.
-
-        Returns:
-            tuple[Tensor, Tensor]: Output and attention weights (before dropout).
-        """
-        import torch
-
-        shared = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-        # same matmul as in Megatron's attention, so that results are bit-identical
-        logits = torch.baddbmm(
-            query.new_empty(1, 1, 1),
-            query.flatten(0, 1),
-            key.flatten(0, 1).mT,
-            beta=0.0,
-            alpha=scale,
-        ).unflatten(0, query.shape[:2])
-        if self.pre:
-            logits = mix_heads(logits, weights["talking_pre"])
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if mask is not None:
-            lowest = torch.finfo(logits.dtype).min
-            hides = mask.dtype == torch.bool
-            logits = logits.masked_fill(mask, lowest) if hides else (logits + mask).clamp(lowest)
-        scores = logits.softmax(-1).to(query.dtype)
-        if self.post:
-            scores = mix_heads(scores, weights["talking_post"])
-        dropped = scores if dropout is None else dropout(scores)
-        output = torch.bmm(dropped.flatten(0, 1), value.flatten(0, 1))
-        return output.unflatten(0, query.shape[:2]), scores
+    def mix_scores(self, scores: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+        return mix_heads(scores, weights["talking_post"]) if self.post else scores
 
     def projections_to_double(self) -> tuple[()]:
         return ()
@@ -129,11 +87,9 @@ class TalkingHeads(Mechanism):
             f"enough memory, pass --heads talking.max_tokens={tokens}."
         )
 
-    def pair_flops(self, sizes: HeadSizes) -> int:
-        return 2 * sizes.query_heads**2 * len(self.mixings)
-
-    def pair_activations(self, sizes: HeadSizes) -> int:
-        return sizes.query_heads * (3 + len(self.mixings))
+    def costs(self, sizes: HeadSizes) -> Costs:
+        heads, mixings = sizes.query_heads, len(self.mixings)
+        return Costs(pair_flops=2 * heads**2 * mixings, pair_activations=heads * (3 + mixings))
 
     def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
         features = sizes.dim("key") + sizes.dim("value")

@@ -230,7 +230,7 @@ class KHAHeads(KHAModule):
         return self.apply_heads("dense", seen, dense=dense)[0]
 
     def core_attention(self) -> Any:
-        """Get the attention function. This is a custom one for talking heads."""
+        """Get the attention function. This is a custom one if a mechanism acts on all heads."""
         for mechanism, _, parameters in self.mechanisms:
             if mechanism.acts_at("core"):
                 return partial(_eager_forward, mechanism, self.head_weights(parameters))
@@ -357,6 +357,11 @@ def _eager_forward(
 class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
     """Multi-headed attention with KHA and other head mechanisms. Supports MQA and GQA."""
 
+    @classmethod
+    def for_config(cls, config: KHAModelConfig) -> type:
+        own = any(mechanism.own_projections for mechanism in build_mechanisms(config))
+        return KHASharedKeyAttention if own else cls
+
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.add_heads(config)
@@ -405,12 +410,12 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
         return self.project_output(output.reshape(*heads), seen), weights
 
 
-class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
+class KHASharedKeyAttention(KHAHeads, Glm4MoeAttention):
     """
-    Collaborative attention heads (https://huggingface.co/papers/2006.16362).
+    Attention for a mechanism with its own query and key projections, which all heads share.
 
-    There is only one query and one key, with `dim` features. Each head has a mixing vector that
-    weights these features. The cache stores the key along with the values of all heads.
+    The mechanism derives the query of each head. The cache stores the key along with the values of
+    all heads.
     """
 
     projections = ("v_proj",)
@@ -418,7 +423,8 @@ class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         del self.q_proj, self.k_proj
-        dim = config.mechanisms["collaborative"]["dim"]
+        own = next(m for m in build_mechanisms(config) if m.own_projections)
+        self.own, dim = own.name, own.own_dim or 0
         self.scaling = dim**-0.5
         if self.use_qk_norm:
             self.q_norm = Glm4MoeRMSNorm(dim, eps=config.rms_norm_eps)
@@ -438,8 +444,8 @@ class KHACollaborativeAttention(KHAHeads, Glm4MoeAttention):
         query, key, value = self.apply_heads(
             "qkv",
             seen,
-            query=seen["collaborative_query"],
-            key=seen["collaborative_key"],
+            query=seen[f"{self.own}_query"],
+            key=seen[f"{self.own}_key"],
             value=self.v_knock(self.v_proj(hidden_states).view(heads)),
         )
         if self.use_qk_norm:
@@ -631,7 +637,6 @@ class KHALatentRMSNorm(nn.Module):
 
 KHA_ATTENTION_CLASSES |= {
     "heads": KHAHeadsAttention,
-    "collaborative": KHACollaborativeAttention,
     "gta": KHATiedAttention,
     "latent": KHALatentAttention,
 }

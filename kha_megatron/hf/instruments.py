@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kha_megatron.heads.gate import observe_gate
 from kha_megatron.heads.ranks import Ranks
+from kha_megatron.heads.registry import observe_output_gate
 
 GATED_QUERIES = ("qwen3_next", "qwen3_5_text")
 """Model types with an output gate in `q_proj`, which returns `[query, gate]` for each head."""
@@ -35,15 +35,14 @@ class LayerStatistics:
     """Metrics reported by head mechanisms, e.g. `gate-score/output`."""
 
     @property
-    def gates(self) -> dict[str, float]:
-        found = self.figures.items()
-        return {k: v for k, v in found if k.startswith("gate-") and isinstance(v, float)}
+    def means(self) -> dict[str, float]:
+        """Metrics that are a single number."""
+        return {k: v for k, v in self.figures.items() if isinstance(v, float)}
 
     @property
-    def load(self) -> list[float]:
-        """Fraction of tokens that each head receives in mixture of heads (MoH)."""
-        load = self.figures.get("moh-load", [])
-        return load if isinstance(load, list) else []
+    def per_head(self) -> dict[str, list[float]]:
+        """Metrics with a number for each head, e.g. the fraction of tokens that use it."""
+        return {k: v for k, v in self.figures.items() if isinstance(v, list)}
 
 
 @torch.no_grad()
@@ -97,7 +96,7 @@ def _measure_gate(
     figures: LayerStatistics, head_dim: int, module: nn.Module, inputs: Any, result: Tensor
 ) -> None:
     score = result.unflatten(-1, (-1, 2 * head_dim))[..., head_dim:].float().sigmoid()
-    observe_gate("output", lambda: score, _Recorder(figures))
+    observe_output_gate(lambda: score, _Recorder(figures))
 
 
 class _Recorder(Ranks):

@@ -185,13 +185,13 @@ def attention_class(config: KHAModelConfig) -> Any:
         return KHAAttention
     kind = "latent" if config.kv_lora_rank is not None else config.kha_attention
     classes = KHA_ATTENTION_CLASSES
-    kind = kind or next((name for name in config.mechanisms if name in classes), "heads")
+    kind = kind or "heads"
     if kind not in classes:
         raise ValueError(
             f"The modeling code of this model does not include {kind!r} attention. Please install "
             "kha_megatron from source and `import kha_megatron.hf`."
         )
-    return classes[kind]
+    return classes[kind].for_config(config) if kind == "heads" else classes[kind]
 
 
 def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:

@@ -21,9 +21,9 @@ from torch.nn import Module
 from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError, raise_first
 from kha_megatron.heads import Mechanism, Projection
-from kha_megatron.heads.gate import observe_gate
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage, apply_stage
+from kha_megatron.heads.registry import observe_output_gate
 from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
 from kha_megatron.mcore.head_ranks import HeadRanks, layers_per_attention
@@ -71,7 +71,7 @@ class KnockedAttention(Attention):
             layer = (self.layer_number - 1) // layers_per_attention(config)
             mechanism = mechanism.for_layer(layer)
             self.mechanisms.append((mechanism, MechanismWeights(modules)))
-            if "core" in mechanism.stages:
+            if mechanism.acts_at("core"):
                 self.core_attention.set_mechanism(*self.mechanisms[-1])
         self.head_ranks = HeadRanks(
             config,
@@ -127,7 +127,7 @@ class KnockedAttention(Attention):
 
     def flash_decode_and_prefill(self, *args: Any, **kwargs: Any) -> Tensor:
         for mechanism, _ in self.mechanisms:
-            if "core" in mechanism.stages:
+            if mechanism.acts_at("core"):
                 raise ConfigError(
                     f"{mechanism} does not support dynamic batching, which requires fused "
                     "attention kernels. Please use static batching."
@@ -213,7 +213,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         assert layout.stock_gate is not None
         gate = parts[layout.stock_gate]
         if self.head_ranks.listeners:  # Megatron applies this gate, so report it here
-            observe_gate("output", gate.sigmoid, self.head_ranks)
+            observe_output_gate(gate.sigmoid, self.head_ranks)
         return query, key, value, gate
 
     def _project(self, hidden_states: Tensor) -> dict[str, Tensor]:
@@ -232,8 +232,9 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
 def _set_key_width(
     submodules: SelfAttentionSubmodules, config: TransformerConfig, width: int
 ) -> SelfAttentionSubmodules:
-    """Change the head dim of queries and keys in core attention and QK-norms, e.g. for
-    collaborative heads. The softmax scale becomes ``width ** -0.5`` unless it's set explicitly.
+    """Change the head dim of queries and keys in core attention and QK-norms.
+
+    The softmax scale becomes ``width ** -0.5`` unless it's set explicitly.
     """
 
     def core(*, config: TransformerConfig, softmax_scale: float | None, **options: Any) -> Any:

@@ -58,15 +58,15 @@ class HeadRanks(Ranks):
     def layers(self) -> int:
         return self.config.num_layers // layers_per_attention(self.config)
 
-    def iteration(self) -> int | None:
+    def iteration(self, setting: str) -> int | None:
         arguments = vars(training_arguments())
         known = [arguments.get(name) for name in ("iteration", "curr_iteration")]
         known = [count for count in known if count is not None]
         # a CUDA graph would replay the number of heads of the captured iteration
         if self.config.cuda_graph_impl != "none" or (self.trains and not known):
             raise ConfigError(
-                "moh.anneal requires the iteration count of Megatron's training loop and "
-                "--cuda-graph-impl none. Please remove moh.anneal."
+                f"{setting} requires the iteration count of Megatron's training loop and "
+                f"--cuda-graph-impl none. Please remove {setting}."
             )
         return max(known, default=None)
 

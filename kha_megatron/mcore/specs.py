@@ -39,6 +39,7 @@ with megatron_imports():
     )
     from megatron.core.utils import get_pg_rank
 
+    from kha_megatron.mcore.all_heads import AllHeadsAttention
     from kha_megatron.mcore.attention import KHASelfAttention, check_config
     from kha_megatron.mcore.gta import KHAGroupedTiedAttention, separate_input_norm
     from kha_megatron.mcore.latent import (
@@ -48,7 +49,6 @@ with megatron_imports():
     )
     from kha_megatron.mcore.local_modules import GatheredDotProductAttention, TorchNorm
     from kha_megatron.mcore.settings import FROM_ENVIRONMENT, named_config, publish
-    from kha_megatron.mcore.talking import TalkingAttention
 
 type Spec = ModuleSpec | TransformerBlockSubmodules
 
@@ -94,9 +94,9 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
             if isinstance(node, ModuleSpec) and (module := _knocked(node.module, kha)):
                 found = True
                 changed |= {"module": module, "params": {**node.params, "kha": kha}}
-                if any("core" in mechanism.stages for mechanism in kha.mechanisms):
+                if any(mechanism.acts_at("core") for mechanism in kha.mechanisms):
                     changed["submodules"] = replace(
-                        changed["submodules"], core_attention=TalkingAttention
+                        changed["submodules"], core_attention=AllHeadsAttention
                     )
                 if kha.attention == "gla":
                     changed["submodules"] = use_grouped_latents(
@@ -135,8 +135,11 @@ def kha_layer_spec(
     """
     transformer = config if isinstance(config, TransformerConfig) else config.transformer
     check_config(transformer, kha)
-    if transformer.heterogeneous_block_specs and any(m.adds_loss for m in kha.mechanisms):
-        raise ConfigError("heterogeneous_block_specs requires moh.balance=0.")
+    adding = [mechanism for mechanism in kha.mechanisms if mechanism.adds_loss]
+    if transformer.heterogeneous_block_specs and adding:
+        raise ConfigError(
+            f"heterogeneous_block_specs does not support the auxiliary loss of {adding[0]}."
+        )
     return with_kha(_stock_spec(config, transformer, vp_stage, pp_rank), kha)
 
 

@@ -42,7 +42,7 @@ def count_attention(model: ModelConfig, kha: KHAConfig | None = None) -> Attenti
 def count_grouped_attention(model: ModelConfig, kha: KHAConfig) -> Attention:
     """Count MHA, MQA, GQA or GTA (see section 3.3.1 of https://arxiv.org/abs/2505.21487).
 
-    Collaborative heads replace the query and key projections by smaller ones with a single head.
+    A mechanism can replace the query and key projections by smaller ones with a single head.
     """
     d, head, sizes = model.hidden_size, model.kv_channels, model.head_sizes
     tied = model.kha_attention == "gta"
@@ -281,20 +281,19 @@ def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
         width += model.shared_width
         router += model.experts
     sizes = model.head_sizes
-    a_token = kha.flops(sizes) + 2 * hidden * count_padding_rows(model, kha)
-    skippable = [
-        m.for_layer(layer).skippable_flops(sizes) for m in kha.mechanisms for layer in indices
-    ]
+    costs = kha.costs(sizes)
+    a_token = costs.flops + 2 * hidden * count_padding_rows(model, kha)
+    of_layers = [m.for_layer(layer).costs(sizes) for m in kha.mechanisms for layer in indices]
     return Flops(
         projections=2 * length * layers * attention.weights,
         scores=2 * length**2 * layers * attention.pair,
         mlp=2 * length * matrices * hidden * width,
         router=2 * length * hidden * router,
-        kha=length * layers * (a_token + length * kha.pair_flops(sizes)),
+        kha=length * layers * (a_token + length * costs.pair_flops),
         logits=2 * length * hidden * model.padded_vocab(1) * (1 + len(predicting)),
         prediction=4 * length * hidden**2 * len(predicting),
-        skippable_projections=length * sum(projections for projections, _ in skippable),
-        skippable_scores=length**2 * sum(scores for _, scores in skippable),
+        skippable_projections=length * sum(each.skippable_flops for each in of_layers),
+        skippable_scores=length**2 * sum(each.skippable_pair_flops for each in of_layers),
     )
 
 

@@ -97,9 +97,9 @@ def _estimate_activations(rank: Rank) -> tuple[float, float]:
 
 def estimate_kha_activations(rank: Rank) -> float:
     """Bytes that KHA saves for the backward pass (per layer and microbatch)."""
-    kha, keys = rank.setup.kha, rank.setup.batch.seq_length
-    elements = kha.activations(rank.heads) + keys * kha.pair_activations(rank.heads)
-    between = rank.sharded_tokens * kha.sharded_activations(rank.heads)
+    costs, keys = rank.setup.kha.costs(rank.heads), rank.setup.batch.seq_length
+    elements = costs.activations + keys * costs.pair_activations
+    between = rank.sharded_tokens * costs.sharded_activations
     return (rank.tokens * elements + between) * rank.element_size
 
 

@@ -10,7 +10,6 @@ from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig
 from kha_megatron.data import check_data
 from kha_megatron.errors import ConfigError, install_command, raise_first
 from kha_megatron.heads import Knock
-from kha_megatron.heads.gate import ALIASES
 from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
 from kha_megatron.heads.registry import mechanism_types, use_files
 from kha_megatron.mcore import cpu
@@ -49,8 +48,7 @@ _HELP = {
     },
     "kha_heads": "Configure other head mechanisms as NAME.FIELD=VALUE, e.g. gate.output=element. "
     "NAME enables a mechanism with its default settings and NAME=none disables it. Available "
-    f"mechanisms: {', '.join((Knock.name, *mechanism_types()))}. For gates, the position numbers "
-    f"of the paper are accepted too: {', '.join(f'{n} ({word})' for n, word in ALIASES.items())}.",
+    f"mechanisms: {', '.join((Knock.name, *mechanism_types()))}.",
     "kha_attention": "Attention type that Megatron does not provide. gta: grouped-tied attention, "
     "requires --rotary-percent 0.5, and --kha-value applies to the tied state. gla: grouped latent "
     "attention, requires --multi-latent-attention.",

@@ -80,7 +80,8 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 def forward_flops_per_token(args: argparse.Namespace) -> int:
     """Extra forward FLOPs per token for KHA in one (causal) attention layer."""
     kha, sizes = _kha(args), _sizes(args)
-    return kha.flops(sizes) + args.seq_length * kha.pair_flops(sizes) // 2
+    costs = kha.costs(sizes)
+    return costs.flops + args.seq_length * costs.pair_flops // 2
 
 
 def parameters_per_layer(args: argparse.Namespace) -> int:
@@ -91,10 +92,11 @@ def parameters_per_layer(args: argparse.Namespace) -> int:
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     """Activation memory of KHA in bytes (per layer, rank and microbatch)."""
     kha, sizes = _kha(args), _sizes(args).on_rank(args.tensor_model_parallel_size)
-    between = kha.sharded_activations(sizes)
+    costs = kha.costs(sizes)
+    between = costs.sharded_activations
     if args.sequence_parallel:
         between //= args.tensor_model_parallel_size
-    elements = kha.activations(sizes) + between + args.seq_length * kha.pair_activations(sizes)
+    elements = costs.activations + between + args.seq_length * costs.pair_activations
     return _BYTES * elements * args.seq_length * args.micro_batch_size
 
 

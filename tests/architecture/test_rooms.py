@@ -16,7 +16,7 @@ EVERYONE = {"config", "errors", "heads", "announcements"}
 FREE = {
     "heads",
     *("model", "checkpoint", "mcore", "data", "documents", "training", "hf"),
-    *("conversion", "recipes", "plan", "compare", "bridge", "serving", "cli"),
+    *("conversion", "recipes", "plan", "compare", "bridge", "serving", "cli", "testing"),
 }
 NOTHING = frozenset()
 ARROWS = {
@@ -32,7 +32,8 @@ ARROWS = {
     "compare": {"recipes", "plan", "model", "checkpoint", "mcore"},
     "bridge": {"hf", "mcore", "conversion", "checkpoint"},
     "serving": {"hf"},
-    "cli": FREE - {"cli", "bridge", "serving"},
+    "testing": {"mcore", "hf", "conversion"},
+    "cli": FREE - {"cli", "bridge", "serving", "testing"},
 }
 OUTSIDE = {
     **dict.fromkeys(("", "config", "errors", "announcements", "model", "plan"), NOTHING),

@@ -164,7 +164,7 @@ def test_tables_and_pictures_of_everything(run, tokenizer, text, tmp_path):
     folder = save_model(tmp_path / "model", config, tokenizer)
     code, stdout, stderr = run(folder, tmp_path / "out", "--text", text)
     assert code == 0
-    for title in ("value heads (mlp)", "attention over", "gates and heads"):
+    for title in ("value heads (mlp)", "attention over", "head mechanisms"):
         assert title in stdout
     assert "Saved 4 plots" in stderr
     assert (tmp_path / "out" / "attention.png").stat().st_size > 10_000

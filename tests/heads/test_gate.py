@@ -32,5 +32,7 @@ def test_activations_count_what_autograd_saves(gate, shape, score, activation, f
         gated(x, activate(scores, activation), form).sum()
     found = sum(tensor.nbytes for tensor in saved.values()) / 2
     mechanism = Gate(**gate, activation=activation, form=form)
-    assert found == tokens * (mechanism.activations(SIZES) + mechanism.sharded_activations(SIZES))
-    assert bool(mechanism.sharded_activations(SIZES)) == ("dense" in gate)
+    assert found == tokens * (
+        mechanism.costs(SIZES).activations + mechanism.costs(SIZES).sharded_activations
+    )
+    assert bool(mechanism.costs(SIZES).sharded_activations) == ("dense" in gate)

@@ -103,9 +103,9 @@ def test_flops_and_activations_match_torch(variant):
     with FlopCounterMode(display=False) as forward, saved_tensors() as saved:
         y = fused_knock(x, weight, variant)
     saved.pop(weight.untyped_storage().data_ptr())
-    expected = tokens * kha.flops(sizes)
+    expected = tokens * kha.costs(sizes).flops
     assert forward.get_total_flops() == expected
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
     assert backward.get_total_flops() == 2 * expected
-    assert sum(tensor.numel() for tensor in saved.values()) == tokens * kha.activations(sizes)
+    assert sum(tensor.numel() for tensor in saved.values()) == tokens * kha.costs(sizes).activations

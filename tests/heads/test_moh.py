@@ -44,9 +44,9 @@ def test_costs_of_the_router():
     sizes = HeadSizes(query_heads=16, kv_heads=16, head_dim=96, hidden_size=1536)
     kha = KHAConfig.from_preset("moh_75")
     assert kha.parameters(sizes) == kha.parameters(sizes, tp=4) == 18 * 1536
-    assert kha.flops(sizes) == 2 * 18 * 1536
+    assert kha.costs(sizes).flops == 2 * 18 * 1536
     norms = KHAConfig(moh=MixtureOfHeads(share=0.75, router="query_norm"))
-    assert norms.parameters(sizes) == norms.flops(sizes) == 0
+    assert norms.parameters(sizes) == norms.costs(sizes).flops == 0
 
 
 @pytest.mark.parametrize(

@@ -93,4 +93,4 @@ def test_activations_bound_what_autograd_saves(router, choice):
             given |= moh.apply({"query": query}, {}, Ranks())
         moh.apply(given, {}, Ranks())
     found = sum(x.untyped_storage().nbytes() for x in saved.values()) / 2
-    assert found <= tokens * moh.activations(sizes) <= 1.125 * found
+    assert found <= tokens * moh.costs(sizes).activations <= 1.125 * found

@@ -7,7 +7,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.heads import TalkingHeads
 from tests.mcore.sharded_layer import LATENT
 from tests.mcore.test_family import GLA, GTA, MLA
-from tests.mcore.test_mechanisms import BOTH
 
 TALKING = KHAConfig(talking=TalkingHeads())
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
@@ -76,7 +75,7 @@ MOE = {
 @pytest.mark.parametrize(
     ("khas", "overrides", "stock"),
     [
-        pytest.param([KHAConfig(), MIXED, TALKING, BOTH], {}, True, id="mha"),
+        pytest.param([KHAConfig(), MIXED, TALKING], {}, True, id="mha"),
         pytest.param([KHAConfig(), MIXED], MOE, True, id="moe"),
         pytest.param([KHAConfig(), MIXED], {"attention_output_gate": True}, True, id="gate"),
         pytest.param(MLA, LATENT, True, id="mla"),

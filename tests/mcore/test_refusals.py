@@ -67,7 +67,7 @@ def refusal(kha, overrides):
         (
             KHAConfig.from_preset("moh_50"),
             {"heterogeneous_block_specs": True},
-            "requires moh.balance=0",
+            "does not support the auxiliary loss of moh",
         ),
         (
             KHAConfig(collaborative=CollaborativeHeads(dim=6)),

@@ -59,7 +59,7 @@ def mixed_after_the_mask():
 def mixed_among_own_heads():
     from megatron.core import parallel_state
 
-    from kha_megatron.mcore.talking import TalkingAttention
+    from kha_megatron.mcore.all_heads import AllHeadsAttention
 
     attend, rank = TalkingHeads.attend, parallel_state.get_tensor_model_parallel_rank()
 
@@ -78,7 +78,7 @@ def mixed_among_own_heads():
     }
     with (
         mock.patch.object(TalkingHeads, "attend", of_own),
-        mock.patch.multiple(TalkingAttention, **unsharded),
+        mock.patch.multiple(AllHeadsAttention, **unsharded),
     ):
         yield
 
@@ -94,9 +94,9 @@ def matrices_not_summed():
 def keys_not_summed():
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region as gather
 
-    from kha_megatron.mcore import talking
+    from kha_megatron.mcore import all_heads
 
-    return mock.patch.object(talking, "all_gather_last_dim_from_tensor_parallel_region", gather)
+    return mock.patch.object(all_heads, "all_gather_last_dim_from_tensor_parallel_region", gather)
 
 
 def test_mixing_after_the_mask_gives_nan(ranks):

@@ -1,6 +1,6 @@
-"""Core attention for talking heads (arXiv 2003.02436) with tensor and context parallelism.
+"""Core attention for mechanisms that mix heads, with tensor and context parallelism.
 
-Talking heads mix the logits of different heads, so we can't shard attention by head. With TP, the
+If the logits of a head depend on other heads, we can't shard attention by head. With TP, the
 queries are sharded by sequence instead: an all-to-all for the queries, an all-gather for keys and
 values, and another all-to-all for the output. Note that logits are materialized, i.e.
 ``num_heads * sequence^2 / tp_size`` elements per rank.
@@ -24,34 +24,34 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import TalkingHeads
+from kha_megatron.heads import Mechanism
 from kha_megatron.mcore.local_modules import GatheredDotProductAttention
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
-class TalkingAttention(GatheredDotProductAttention):
-    """``DotProductAttention`` with talking heads."""
+class AllHeadsAttention(GatheredDotProductAttention):
+    """``DotProductAttention`` that calls :meth:`Mechanism.attend` with all heads."""
 
-    talking: TalkingHeads
-    matrices: Mapping[str, Tensor]
+    mechanism: Mechanism
+    weights: Mapping[str, Tensor]
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        # undoes the scaling of --apply-query-key-layer-scaling, as Megatron's softmax does
+        self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
+
+    def set_mechanism(self, mechanism: Mechanism, weights: Mapping[str, Tensor]) -> None:
+        """Must be called before the first forward pass, with the mechanism's parameters."""
         for option in (
             "window_size",
             "softmax_type",
             "fp8_dot_product_attention",
             "fp8_multi_head_attention",
         ):
-            if (found := getattr(config, option)) not in (None, False, "vanilla"):
-                raise ConfigError(f"Talking heads do not support {option}={found}. Remove it.")
-        super().__init__(config, *args, **kwargs)
-        # undoes the scaling of --apply-query-key-layer-scaling, as Megatron's softmax does
-        self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
-
-    def set_mechanism(self, mechanism: TalkingHeads, matrices: Mapping[str, Tensor]) -> None:
-        """Must be called before the first forward pass. Matrices are ``[H, H]``."""
-        self.talking, self.matrices = mechanism, matrices
+            if (found := getattr(self.config, option)) not in (None, False, "vanilla"):
+                raise ConfigError(f"{mechanism} does not support {option}={found}. Remove it.")
+        self.mechanism, self.weights = mechanism, weights
 
     def forward(
         self,
@@ -67,19 +67,19 @@ class TalkingAttention(GatheredDotProductAttention):
         The mask has shape ``[batch or 1, 1, queries or 1, keys]`` (True means masked).
         """
         if kwargs.get("packed_seq_params") is not None:
-            raise ConfigError("Talking heads do not support packed sequences (--sft).")
+            raise ConfigError(f"{self.mechanism} does not support packed sequences (--sft).")
         if self.cp_group.size() > 1:
             key, value = self._gather(key), self._gather(value)
-        if why := self.talking.too_long(len(key)):
+        if why := self.mechanism.too_long(len(key)):
             raise ConfigError(why)
         mask_type = attn_mask_type or self.attn_mask_type
         causal = mask_type in _CAUSAL
         mask = self._mask(attention_mask, causal, len(query), len(key))
-        output, _ = self.talking.attend(
+        output, _ = self.mechanism.attend(
             self._shard_queries(query).permute(1, 2, 0, 3),
             self._all_heads(key).permute(1, 2, 0, 3),
             self._all_heads(value).permute(1, 2, 0, 3),
-            self.matrices,
+            self.weights,
             scale=self.logit_scale,
             mask=mask,
             dropout=self._dropout,

@@ -1,0 +1,375 @@
+"""Compare an attention layer under several parallel layouts with the unsharded layer.
+
+:func:`kha_megatron.testing.check_mechanism` runs this module in a new process. It imports Megatron
+once and then forks the ranks of each layout.
+"""
+
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import HeadTensor
+from kha_megatron.mcore import cpu
+from kha_megatron.testing import SIZES, TOLERANCE
+
+_TIMEOUT = 60  # seconds for a layout
+_TOKENS, _BATCH = 12, 2
+_RANDOM = 5  # seed of weights and inputs
+_MEANING = {
+    "heads": "a sum over heads",
+    "tokens": "a sum over tokens",
+    "whole": "the same on all ranks",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    tp: int
+    sp: bool
+    groups: int
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}{' with SP' * self.sp} and {self.groups} KV heads"
+
+
+# with two KV heads on four ranks, ranks share a KV head
+LAYOUTS = [Layout(tp, sp, 4) for tp in (2, 4) for sp in (False, True)] + [Layout(4, True, 2)]
+
+Shards = dict[str, tuple[tuple[int, ...], Tensor]]  # offset in the whole tensor, and this part
+
+
+@dataclass
+class Pass:
+    """Results of a layer on one rank, in float64."""
+
+    initial: Shards
+    loaded: Shards
+    gradients: Shards
+    output: Tensor
+    input_gradient: Tensor
+    decoded: tuple[Tensor, Tensor]  # outputs for a whole sequence, and with a KV cache
+    mistakes: list[str]  # found on this rank
+
+
+def find_mistakes(kha: KHAConfig, scratch: Path, smooth: bool) -> Iterator[str]:
+    """Yield a message for each broken rule."""
+    wholes: dict[int, Pass] = {}
+    for groups in (4, 2):
+        alone = _run(kha, Layout(1, False, groups), scratch, smooth)
+        if isinstance(alone, str):
+            yield f"A layer with {groups} KV heads fails on one rank: {alone}"
+            return
+        wholes[groups] = alone[0]
+        yield from alone[0].mistakes
+        yield from _compare_decoding(alone, "one rank")
+    for layout in LAYOUTS:
+        ranks = _run(kha, layout, scratch, smooth)
+        if isinstance(ranks, str):
+            sizes = (SIZES, SIZES.on_rank(2))
+            some = [t for t in zip(*map(kha.tensors, sizes), strict=True) if not t[0].per_head]
+            suspects = [a.name for a, b in some if a.shape != b.shape]
+            hint = ", ".join(f"`{name}`" for name in suspects)
+            hint = f" Set `per_head` if {hint} is split along the heads." if hint else ""
+            yield f"TP split: the layer fails under {layout}.{hint} The error is: {ranks}"
+            continue
+        yield from _compare(kha, layout, ranks, wholes[layout.groups])
+        yield from _compare_decoding(ranks, str(layout))
+
+
+def _compare(kha: KHAConfig, layout: Layout, ranks: list[Pass], whole: Pass) -> Iterator[str]:
+    tensors = {f"{tensor.name}.weight": tensor for tensor in kha.tensors(SIZES)}
+    for name, tensor in tensors.items():
+        if any(_error(own, _part(whole.initial, name, at)) for at, own in _of(ranks, name, 0)):
+            yield (
+                f"Initial value of `{tensor.name}` differs between ranks under {layout}. It must "
+                "not depend on the random state of a rank."
+            )
+        if any(_error(own, _part(whole.loaded, name, at)) for at, own in _of(ranks, name, 1)):
+            yield f"TP split of `{tensor.name}`: {layout} loads other values from a checkpoint."
+    for name, tensor in tensors.items():
+        if reason := _gradient_error(tensor, _of(ranks, name, 2), whole.gradients[name][1]):
+            yield f"Gradient of `{tensor.name}` is declared `{tensor.gradient}`, but {reason}."
+    outputs = [rank.output for rank in ranks]
+    expected = list(whole.output.chunk(layout.tp)) if layout.sp else [whole.output] * layout.tp
+    if any(map(_error, outputs, expected)):
+        yield f"Outputs differ from those of one rank under {layout}. Check `per_head` and `ranks`."
+    gradients = list(whole.input_gradient.chunk(layout.tp)) if layout.sp else None
+    gradients = gradients or [whole.input_gradient] * layout.tp
+    if any(map(_error, [rank.input_gradient for rank in ranks], gradients)):
+        yield (
+            f"The gradient of the layer input differs from that of one rank under {layout}. Check "
+            "`gradient` of the parameters with `reads_input`."
+        )
+    for name in whole.gradients:
+        if name not in tensors and "layernorm" not in name:
+            found = _of(ranks, name, 2)
+            if any(_error(own, _part(whole.gradients, name, at)) for at, own in found):
+                yield f"The gradient of {name} differs from that of one rank under {layout}."
+
+
+def _gradient_error(tensor: HeadTensor, found: list[Any], whole: Tensor) -> str | None:
+    """Explain how gradients on TP ranks differ from the whole gradient (None if they don't)."""
+    parts = [_slice(whole, at, own.shape) for at, own in found]
+    if not any(map(_error, [own for _, own in found], parts)):
+        return None
+    owns = [own for _, own in found]
+    if len({at for at, _ in found}) > 1:
+        return "its shards differ from those of one rank"
+    if not _error(torch.stack(owns).sum(0), whole):
+        sums = "heads" if tensor.gradient != "heads" else "tokens"
+        return f"differs between TP ranks: it is {_MEANING[sums]}"
+    if not any(_error(own, whole * len(owns)) for own in owns):
+        return f"is {len(owns)} times too large: it is {_MEANING['whole']}"
+    return "differs from that of one rank"
+
+
+def _compare_decoding(ranks: list[Pass], layout: str) -> Iterator[str]:
+    if any(_error(steps, whole) for rank in ranks for whole, steps in [rank.decoded]):
+        yield (
+            f"KV cache: on {layout}, decoding gives other outputs than the whole sequence. `apply` "
+            "must treat all tokens independently."
+        )
+
+
+def _of(ranks: list[Pass], name: str, which: int) -> list[tuple[tuple[int, ...], Tensor]]:
+    return [(rank.initial, rank.loaded, rank.gradients)[which][name] for rank in ranks]
+
+
+def _part(shards: Shards, name: str, at: tuple[int, ...]) -> Tensor:
+    return shards[name][1][tuple(slice(first, None) for first in at)]
+
+
+def _slice(whole: Tensor, at: tuple[int, ...], shape: torch.Size) -> Tensor:
+    return whole[tuple(slice(first, first + n) for first, n in zip(at, shape, strict=True))]
+
+
+def _error(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors differ. ``expected`` may have more elements at the end of each dim."""
+    expected = _slice(expected, (0,) * found.dim(), found.shape)
+    return not (found - expected).norm() <= TOLERANCE * expected.norm().clamp_min(1e-12)
+
+
+def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[Pass] | str:
+    """Fork the ranks of a layout. Returns the results, or the error of a rank."""
+    context = multiprocessing.get_context("fork")
+    folder = scratch / f"{layout.tp}-{layout.sp}-{layout.groups}"
+    folder.mkdir()
+
+    def work(rank: int) -> None:
+        os.setpgrp()  # so that its own processes, which write checkpoints, end with it
+        try:
+            torch.distributed.init_process_group(
+                "gloo",
+                init_method=f"file://{folder}/store",
+                rank=rank,
+                world_size=layout.tp,
+                timeout=timedelta(seconds=_TIMEOUT),
+            )
+            result: Any = _run_layer(kha, layout, scratch / f"weights-{layout.groups}", smooth)
+        except Exception as error:
+            result = f"{type(error).__name__}: {error}"
+        torch.save(result, folder / f"{rank}.tmp")
+        (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
+        signal.pause()  # until it is killed
+
+    processes = [context.Process(target=work, args=(rank,)) for rank in range(layout.tp)]
+    for process in processes:
+        process.start()
+    files = [folder / f"{rank}.pt" for rank in range(layout.tp)]
+    found: dict[Path, Any] = {}
+    deadline = time.monotonic() + _TIMEOUT
+    while len(found) < len(files) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        found |= {f: torch.load(f, weights_only=False) for f in files if f.exists()}
+        if errors := [result for result in found.values() if isinstance(result, str)]:
+            break
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid or 0, signal.SIGKILL)
+        process.join()
+    if len(found) < len(files):
+        return errors[0] if errors else f"no result within {_TIMEOUT} s"
+    return errors[0] if errors else [found[file] for file in files]
+
+
+def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> Pass:
+    from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp)
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    torch.manual_seed(rank)
+    layer = _build(kha, layout)
+    initial = _shards(layer, lambda parameter: parameter)
+    mistakes: list[str] = []
+    if layout.tp == 1:
+        mistakes += _find_inexact_start(kha, layout, layer)
+        generator = torch.Generator().manual_seed(_RANDOM)
+        with torch.no_grad():
+            for name, parameter in layer.named_parameters():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(0.4 * noise + ("layernorm" in name))
+        weights.mkdir()
+        dist_checkpointing.save(layer.sharded_state_dict(), str(weights))
+    else:
+        layer.load_state_dict(dist_checkpointing.load(layer.sharded_state_dict(), str(weights)))
+    loaded = _shards(layer, lambda parameter: parameter)
+    rotary = {"rotary_pos_emb": _double(RotaryEmbedding, _TOKENS)}
+    hidden, upstream = (x.chunk(layout.tp)[rank] if layout.sp else x for x in _inputs())
+    hidden = hidden.clone().requires_grad_()
+    output, _ = layer(hidden, None, **rotary)
+    output.backward(upstream)
+    gradients = _shards(layer, lambda parameter: parameter.grad)
+    if layout.tp == 1 and smooth:
+        mistakes += _find_wrong_derivatives(kha, layer, rotary)
+    decoded = _decode(layer, rotary) if not layout.sp else (torch.zeros(1), torch.zeros(1))
+    assert hidden.grad is not None
+    return Pass(initial, loaded, gradients, output.detach(), hidden.grad, decoded, mistakes)
+
+
+def _build(kha: KHAConfig, layout: Layout) -> Any:
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from kha_megatron.mcore.specs import kha_layer_spec
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=SIZES.hidden_size,
+            num_attention_heads=SIZES.query_heads,
+            num_query_groups=layout.groups,
+            kv_channels=SIZES.head_dim,
+            tensor_model_parallel_size=layout.tp,
+            sequence_parallel=layout.sp,
+            normalization="RMSNorm",
+            qk_layernorm=True,
+            add_bias_linear=False,
+            attention_dropout=0.0,
+            use_cpu_initialization=True,
+            params_dtype=torch.float64,
+            transformer_impl="local",
+            persist_layer_norm=False,
+            gradient_accumulation_fusion=False,
+            masked_softmax_fusion=False,
+            bias_dropout_fusion=False,
+        )
+    spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
+    return build_module(spec, config=config, layer_number=1).double()
+
+
+def _double(embedding: Any, tokens: int) -> Tensor:
+    return embedding(SIZES.head_dim, 1.0, use_cpu_initialization=True)(tokens).double()
+
+
+def _inputs() -> tuple[Tensor, Tensor]:
+    shape = 2, _TOKENS, _BATCH, SIZES.hidden_size
+    generator = torch.Generator().manual_seed(_RANDOM)
+    hidden, upstream = torch.randn(shape, dtype=torch.float64, generator=generator).unbind(0)
+    return hidden, upstream
+
+
+def _shards(layer: Any, select: Callable[[Any], Tensor]) -> Shards:
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    held, state = {}, layer.sharded_state_dict()
+    for name, parameter in layer.named_parameters():
+        at = state[name].global_offset if isinstance(state.get(name), ShardedTensor) else None
+        part = select(parameter).detach().clone()
+        held[name] = (at or (0,) * part.dim(), part)
+    return held
+
+
+def _find_inexact_start(kha: KHAConfig, layout: Layout, layer: Any) -> Iterator[str]:
+    """Compare outputs at initialization with those of plain attention, if they must be equal."""
+    if not all(mechanism.is_exact_at_start for mechanism in kha.mechanisms):
+        return
+    plain, own = _build(KHAConfig(), layout), layer.state_dict()
+    plain.load_state_dict({name: own[name] for name in plain.state_dict()})
+    with torch.no_grad():
+        ours, theirs = (each(_inputs()[0], None)[0] for each in (layer, plain))
+    rounds = any(mechanism.acts_at("core") for mechanism in kha.mechanisms)
+    if _error(ours, theirs) if rounds else not torch.equal(ours, theirs):
+        yield (
+            "The initial values change the outputs of a model, although `projections_to_double` "
+            "returns without an error. Change `initial` or remove the method."
+        )
+
+
+def _find_wrong_derivatives(kha: KHAConfig, layer: Any, options: dict[str, Any]) -> Iterator[str]:
+    """Compare gradients with finite differences of the loss, without auxiliary losses."""
+    layer.eval()
+    hidden, upstream = _inputs()
+
+    def loss() -> Tensor:
+        return (layer(hidden, None, **options)[0] * upstream).sum()
+
+    layer.zero_grad()
+    loss().backward()
+    for tensor in kha.tensors(SIZES):
+        weight = layer.get_parameter(f"{tensor.name}.weight")
+        direction = torch.randn(weight.shape, dtype=torch.float64)
+        direction, step = direction / direction.norm(), 1e-6
+        with torch.no_grad():
+            ends = []
+            for sign in (1, -2):
+                weight += sign * step * direction
+                ends.append(loss().item())
+            weight += step * direction
+        expected = (ends[0] - ends[1]) / (2 * step)
+        found = (weight.grad * direction).sum().item()
+        if not math.isclose(found, expected, rel_tol=1e-4, abs_tol=1e-5):
+            yield (
+                f"Gradient of `{tensor.name}` differs from finite differences ({found:.6g} against "
+                f"{expected:.6g}). Check its backward pass."
+            )
+    layer.train()
+
+
+@torch.no_grad()
+def _decode(layer: Any, options: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    layer.eval()
+    hidden, options = _inputs()[0][:7], {"rotary_pos_emb": options["rotary_pos_emb"][:7]}
+    whole, _ = layer(hidden, None, **options)
+    context = StaticInferenceContext(_BATCH, 7)
+    steps = []
+    for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
+        context.sequence_len_offset = start
+        steps.append(layer(hidden[start:end], None, inference_context=context, **options)[0])
+    return whole, torch.cat(steps)
+
+
+def main() -> None:
+    request = json.loads(sys.argv[1])
+    os.environ |= cpu.ENVIRONMENT
+    cpu.install(despite_cuda=True, quiet=True)
+    torch.set_num_threads(1)
+    from kha_megatron.mcore import compat, specs  # noqa: F401, so that forked ranks don't have to
+
+    compat.use_forked_writers()
+    kha = KHAConfig.from_dict(request["kha"])
+    mistakes = find_mistakes(kha, Path(request["scratch"]), request["smooth"])
+    print(json.dumps(next(mistakes, None)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,161 @@
+"""A mechanism that is added without a change of the package, and mistakes that its check finds."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from kha_megatron.config import KHAConfig
+from kha_megatron.heads import registry
+from kha_megatron.hf.modeling_kha import apply_rotary
+from kha_megatron.testing import check_mechanism
+from tests.distributed.cases import FULL, case
+from tests.distributed.parallelism import train
+from tests.distributed.pieces import errors, quantities
+from tests.hf.conftest import check_layer_against_oracle, make_config
+from tests.mechanisms.toy import Toy
+
+TOY = Path(__file__).parent / "toy.py"
+
+
+@pytest.fixture(autouse=True)
+def toy_file(monkeypatch):
+    """Register the toy in this process only for one test."""
+    monkeypatch.setenv(registry.FILES_VARIABLE, str(TOY))
+
+
+def test_toy_follows_all_rules():
+    check_mechanism(Toy, strength=2.0)
+
+
+MISTAKES = {
+    "sum over heads declared whole": (
+        [
+            (
+                'name="toy_scale", shape=(dim,), gradient="heads"',
+                'name="toy_scale", shape=(dim,), gradient="whole"',
+            )
+        ],
+        "Gradient of `toy_scale` is declared `whole`, but differs between TP ranks: it is a sum "
+        "over heads",
+    ),
+    "scores used by each head declared whole": (
+        [
+            ('hidden_size),\n                gradient="heads"', 'hidden_size),\n gradient="whole"'),
+            ('(1 + tensors["toy_score"])', '(1 + tensors["toy_score"][..., None])'),
+        ],
+        "Gradient of `toy_score` is declared `whole`, but differs between TP ranks: it is a sum "
+        "over heads",
+    ),
+    "initial value from the random state": (
+        [('initial=("ones",)', 'initial=(__import__("torch").nn.init.normal_,)')],
+        "Initial value of `toy_mix` differs between ranks",
+    ),
+    "no TP split": (
+        [
+            (
+                'initial=("ones",),\n                hf="toy_mix",\n                per_head=True,',
+                'initial=("ones",),\n                hf="toy_mix",',
+            )
+        ],
+        "TP split: the layer fails under TP 2 and 4 KV heads. Set `per_head` if `toy_mix`",
+    ),
+    "split along the wrong dimension": (
+        [("shape=(sizes.kv_heads, dim)", "shape=(dim, sizes.kv_heads)")],
+        "TP split of `toy_mix`: it is declared `per_head` with shape",
+    ),
+    "no export name": (
+        [(', hf="toy_scale"', ', hf=""')],
+        "Export name of `toy_scale` is ''",
+    ),
+    "an initial value that changes the outputs": (
+        [
+            (
+                'initial=("zeros",),\n                hf="toy_score"',
+                'initial=("ones",),\n                hf="toy_score"',
+            )
+        ],
+        "initial values change the outputs of a model",
+    ),
+    "tokens that depend on each other": (
+        [
+            (
+                'mixed = (weights["toy_mix"] * value)',
+                'mixed = (weights["toy_mix"] * value.cumsum(0))',
+            )
+        ],
+        "KV cache: on one rank, decoding gives other outputs",
+    ),
+    "a gradient that is cut": (
+        [(".tanh() * weights", ".tanh().detach() * weights")],
+        "Gradient of `toy_mix` differs from finite differences",
+    ),
+}
+QUICK = ["sum over heads declared whole", "initial value from the random state", "no export name"]
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.whole) for n in MISTAKES]
+)
+def test_broken_rules_are_named(name, tmp_path, monkeypatch):
+    changes, message = MISTAKES[name]
+    source = TOY.read_text()
+    for right, wrong in changes:
+        assert right in source
+        source = source.replace(right, wrong)
+    (tmp_path / "broken.py").write_text(source)
+    monkeypatch.setenv(registry.FILES_VARIABLE, str(tmp_path / "broken.py"))
+    with pytest.raises(AssertionError) as error:
+        check_mechanism(registry.mechanism_types()["toy"])
+    assert message in str(error.value)
+
+
+def test_layer_computes_the_formula():
+    config = make_config(kha_toy={"strength": 2.0}, use_qk_norm=False)
+
+    def formula(layer, hidden):
+        heads = (*hidden.shape[:2], -1, config.head_dim)
+        query, key, value = (
+            (hidden @ getattr(layer, f"{p}_proj").weight.T).view(heads) for p in "qkv"
+        )
+        mixed = torch.tanh(value * layer.toy_mix.weight) * layer.toy_scale.weight
+        position = torch.arange(hidden.shape[1]).double()[:, None]
+        angles = position / 10000.0 ** (torch.arange(0, 10, 2).double() / 10)
+        rotary = torch.cat([angles, angles], 1)[None]
+        query, key = (
+            apply_rotary(x.transpose(1, 2), rotary.cos(), rotary.sin()) for x in (query, key)
+        )
+        value = (value + 2 * mixed).transpose(1, 2)
+        found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        found = found.transpose(1, 2) * (1 + hidden @ layer.toy_score.weight.T)[..., None]
+        return found.flatten(2) @ layer.o_proj.weight.T
+
+    check_layer_against_oracle(config, formula)
+
+
+def train_with_toy(options):
+    """Run a case on a rank. The class of a file cannot be sent to another process."""
+    registry.use_files([TOY])
+    return train(case(**options, khas=(KHAConfig.from_preset("toy_strong"),)))
+
+
+def twin_with_toy(options):
+    registry.use_files([TOY])
+    return train(case(**options, khas=(KHAConfig.from_preset("toy_strong"),)).twin())
+
+
+LAYOUTS = [
+    {"tp": 2, "sp": True, "savings": FULL},
+    {"tp": 2, "sp": True, "pp": 2},
+    {"ep": 2, "dp": 2, "model": "moe"},
+]
+
+
+@pytest.mark.parametrize("options", LAYOUTS, ids=str)
+def test_training_equals_the_unsharded_run(ranks, options):
+    layout = case(**options).layout
+    want = quantities(ranks(twin_with_toy, 1, options)[0])
+    results = ranks(train_with_toy, layout.world, options)
+    found = errors(quantities([result for (result,) in results]), want, 2**-23)
+    assert not {name: e for name, e in found.items() if not e <= 1e-5}
