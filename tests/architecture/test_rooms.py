@@ -201,3 +201,53 @@ def test_config_options_are_read_without_default():
             code = ast.unparse(ast.parse(path.read_text()))  # each call on one line
             assert not defaulted.search(code), path
     assert defaulted.search("getattr(self.config, 'cuda_graph_impl', 'none')")
+
+
+MECHANISM_NAMES = re.compile(
+    r"\b(moh|talking|collaborative)\b|\b(moh|talking|collaborative|gate)_(router|norms|pre|post)\b"
+    r"|\bgate[._](output|value|key|query)\b|moh-"
+)
+MECHANISM_CLASSES = {"Gate", "MixtureOfHeads", "TalkingHeads", "CollaborativeHeads"}
+MAY_NAME = {
+    "heads/__init__.py",
+    "heads/registry.py",
+    *(f"heads/{name}.py" for name in ("gate", "moh", "talking", "collaborative")),
+    "conversion/rows.py",  # Qwen3-Next stores the output gate inside q_proj
+    # examples, and --gate for --heads
+    *("cli/compare.py", "cli/convert.py", "cli/quickstart.py", "training/arguments.py"),
+}
+
+
+def names_a_mechanism(source):
+    """Return identifiers and strings (not docstrings) that name a mechanism other than KHA."""
+    tree, found = ast.parse(source), set()
+    documents = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        text = None
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+            "kha_megatron.heads"
+        ):
+            text = {f"{node.module}.{alias.name}".rpartition("heads.")[2] for alias in node.names}
+            found |= {name for name in text if {*name.split(".")} & MECHANISM_CLASSES}
+        elif isinstance(node, ast.Attribute) and MECHANISM_NAMES.fullmatch(node.attr):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and id(node) not in documents:
+            found |= {node.value} if MECHANISM_NAMES.search(str(node.value)) else set()
+    return found
+
+
+def test_mechanisms_are_named_in_their_files_and_the_registry_only():
+    """Recipes choose mechanisms. KHA itself is the subject of the whole package."""
+    named = {}
+    for path in MODULES:
+        name = path.relative_to(PACKAGE).as_posix()
+        if name not in MAY_NAME and not name.startswith("recipes/"):
+            named[name] = names_a_mechanism(path.read_text())
+    assert not {name: found for name, found in named.items() if found}
+    assert names_a_mechanism("from kha_megatron.heads import Gate\nkha.moh or 'gate.value'") == {
+        *("Gate", "moh", "gate.value")
+    }

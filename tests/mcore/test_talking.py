@@ -126,7 +126,7 @@ def refusals_of_a_layer():
     short = KHAConfig(talking=TalkingHeads(max_tokens=6))
     with pytest.raises(ConfigError, match=r"exceeds talking.max_tokens=6.*max_tokens=7"):
         sharded_layer.on_rank(short, 1, False, 7, sharded_layer.SIZES)
-    with pytest.raises(ConfigError, match="do not support packed sequences"):
+    with pytest.raises(ConfigError, match="does not support packed sequences"):
         layer.core_attention(None, None, None, None, packed_seq_params=object())
     with pytest.raises(ConfigError, match=r"does not support dynamic batching.* static batching"):
         layer.flash_decode_and_prefill(None, None, None, None)
