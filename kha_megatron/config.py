@@ -4,7 +4,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from kha_megatron.errors import ConfigError, raise_first
 from kha_megatron.heads import (
@@ -65,10 +65,12 @@ class KHAConfig(KnockSettings):
             raise TypeError(f"Unknown KHA setting {', '.join(settings)}.")
         self.__post_init__()
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name not in mechanism_types():
-            raise AttributeError(f"KHAConfig has no attribute {name!r}.")
-        return next((m for m in self.other_mechanisms if m.name == name), None)
+    if not TYPE_CHECKING:  # else mypy would accept any attribute
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("_") or name not in mechanism_types():
+                raise AttributeError(f"KHAConfig has no attribute {name!r}.")
+            return next((m for m in self.other_mechanisms if m.name == name), None)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -146,7 +146,8 @@ def _time_attention(rank: Rank) -> float:
     setup, length = rank.setup, rank.setup.batch.seq_length
     forwards = rank.forwards + (setup.recompute == "selective")
     pairs = length * count_attention(rank.model).pair / rank.layout.tp
-    heads = setup.kha.flops(rank.heads) + length * setup.kha.pair_flops(rank.heads)
+    costs = setup.kha.costs(rank.heads)
+    heads = costs.flops + length * costs.pair_flops
     flops = rank.tokens * ((forwards + 2.5) * pairs + (rank.forwards + 2) * heads)
     precision = "fp32" if setup.precision == "fp32" else "bf16"
     return len(rank.layers) * flops / FLOPS[precision] / ACHIEVED

@@ -84,7 +84,7 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         action="store_true",
         help="Initialize the model from --pretrained-checkpoint, which was trained without KHA. "
         "The shared matrices are initialized to the identity, which preserves outputs bit for bit "
-        "(up to rounding if heads mix their logits). If --load already contains a checkpoint, training "
+        "(up to rounding if heads mix their logits). If --load contains a checkpoint, training "
         "resumes from it instead.",
     )
     group.add_argument(
