@@ -150,25 +150,26 @@ def accumulated(model):
     from tests.gpu import models
 
     fused = model.config.gradient_accumulation_fusion
-    layers = [m for m in model.modules() if hasattr(m, "fuse_wgrad_accumulation")]
-    assert all(layer.fuse_wgrad_accumulation == fused for layer in layers)
+    layers = {n: m for n, m in model.named_modules() if hasattr(m, "fuse_wgrad_accumulation")}
     assert bool(layers) == (model.config.transformer_impl == "transformer_engine")
+    for name, layer in layers.items():  # linear_qkv has no fusion if KHA is folded into it
+        assert layer.fuse_wgrad_accumulation == fused or name.endswith("linear_qkv")
     assert not model.output_layer.gradient_accumulation_fusion  # needs apex
     return models.accumulated(model)
 
 
 @pytest.mark.parametrize(
-    ("kind", "fused"),
+    ("kind", "fused", "moe"),
     [
-        ("mlp", True),
+        ("mlp", True, True),
         *(
-            pytest.param(kind, fused, marks=pytest.mark.whole)
+            pytest.param(kind, fused, False, marks=pytest.mark.whole)
             for kind, fused in [("mlp", False), ("direct", True), ("folded", True)]
         ),
     ],
 )
-def test_gradients_accumulate_beside_fused_weight_gradients(ranks_with_engine, kind, fused):
-    given = {"look": accumulated, "gradient_accumulation_fusion": fused}
+def test_gradients_accumulate_beside_fused_weight_gradients(ranks_with_engine, kind, fused, moe):
+    given = {"look": accumulated, "gradient_accumulation_fusion": fused, "moe": moe}
     answers = ranks_with_engine(errors, 1, kind, "bf16", "tensorwise", **given)[0]
     for scaling, found in answers.items():
         assert any("knock_" in name for name in found.ours)
