@@ -16,7 +16,7 @@ from kha_megatron.checkpoint.torch_dist import Record, TorchDistFolder
 from kha_megatron.checkpoint.tracker import TRACKER, select_iteration
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import MixtureOfHeads
+from kha_megatron.heads import MixtureOfHeads, registry
 from kha_megatron.model.recorded import read_kha_config
 from kha_megatron.training import resume
 from kha_megatron.training.arguments import add_model_arguments
@@ -25,6 +25,7 @@ from tests.checkpoint.saved import save
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
 
 KHA = KHAConfig(value="mlp")
+TOY = Path(__file__).parents[1] / "mechanisms" / "toy.py"
 MLP = ["knock.value=mlp"]
 ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
 SHARDED = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -112,13 +113,22 @@ def log_lines(run) -> dict[int, str]:
             marks=pytest.mark.whole,
             id="moh",
         ),
+        pytest.param(
+            None,
+            ["toy.strength=2"],
+            [*SHARDED, "--heads-from", str(TOY)],
+            marks=pytest.mark.whole,
+            id="mechanism of a file",
+        ),
     ],
 )
-def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path):
+def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path, monkeypatch):
     """The interrupted run saves asynchronously while the next iteration changes the weights.
 
     The resumed run takes the KHA settings from its checkpoint.
     """
+    monkeypatch.setenv(registry.FILES_VARIABLE, "")
+    kha = kha or KHAConfig.from_options({"heads": heads, "heads_from": [TOY]})
     words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, *layout, "--train-iters", "4"]
     words += ["--attention-dropout", "0.1", "--save-interval", "2"]
 
