@@ -30,11 +30,6 @@ from kha_megatron.testing import SIZES, TOLERANCE
 _TIMEOUT = 60  # seconds for a layout
 _TOKENS, _BATCH = 12, 2
 _RANDOM = 5  # seed of weights and inputs
-_MEANING = {
-    "heads": "a sum over heads",
-    "tokens": "a sum over tokens",
-    "whole": "the same on all ranks",
-}
 
 
 @dataclass(frozen=True)
@@ -50,108 +45,68 @@ class Layout:
 # with two KV heads on four ranks, ranks share a KV head
 LAYOUTS = [Layout(tp, sp, 4) for tp in (2, 4) for sp in (False, True)] + [Layout(4, True, 2)]
 
-Shards = dict[str, tuple[tuple[int, ...], Tensor]]  # offset in the whole tensor, and this part
+Parts = dict[tuple[str, str], tuple[tuple[int, ...], Tensor]]
+"""Results of a rank in float64, by kind and name: offset in the whole tensor, and this part."""
 
+Result = tuple[Parts, list[str]]  # with the messages of a rank
 
-@dataclass
-class Pass:
-    """Results of a layer on one rank, in float64."""
-
-    initial: Shards
-    loaded: Shards
-    gradients: Shards
-    output: Tensor
-    input_gradient: Tensor
-    decoded: tuple[Tensor, Tensor]  # outputs for a whole sequence, and with a KV cache
-    mistakes: list[str]  # found on this rank
+_MESSAGES = {
+    "initial": "Initial value of `{name}` differs between ranks under {layout}. It must not depend "
+    "on the random state of a rank.",
+    "loaded": "TP split of `{name}`: {layout} loads other values from a checkpoint.",
+    "gradient": "Gradient of `{name}` {why} under {layout}.",
+    "output": "Outputs differ from those of one rank under {layout}. Check `per_head` and `ranks`.",
+    "input gradient": "The gradient of the layer input differs from that of one rank under "
+    "{layout}. Check `gradient` of the parameters with `reads_input`.",
+}
 
 
 def find_mistakes(kha: KHAConfig, scratch: Path, smooth: bool) -> Iterator[str]:
     """Yield a message for each broken rule."""
-    wholes: dict[int, Pass] = {}
-    for groups in (4, 2):
-        alone = _run(kha, Layout(1, False, groups), scratch, smooth)
-        if isinstance(alone, str):
-            yield f"A layer with {groups} KV heads fails on one rank: {alone}"
-            return
-        wholes[groups] = alone[0]
-        yield from alone[0].mistakes
-        yield from _compare_decoding(alone, "one rank")
-    for layout in LAYOUTS:
+    wholes: dict[int, Parts] = {}
+    for layout in [Layout(1, False, 4), Layout(1, False, 2), *LAYOUTS]:
         ranks = _run(kha, layout, scratch, smooth)
         if isinstance(ranks, str):
             sizes = (SIZES, SIZES.on_rank(2))
             some = [t for t in zip(*map(kha.tensors, sizes), strict=True) if not t[0].per_head]
-            suspects = [a.name for a, b in some if a.shape != b.shape]
-            hint = ", ".join(f"`{name}`" for name in suspects)
+            hint = ", ".join(f"`{one.name}`" for one, other in some if one.shape != other.shape)
             hint = f" Set `per_head` if {hint} is split along the heads." if hint else ""
-            yield f"TP split: the layer fails under {layout}.{hint} The error is: {ranks}"
-            continue
-        yield from _compare(kha, layout, ranks, wholes[layout.groups])
-        yield from _compare_decoding(ranks, str(layout))
+            split = "TP split: t" if layout.tp > 1 else "T"
+            yield f"{split}he layer fails under {layout}.{hint} The error is: {ranks}"
+            return
+        for parts, mistakes in ranks:
+            yield from mistakes
+            wholes.setdefault(layout.groups, parts)
+        yield from _compare(kha, layout, [parts for parts, _ in ranks], wholes[layout.groups])
 
 
-def _compare(kha: KHAConfig, layout: Layout, ranks: list[Pass], whole: Pass) -> Iterator[str]:
+def _compare(kha: KHAConfig, layout: Layout, ranks: list[Parts], whole: Parts) -> Iterator[str]:
     tensors = {f"{tensor.name}.weight": tensor for tensor in kha.tensors(SIZES)}
-    for name, tensor in tensors.items():
-        if any(_error(own, _part(whole.initial, name, at)) for at, own in _of(ranks, name, 0)):
-            yield (
-                f"Initial value of `{tensor.name}` differs between ranks under {layout}. It must "
-                "not depend on the random state of a rank."
-            )
-        if any(_error(own, _part(whole.loaded, name, at)) for at, own in _of(ranks, name, 1)):
-            yield f"TP split of `{tensor.name}`: {layout} loads other values from a checkpoint."
-    for name, tensor in tensors.items():
-        if reason := _gradient_error(tensor, _of(ranks, name, 2), whole.gradients[name][1]):
-            yield f"Gradient of `{tensor.name}` is declared `{tensor.gradient}`, but {reason}."
-    outputs = [rank.output for rank in ranks]
-    expected = list(whole.output.chunk(layout.tp)) if layout.sp else [whole.output] * layout.tp
-    if any(map(_error, outputs, expected)):
-        yield f"Outputs differ from those of one rank under {layout}. Check `per_head` and `ranks`."
-    gradients = list(whole.input_gradient.chunk(layout.tp)) if layout.sp else None
-    gradients = gradients or [whole.input_gradient] * layout.tp
-    if any(map(_error, [rank.input_gradient for rank in ranks], gradients)):
-        yield (
-            f"The gradient of the layer input differs from that of one rank under {layout}. Check "
-            "`gradient` of the parameters with `reads_input`."
-        )
-    for name in whole.gradients:
-        if name not in tensors and "layernorm" not in name:
-            found = _of(ranks, name, 2)
-            if any(_error(own, _part(whole.gradients, name, at)) for at, own in found):
-                yield f"The gradient of {name} differs from that of one rank under {layout}."
+    kinds = [*_MESSAGES]
+    for kind, name in sorted(whole, key=lambda key: (kinds.index(key[0]), key[1] not in tensors)):
+        found, expected = [parts[kind, name] for parts in ranks], whole[kind, name][1]
+        is_theirs = kind in ("initial", "loaded") and name not in tensors  # Megatron's own
+        pairs = [(own, _slice(expected, at, own.shape)) for at, own in found]
+        if is_theirs or "layernorm" in name or not any(_error(*pair) for pair in pairs):
+            continue
+        why, tensor = "differs from that of one rank", tensors.get(name)
+        if kind == "gradient" and tensor:
+            why = f"is declared `{tensor.gradient}`, but {_explain(tensor, found, expected)}"
+        title = tensor.name if tensor else name
+        yield _MESSAGES[kind].format(name=title, layout=layout, why=why)
 
 
-def _gradient_error(tensor: HeadTensor, found: list[Any], whole: Tensor) -> str | None:
-    """Explain how gradients on TP ranks differ from the whole gradient (None if they don't)."""
-    parts = [_slice(whole, at, own.shape) for at, own in found]
-    if not any(map(_error, [own for _, own in found], parts)):
-        return None
+def _explain(tensor: HeadTensor, found: list[Any], whole: Tensor) -> str:
+    """Explain how gradients on TP ranks differ from the whole gradient."""
     owns = [own for _, own in found]
     if len({at for at, _ in found}) > 1:
         return "its shards differ from those of one rank"
     if not _error(torch.stack(owns).sum(0), whole):
-        sums = "heads" if tensor.gradient != "heads" else "tokens"
-        return f"differs between TP ranks: it is {_MEANING[sums]}"
+        over = "heads" if tensor.gradient != "heads" else "tokens"
+        return f"differs between TP ranks: it is a sum over {over}"
     if not any(_error(own, whole * len(owns)) for own in owns):
-        return f"is {len(owns)} times too large: it is {_MEANING['whole']}"
+        return f"is {len(owns)} times too large: it is the same on all ranks"
     return "differs from that of one rank"
-
-
-def _compare_decoding(ranks: list[Pass], layout: str) -> Iterator[str]:
-    if any(_error(steps, whole) for rank in ranks for whole, steps in [rank.decoded]):
-        yield (
-            f"KV cache: on {layout}, decoding gives other outputs than the whole sequence. `apply` "
-            "must treat all tokens independently."
-        )
-
-
-def _of(ranks: list[Pass], name: str, which: int) -> list[tuple[tuple[int, ...], Tensor]]:
-    return [(rank.initial, rank.loaded, rank.gradients)[which][name] for rank in ranks]
-
-
-def _part(shards: Shards, name: str, at: tuple[int, ...]) -> Tensor:
-    return shards[name][1][tuple(slice(first, None) for first in at)]
 
 
 def _slice(whole: Tensor, at: tuple[int, ...], shape: torch.Size) -> Tensor:
@@ -159,12 +114,10 @@ def _slice(whole: Tensor, at: tuple[int, ...], shape: torch.Size) -> Tensor:
 
 
 def _error(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors differ. ``expected`` may have more elements at the end of each dim."""
-    expected = _slice(expected, (0,) * found.dim(), found.shape)
     return not (found - expected).norm() <= TOLERANCE * expected.norm().clamp_min(1e-12)
 
 
-def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[Pass] | str:
+def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[Result] | str:
     """Fork the ranks of a layout. Returns the results, or the error of a rank."""
     context = multiprocessing.get_context("fork")
     folder = scratch / f"{layout.tp}-{layout.sp}-{layout.groups}"
@@ -207,7 +160,7 @@ def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[Pa
     return errors[0] if errors else [found[file] for file in files]
 
 
-def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> Pass:
+def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> Result:
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -216,7 +169,7 @@ def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> P
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(rank)
     layer = _build(kha, layout)
-    initial = _shards(layer, lambda parameter: parameter)
+    parts = _shards("initial", layer, lambda parameter: parameter)
     mistakes: list[str] = []
     if layout.tp == 1:
         mistakes += _find_inexact_start(kha, layout, layer)
@@ -229,18 +182,27 @@ def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> P
         dist_checkpointing.save(layer.sharded_state_dict(), str(weights))
     else:
         layer.load_state_dict(dist_checkpointing.load(layer.sharded_state_dict(), str(weights)))
-    loaded = _shards(layer, lambda parameter: parameter)
-    rotary = {"rotary_pos_emb": _double(RotaryEmbedding, _TOKENS)}
+    parts |= _shards("loaded", layer, lambda parameter: parameter)
+    embedding = RotaryEmbedding(SIZES.head_dim, 1.0, use_cpu_initialization=True)
+    rotary = {"rotary_pos_emb": embedding(_TOKENS).double()}
     hidden, upstream = (x.chunk(layout.tp)[rank] if layout.sp else x for x in _inputs())
     hidden = hidden.clone().requires_grad_()
     output, _ = layer(hidden, None, **rotary)
     output.backward(upstream)
-    gradients = _shards(layer, lambda parameter: parameter.grad)
+    parts |= _shards("gradient", layer, _gradient)
+    at = (rank * len(hidden) if layout.sp else 0, 0, 0)
+    assert hidden.grad is not None
+    parts |= {("output", ""): (at, output.detach()), ("input gradient", ""): (at, hidden.grad)}
+    layer.eval()
     if layout.tp == 1 and smooth:
         mistakes += _find_wrong_derivatives(kha, layer, rotary)
-    decoded = _decode(layer, rotary) if not layout.sp else (torch.zeros(1), torch.zeros(1))
-    assert hidden.grad is not None
-    return Pass(initial, loaded, gradients, output.detach(), hidden.grad, decoded, mistakes)
+    if not layout.sp:
+        mistakes += _find_wrong_decoding(layout, layer, rotary)
+    return parts, mistakes
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _build(kha: KHAConfig, layout: Layout) -> Any:
@@ -275,10 +237,6 @@ def _build(kha: KHAConfig, layout: Layout) -> Any:
     return build_module(spec, config=config, layer_number=1).double()
 
 
-def _double(embedding: Any, tokens: int) -> Tensor:
-    return embedding(SIZES.head_dim, 1.0, use_cpu_initialization=True)(tokens).double()
-
-
 def _inputs() -> tuple[Tensor, Tensor]:
     shape = 2, _TOKENS, _BATCH, SIZES.hidden_size
     generator = torch.Generator().manual_seed(_RANDOM)
@@ -286,14 +244,15 @@ def _inputs() -> tuple[Tensor, Tensor]:
     return hidden, upstream
 
 
-def _shards(layer: Any, select: Callable[[Any], Tensor]) -> Shards:
+def _shards(kind: str, layer: Any, select: Callable[[Any], Tensor]) -> Parts:
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    held, state = {}, layer.sharded_state_dict()
+    held: Parts = {}
+    state = layer.sharded_state_dict()
     for name, parameter in layer.named_parameters():
         at = state[name].global_offset if isinstance(state.get(name), ShardedTensor) else None
         part = select(parameter).detach().clone()
-        held[name] = (at or (0,) * part.dim(), part)
+        held[kind, name] = (at or (0,) * part.dim(), part)
     return held
 
 
@@ -315,7 +274,6 @@ def _find_inexact_start(kha: KHAConfig, layout: Layout, layer: Any) -> Iterator[
 
 def _find_wrong_derivatives(kha: KHAConfig, layer: Any, options: dict[str, Any]) -> Iterator[str]:
     """Compare gradients with finite differences of the loss, without auxiliary losses."""
-    layer.eval()
     hidden, upstream = _inputs()
 
     def loss() -> Tensor:
@@ -334,20 +292,18 @@ def _find_wrong_derivatives(kha: KHAConfig, layer: Any, options: dict[str, Any])
                 ends.append(loss().item())
             weight += step * direction
         expected = (ends[0] - ends[1]) / (2 * step)
-        found = (weight.grad * direction).sum().item()
+        found = (_gradient(weight) * direction).sum().item()
         if not math.isclose(found, expected, rel_tol=1e-4, abs_tol=1e-5):
             yield (
                 f"Gradient of `{tensor.name}` differs from finite differences ({found:.6g} against "
                 f"{expected:.6g}). Check its backward pass."
             )
-    layer.train()
 
 
 @torch.no_grad()
-def _decode(layer: Any, options: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _find_wrong_decoding(layout: Layout, layer: Any, options: dict[str, Tensor]) -> list[str]:
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    layer.eval()
     hidden, options = _inputs()[0][:7], {"rotary_pos_emb": options["rotary_pos_emb"][:7]}
     whole, _ = layer(hidden, None, **options)
     context = StaticInferenceContext(_BATCH, 7)
@@ -355,7 +311,11 @@ def _decode(layer: Any, options: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
         context.sequence_len_offset = start
         steps.append(layer(hidden[start:end], None, inference_context=context, **options)[0])
-    return whole, torch.cat(steps)
+    message = (
+        f"KV cache: decoding under {layout} gives other outputs than the whole sequence. `apply` "
+        "must treat all tokens independently."
+    )
+    return [message] if _error(torch.cat(steps), whole) else []
 
 
 def main() -> None:

@@ -85,7 +85,7 @@ MISTAKES = {
                 'mixed = (weights["toy_mix"] * value.cumsum(0))',
             )
         ],
-        "KV cache: on one rank, decoding gives other outputs",
+        "KV cache: decoding under TP 1",
     ),
     "a gradient that is cut": (
         [(".tanh() * weights", ".tanh().detach() * weights")],
