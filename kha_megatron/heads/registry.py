@@ -19,6 +19,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 from kha_megatron.errors import ConfigError, in_one_line
 from kha_megatron.heads.collaborative import CollaborativeHeads
@@ -86,8 +87,11 @@ def check_registered(providers: Mapping[str, str]) -> None:
         providers: Maps mechanism names to :func:`provider_of` when the model was saved.
 
     Raises:
-        ConfigError: If a mechanism is missing.
+        ConfigError: If a mechanism is missing, or ``providers`` isn't such a mapping.
     """
+    pairs = providers.items() if isinstance(providers, Mapping) else [(None, None)]
+    if not all(isinstance(text, str) and text.isprintable() for pair in pairs for text in pair):
+        raise ConfigError(f"kha_providers must map mechanisms to packages, got {providers!r:.200}.")
     for name in sorted(providers.keys() - mechanism_types().keys()):
         source = providers[name]
         is_file = source.endswith(".py")
@@ -159,7 +163,8 @@ def _from_packages() -> tuple[tuple[Any, str], ...]:
 
 @cache
 def _from_file(path: str) -> tuple[tuple[type[Mechanism], str], ...]:
-    module_name = "kha_heads_" + re.sub(r"\W", "_", Path(path).stem)
+    # unique, because two files may have the same name
+    module_name = f"kha_heads_{re.sub(r'\W', '_', Path(path).stem)}_{crc32(path.encode()):08x}"
     spec = spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ConfigError(f"--heads-from must be a Python file, got {path}.")

@@ -67,7 +67,7 @@ def _collect(module: str, config: Any, sources: dict[str, str]) -> None:
 
 def _origin(module: str) -> str:
     if kind := _outsiders().get(module):
-        return f"{kind.__module__}, which is not part of kha-megatron"
+        return f"{kind.__module__}, a head mechanism that is not part of kha-megatron"
     return f"{module} of kha-megatron {__version__} (Apache-2.0)"
 
 

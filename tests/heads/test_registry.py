@@ -42,6 +42,9 @@ def test_a_missing_mechanism_is_named_with_its_source(monkeypatch):
         KHAConfig.from_entries(entries)
     with pytest.raises(ConfigError, match="pip install kha-toy"):
         KHAConfig.from_entries(entries | {"kha_providers": {"toy": "kha-toy"}})
+    for hostile in ("toy.py", {"toy": 1}, {"toy": "a\nb"}):
+        with pytest.raises(ConfigError, match="kha_providers must map"):
+            KHAConfig.from_entries(entries | {"kha_providers": hostile})
     with pytest.raises(ConfigError, match="Unknown KHA preset"):
         KHAConfig.from_preset("toy")
 
