@@ -147,7 +147,7 @@ def twin_with_toy(options):
 
 LAYOUTS = [
     {"tp": 2, "sp": True, "savings": FULL},
-    {"tp": 2, "sp": True, "pp": 2},
+    pytest.param({"tp": 2, "sp": True, "pp": 2}, marks=pytest.mark.whole),
     {"ep": 2, "dp": 2, "model": "moe"},
 ]
 
