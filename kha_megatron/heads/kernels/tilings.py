@@ -78,7 +78,7 @@ TILINGS: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
     ("forward", "gate", 256): Tiling(128, 256, 8, 1, spills=176),  # no spills with descriptors
     ("backward_input", "mlp", 64): Tiling(128, 64, 8, 2),
     ("backward_input", "mlp", 128): Tiling(128, 64, 8, 2),
-    ("backward_input", "mlp", 256): Tiling(64, 32, 4, 2, spills=48),
+    ("backward_input", "mlp", 256): Tiling(64, 32, 4, 2, spills=52),  # 48 with Triton 3.6
     ("backward_input", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("backward_input", "gate", 128): Tiling(128, 128, 8, 2),
     ("backward_input", "gate", 256): Tiling(128, 32, 8, 2, spills=32),
