@@ -4,16 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import registry
-from kha_megatron.hf.modeling_kha import apply_rotary
 from kha_megatron.testing import check_mechanism
 from tests.distributed.cases import FULL, case
 from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
 from tests.hf.conftest import check_layer_against_oracle, make_config
+from tests.mechanisms.formulas import attend, project
 from tests.mechanisms.toy import Toy
 
 TOY = Path(__file__).parent / "toy.py"
@@ -115,20 +114,10 @@ def test_layer_computes_the_formula():
     config = make_config(kha_toy={"strength": 2.0}, use_qk_norm=False)
 
     def formula(layer, hidden):
-        heads = (*hidden.shape[:2], -1, config.head_dim)
-        query, key, value = (
-            (hidden @ getattr(layer, f"{p}_proj").weight.T).view(heads) for p in "qkv"
-        )
+        query, key, value = project(layer, hidden, config.head_dim)
         mixed = torch.tanh(value * layer.toy_mix.weight) * layer.toy_scale.weight
-        position = torch.arange(hidden.shape[1]).double()[:, None]
-        angles = position / 10000.0 ** (torch.arange(0, 10, 2).double() / 10)
-        rotary = torch.cat([angles, angles], 1)[None]
-        query, key = (
-            apply_rotary(x.transpose(1, 2), rotary.cos(), rotary.sin()) for x in (query, key)
-        )
-        value = (value + 2 * mixed).transpose(1, 2)
-        found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        found = found.transpose(1, 2) * (1 + hidden @ layer.toy_score.weight.T)[..., None]
+        found = attend(query, key, value + 2 * mixed)
+        found = found * (1 + hidden @ layer.toy_score.weight.T)[..., None]
         return found.flatten(2) @ layer.o_proj.weight.T
 
     check_layer_against_oracle(config, formula)

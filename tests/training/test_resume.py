@@ -26,6 +26,7 @@ from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
 
 KHA = KHAConfig(value="mlp")
 TOY = Path(__file__).parents[1] / "mechanisms" / "toy.py"
+MEA = Path(__file__).parents[2] / "examples" / "mechanisms" / "mea.py"
 MLP = ["knock.value=mlp"]
 ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-worker"]
 SHARDED = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
@@ -120,6 +121,13 @@ def log_lines(run) -> dict[int, str]:
             marks=pytest.mark.whole,
             id="mechanism of a file",
         ),
+        pytest.param(
+            None,
+            ["mea.norm=true"],
+            [*SHARDED, "--heads-from", str(MEA)],
+            marks=pytest.mark.whole,
+            id="mea",
+        ),
     ],
 )
 def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path, monkeypatch):
@@ -128,7 +136,7 @@ def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path, mon
     The resumed run takes the KHA settings from its checkpoint.
     """
     monkeypatch.setenv(registry.FILES_VARIABLE, "")
-    kha = kha or KHAConfig.from_options({"heads": heads, "heads_from": [TOY]})
+    kha = kha or KHAConfig.from_options({"heads": heads, "heads_from": layout[-1:]})
     words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, *layout, "--train-iters", "4"]
     words += ["--attention-dropout", "0.1", "--save-interval", "2"]
 

@@ -1,0 +1,50 @@
+"""Multi-head Explicit Attention of `examples/mechanisms/mea.py`."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kha_megatron.heads import HeadSizes, registry
+from kha_megatron.testing import check_mechanism
+from tests.hf.conftest import SIZES, check_layer_against_oracle, make_config, make_model
+from tests.mechanisms.formulas import attend, project
+
+FILE = Path(__file__).parents[2] / "examples" / "mechanisms" / "mea.py"
+
+
+@pytest.fixture(autouse=True)
+def mea(monkeypatch):
+    """Register MEA in this process only for one test."""
+    monkeypatch.setenv(registry.FILES_VARIABLE, str(FILE))
+    return registry.mechanism_types()["mea"]
+
+
+@pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.whole)])
+def test_mea_follows_all_rules(mea, norm):
+    """Without the norm, this includes that the outputs start bit-identical to the baseline's."""
+    check_mechanism(mea, norm=norm)
+
+
+def normalize(heads):
+    return heads / (heads.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+
+def test_layer_computes_the_formula():
+    config = make_config(kha_mea={}, use_qk_norm=False)
+
+    def formula(layer, hidden):
+        query, key, value = project(layer, hidden, config.head_dim)
+        key = torch.einsum("bthd,hg->btgd", key, layer.mea_key.weight)
+        value = torch.einsum("bthd,hg->btgd", value, layer.mea_value.weight)
+        found = normalize(attend(query, key, value)) * layer.mea_norm.weight
+        return found.flatten(2) @ layer.o_proj.weight.T
+
+    check_layer_against_oracle(config, formula)
+
+
+def test_parameters_are_counted(mea):
+    sizes = HeadSizes(query_heads=6, kv_heads=3, head_dim=10, hidden_size=22)
+    models = make_model(kha_mea={}), make_model()
+    with_mea, without = (sum(p.numel() for p in model.parameters()) for model in models)
+    assert with_mea - without == SIZES["num_hidden_layers"] * mea().parameters(sizes)
