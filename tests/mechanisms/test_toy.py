@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads import registry
+from kha_megatron.heads import (
+    CollaborativeHeads,
+    Gate,
+    MixtureOfHeads,
+    TalkingHeads,
+    registry,
+)
 from kha_megatron.testing import check_mechanism
 from tests.distributed.cases import FULL, case
 from tests.distributed.parallelism import train
@@ -26,6 +32,21 @@ def toy_file(monkeypatch):
 
 def test_toy_follows_all_rules():
     check_mechanism(Toy, strength=2.0)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("mechanism", "settings"),
+    [
+        (Gate, {"output": "head", "value": "element", "key": "shared", "dense": "element"}),
+        (MixtureOfHeads, {"share": 0.75}),
+        (MixtureOfHeads, {"share": 0.5, "router": "query_norm", "quantized": True}),
+        (TalkingHeads, {}),
+        (CollaborativeHeads, {"dim": 10}),
+    ],
+)
+def test_mechanisms_of_this_package_follow_all_rules(mechanism, settings):
+    check_mechanism(mechanism, smooth=not settings.get("quantized"), **settings)
 
 
 MISTAKES = {
