@@ -119,7 +119,7 @@ def _error(found: Tensor, expected: Tensor) -> bool:
 
 def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[Result] | str:
     """Fork the ranks of a layout. Returns the results, or the error of a rank."""
-    context = multiprocessing.get_context("fork")
+    context, parent = multiprocessing.get_context("fork"), os.getpid()
     folder = scratch / f"{layout.tp}-{layout.sp}-{layout.groups}"
     folder.mkdir()
 
@@ -138,7 +138,9 @@ def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[Re
             result = f"{type(error).__name__}: {error}"
         torch.save(result, folder / f"{rank}.tmp")
         (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
-        signal.pause()  # until it is killed
+        while os.getppid() == parent:  # which kills it
+            time.sleep(0.1)
+        os._exit(1)
 
     processes = [context.Process(target=work, args=(rank,)) for rank in range(layout.tp)]
     for process in processes:
@@ -154,6 +156,7 @@ def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[Re
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)
+        process.kill()
         process.join()
     if len(found) < len(files):
         return errors[0] if errors else f"no result within {_TIMEOUT} s"
