@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,8 @@ _OTHER_CHECKPOINT = (
     *("--ckpt-step", "--non-persistent-ckpt-type"),
 )
 """Skip our checks of the checkpoint if any of these is set."""
+_NODE_LOCAL = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
+"""Directories that nodes of a cluster do not share."""
 _SCHEDULE = ("lr", "min_lr", "lr_decay_style", "train_iters", "global_batch_size")
 _OTHER_SCHEDULE = (
     *("--override-opt-param-scheduler", "--override-opt_param-scheduler", "--finetune"),
@@ -200,6 +202,7 @@ def prepare_job(
         check_data(run.arguments, look=not remote)
     if not remote:
         check_optimizer_package(run.training.optimizer)
+        check_shared_paths(slurm, run.words())
         _check_directories(run, load or (save if resume else None), output, resume=resume)
     return Job(
         recipe=recipe,
@@ -212,6 +215,23 @@ def prepare_job(
         slurm=slurm,
         resume=resume or load is not None,
     )
+
+
+def check_shared_paths(slurm: Slurm | None, words: Iterable[str]) -> None:
+    """Raise ConfigError if a job on several nodes uses a path that only exists on this machine.
+
+    Args:
+        words: Words of a command line. Only absolute paths are checked.
+    """
+    if slurm is None or slurm.nodes == 1 or slurm.image is not None:
+        return
+    for path in (Path(word) for word in words if word.startswith("/")):
+        for local in _NODE_LOCAL:
+            if path.is_relative_to(local) or path.resolve().is_relative_to(local):
+                raise ConfigError(
+                    f"{path} cannot be used with --nodes {slurm.nodes}, because every node has its "
+                    f"own {local}. Use a directory that all nodes share."
+                )
 
 
 def _check_directories(run: Run, load: str | None, output: Path | None, *, resume: bool) -> None:

@@ -19,10 +19,38 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.launching import create_experiment, import_nemo_run
 from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
 from kha_megatron.recipes.logs import Failure, find_failure_in_text
-from kha_megatron.recipes.prepare import SUBMISSION, Job, Slurm, owned_output
+from kha_megatron.recipes.prepare import (
+    SUBMISSION,
+    Job,
+    Slurm,
+    check_shared_paths,
+    owned_output,
+)
 
-RENDEZVOUS = 29500
-"""Used as both port and ID of torchrun's rendezvous."""
+_RENDEZVOUS_PORT = "$((10000 + SLURM_JOB_ID % 20000))"
+"""Shell expression. Jobs that share a node need different ports, below the ephemeral range."""
+_RENDEZVOUS_ID = 29500
+_RENDEZVOUS_SETTINGS = "is_host=1,read_timeout=600"
+"""Settings of torchrun's rendezvous for several nodes.
+
+``is_host``: every agent opens a store on its node and connects to that of the first node. Otherwise
+torchrun compares addresses to find out whether it runs on the first node. ``read_timeout``: wait
+for the first node for as long as torchrun waits for the others. The default is one minute.
+"""
+_FIND_FIRST_NODE = """\
+case $head_node_ip in "" | 127.* | ::1*)
+  echo "error: Node $head_node resolves its own host name to '$head_node_ip'. It must resolve to \
+an address that other nodes can reach. Fix its /etc/hosts or DNS." >&2
+  exit 1 ;;
+esac
+node_address=$(scontrol show node "$head_node" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
+head_node_ip=${node_address:-${head_node_ip%% *}}"""
+"""Shell commands that replace the result of ``hostname --ip-address`` on the first node.
+
+NeMo-Run passes it to torchrun, but it may contain several addresses or start with IPv6 addresses.
+Slurm's own address of the node is reachable from the other nodes. An unresolvable host name is an
+error, because torchrun and gloo resolve it too.
+"""
 
 _FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 _ENDS = {"COMPLETED": "succeeded", "CANCELLED": "cancelled", "UNKNOWN": "unknown"}
@@ -88,6 +116,7 @@ def submit(
     start = time.monotonic()
     with owned_output(job), _experiment(job) as experiment:
         error = ""
+        check_shared_paths(job.slurm, (sys.executable, str(experiment._exp_dir)))
         try:
             experiment.run(detach=True)
         except Exception as raised:  # NeMo-Run does not define exception types
@@ -135,6 +164,10 @@ def _experiment(job: Job) -> Iterator[Any]:
 
 def _executor(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> Any:
     run, variables = import_nemo_run(), {**environment, **slurm.environment}
+    setup_lines = []
+    if slurm.nodes > 1:
+        variables.setdefault("PET_RDZV_CONF", _RENDEZVOUS_SETTINGS)  # default of --rdzv-conf
+        setup_lines.append(_FIND_FIRST_NODE)
     values: dict[str, Any] = {
         "account": slurm.account,
         "partition": slurm.partition,
@@ -147,14 +180,16 @@ def _executor(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> A
         "packager": run.Packager(),
         # NeMo-Run does not quote values in `export NAME=value`
         "env_vars": {name: shlex.quote(value) for name, value in variables.items()},
-        "launcher": run.Torchrun(rdzv_port=RENDEZVOUS, rdzv_id=RENDEZVOUS),
+        "launcher": run.Torchrun(rdzv_port=_RENDEZVOUS_PORT, rdzv_id=_RENDEZVOUS_ID),
         "tunnel": run.LocalTunnel(job_dir=""),  # use NeMo-Run's home directory
         "poll_estimated_start_time": False,  # would be printed on stdout
     }
     if slurm.image is None:
-        values["setup_lines"] = f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH"
+        setup_lines.append(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
     elif variables:  # by default, variables of the container image take precedence
         values["container_env"] = list(variables)
+    if setup_lines:
+        values["setup_lines"] = "\n".join(setup_lines)
     if slurm.account is None:  # otherwise part of the job name
         values["job_name_prefix"] = "kha-megatron."
     if device == "cpu":  # since Slurm 22.05, srun does not inherit --cpus-per-task

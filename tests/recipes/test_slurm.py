@@ -178,6 +178,7 @@ def test_job_is_followed_to_its_end(
             "--output must be an absolute path .*, got",
         ),
         (CONTAINER, {"words": ["--load", "/other"]}, "--load /other is not supported here"),
+        (PLAIN, {"output": Path("/tmp/one")}, "/tmp/one/ch.* because every node has its own /tmp"),
     ],
 )
 def test_bad_input_is_refused(slurm, options, match, nemorun_home):
