@@ -73,6 +73,12 @@ def faults_table(record_property):
     return add
 
 
+@pytest.fixture
+def nodes_table(record_property):
+    """``nodes_table(fault, result)`` adds a row."""
+    return lambda *row: record_property("nodes", row)
+
+
 @pytest.fixture(scope="session")
 def ranks():
     """Run a function on n gloo ranks: ``ranks(case, n, *args) -> [result of each rank]``."""

@@ -30,8 +30,11 @@ class Tables:
     def pytest_sessionfinish(self) -> None:
         """Write the requested tables."""
         for name, file in self._files.items():
-            if file:
-                Path(file).write_text(TABLES[name](self._rows[name]) + "\n")
+            if file and self._rows[name]:
+                path, text = Path(file), TABLES[name](self._rows[name]) + "\n"
+                old = path.read_text() if path.exists() else ""
+                head, mark, nodes = old.partition(NODES)
+                path.write_text(head + text if name == "nodes" else text + mark + nodes)
 
 
 def _machine() -> str:
@@ -117,4 +120,28 @@ def _faults(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[Rows], str]] = {"parallelism": _parallelism, "faults": _faults}
+NODES = "\n## Nodes: "
+"""Start of the last section of the page of faults, which ``make test-slurm`` writes."""
+
+
+def _nodes(rows: Rows) -> str:
+    """Format rows of what happens to a node and the result."""
+    heading = _NODES.format(start=NODES, rows=len(rows), machine=_machine())
+    return "\n".join([heading, *(f"| {fault} | {result} |" for fault, result in rows)])
+
+
+_NODES = """{start}{rows}
+
+A job trains on two of three Slurm nodes, which are namespaces on one machine: each has its own
+network, processes and `/tmp`, and they share one directory. Every loss is compared with a run of
+two ranks on one node. To update this section, run `make test-slurm`.
+{machine}.
+
+| fault | result |
+|---|---|"""
+
+TABLES: dict[str, Callable[[Rows], str]] = {
+    "parallelism": _parallelism,
+    "faults": _faults,
+    "nodes": _nodes,
+}
