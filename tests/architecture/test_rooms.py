@@ -167,6 +167,7 @@ MAY_READ = {
     # these report versions
     "cli/doctor.py": r"packaging|importlib import metadata|installed_version",
     "data.py": r"importlib import metadata",
+    "serving/__init__.py": r"vllm\.__version__",
 }
 """Modules other than compat.py that may read a version, and the names that they may use."""
 
