@@ -1,129 +1,171 @@
-"""Write ``benchmarks/reproduction.*`` from directories of ``kha-megatron compare``.
+"""Write ``benchmarks/reproduction.*`` from directories of ``kha-megatron compare ... -- --lr X``.
 
-    python tools/reproduction.py "mixture of experts=compare/moe" "dense=compare/dense"
+    python tools/reproduction.py compare/moe-4e-3 compare/moe-8e-3 compare/dense-4e-3
 
-Writes the figures of the runs (``reproduction.json``), a plot of all differences with their
-intervals (``reproduction.png``), and the tables of ``reproduction.md`` between its two marks.
+Adds the runs to ``reproduction.json``. Then writes two tables per recipe between the two marks of
+``reproduction.md``: the held-out loss at each learning rate, and the differences from the baseline
+with each variant at its best rate. ``reproduction.png`` shows the second one if ``--picture`` is
+passed.
 """
 
 import argparse
 import json
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from kha_megatron.checkpoint.staging import staged_file, write_json
+from kha_megatron.compare.report import _verdict
+from kha_megatron.compare.statistics import Estimate, NoiseFloor, estimate
+from kha_megatron.compare.variants import NULL
 
 PAGE = Path(__file__).resolve().parents[1] / "benchmarks" / "reproduction.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
-KINDS = {"training": ("loss", "delta"), "held out": ("held_out", "held_out_delta")}
-_COLOURS = {"training": "#0b62c4", "held out": "#c24d00"}
+VARIANTS = "baseline", "kha_mlp", "kha_linear", "gate_output", "moh_75", "mea"
+TITLES = {"laptop/dense": "Dense model", "laptop/moe": "Mixture of experts"}
+_COLOUR = "#0b62c4"
+
+Runs = dict[str, dict[int, dict[str, Any]]]  # by variant and seed
 
 
 def main() -> None:
-    """Write the three files."""
+    """Write the files."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("comparisons", nargs="+", metavar="TITLE=DIRECTORY")
+    parser.add_argument("comparisons", nargs="*", metavar="DIRECTORY")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
-    parser.add_argument("--pictured", type=int, metavar="N", help="draw the first N (default: all)")
+    parser.add_argument("--picture", action="store_true")
     options = parser.parse_args()
-    pairs = [text.rpartition("=") for text in options.comparisons]
-    reports = {
-        title: json.loads(Path(folder, "report.json").read_text()) for title, _, folder in pairs
-    }
-    text = options.page.read_text(encoding="utf-8")
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        parser.error(f"{options.page} does not hold {BEGIN.strip()} and {END.strip()} once each")
-    before, _, rest = text.partition(BEGIN)
-    tables = "\n".join(_table(title, report) for title, report in reports.items())
-    write_json(options.page.with_suffix(".json"), {t: _numbers(r) for t, r in reports.items()})
-    with staged_file(options.page.with_suffix(".png")) as staged:
-        _picture(dict(list(reports.items())[: options.pictured]), staged)
+    file = options.page.with_suffix(".json")
+    results = json.loads(file.read_text())
+    for folder in options.comparisons:
+        _add(results, json.loads(Path(folder, "report.json").read_text()))
+    write_json(file, results)
+    before, _, rest = options.page.read_text(encoding="utf-8").partition(BEGIN)
+    tables, reports = "", {}
+    for recipe, title in TITLES.items():
+        rates = _rates(results, recipe)
+        reports[title] = _compare(rates)
+        tables += f"### {title}\n\n{_sweep(rates)}\n{_differences(*reports[title])}\n"
+    if options.picture:
+        with staged_file(options.page.with_suffix(".png")) as staged:
+            _draw(reports, staged)
     with staged_file(options.page) as staged:
         staged.write_text(before + BEGIN + tables + END + rest.partition(END)[2], encoding="utf-8")
 
 
-def _numbers(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the report without curves and matrices."""
-    losses = [key for pair in KINDS.values() for key in pair]
-    kept = {"name", "knocks", "seeds", "variant", "seed", "seconds_per_step", *losses}
-    left_out = {"variants", "runs", "description", "finished", "planned", "command"}
-
-    def chosen(entries: Any) -> list[dict[str, Any]]:
-        return [{key: e[key] for key in e if key in kept} for e in entries]
-
-    return {
-        **{key: value for key, value in report.items() if key not in left_out},
-        "variants": chosen(report["variants"]),
-        "runs": chosen(run for run in report["runs"] if "loss" in run),
-    }
+def _add(results: dict[str, Any], report: Mapping[str, Any]) -> None:
+    """Add the runs of a report, without their curves."""
+    rate = report["command"][report["command"].index("--lr") + 1]
+    same = (t for t, r in results.items() if (r["recipe"], r.get("lr")) == (report["recipe"], rate))
+    fields = "recipe", "iterations", "devices", "written", "versions"
+    new = {"lr": rate, "runs": []} | {key: report[key] for key in fields}
+    runs = results.setdefault(next(same, f"{report['recipe']} at {rate}"), new)["runs"]
+    keys = "variant", "seed", "seconds_per_step", "loss", "held_out"
+    known = {(run["variant"], run["seed"]) for run in runs}
+    for run in report["runs"]:
+        if "loss" in run and (run["variant"], run["seed"]) not in known:
+            runs.append({key: run[key] for key in keys})
 
 
-def _table(title: str, report: Mapping[str, Any]) -> str:
-    floors = " and ".join(
-        f"{floor['rms']:.2g} (largest {floor['largest']:.2g}) in {kind.replace(' ', '-')} loss"
-        for kind, (key, _) in KINDS.items()
-        if (floor := report["floor"].get(key))
+def _rates(results: Mapping[str, Any], recipe: str) -> dict[str, Runs]:
+    rates: dict[str, Runs] = {}
+    for result in results.values():
+        if result["recipe"] == recipe and "lr" in result:
+            for run in result["runs"]:
+                of_rate = rates.setdefault(result["lr"], {})
+                of_rate.setdefault(run["variant"], {})[run["seed"]] = run
+    return dict(sorted(rates.items(), key=lambda item: float(item[0])))
+
+
+def _best_rates(rates: Mapping[str, Runs]) -> dict[str, str]:
+    """Return the best rate of each variant that was trained with seed 1."""
+    losses: dict[str, dict[str, float]] = {name: {} for name in VARIANTS}
+    for (rate, runs), name in product(rates.items(), VARIANTS):
+        if 1 in runs.get(name, {}):
+            losses[name][rate] = runs[name][1]["held_out"]
+    return {name: min(found, key=found.__getitem__) for name, found in losses.items() if found}
+
+
+def _sweep(rates: Mapping[str, Runs]) -> str:
+    lines = [f"| held out, seed 1 | {' | '.join(rates)} |", "|---" * (1 + len(rates)) + "|"]
+    for name in VARIANTS:
+        found = [runs.get(name, {}).get(1) for runs in rates.values()]
+        cells = [f"{run['held_out']:.3f}" if run else "not measured" for run in found]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _compare(rates: Mapping[str, Runs]) -> tuple[list[dict[str, Any]], NoiseFloor | None]:
+    """Compare variants at their best rates with the baseline at its best rate, seed by seed."""
+    best = _best_rates(rates)
+    reference = _held_out(rates[best["baseline"]]["baseline"])
+    variants, floor = [], None
+    for name, rate in {NULL: best["baseline"], **best}.items():
+        losses = _held_out(rates[rate].get(name, {}))
+        found = [loss - reference[seed] for seed, loss in losses.items() if seed in reference]
+        if name == NULL and found:
+            floor = NoiseFloor.estimate(found)
+        delta = estimate(found) if found and name != "baseline" else None
+        verdict = _verdict(name, delta, floor) if delta else "–"
+        variants.append(
+            {"name": name, "rate": rate, "losses": losses, "delta": delta, "is": verdict}
+        )
+    return variants, floor
+
+
+def _held_out(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
+    return {seed: run["held_out"] for seed, run in runs.items()}
+
+
+def _differences(variants: list[dict[str, Any]], floor: NoiseFloor | None) -> str:
+    lines = (
+        [f"The noise floor is {floor.rms:.2g} (largest {floor.largest:.2g}).", ""] if floor else []
     )
-    noise = f" The noise floor is {floors}." if floors else ""
-    lines = [
-        f"### {title[0].upper()}{title[1:]}",
-        "",
-        f"We trained `{report['recipe']}` for {report['iterations']:,} iterations per run.{noise}",
-        "",
-        "| variant | seeds | loss | ΔL | verdict | held out | ΔL held out | verdict |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for variant in report["variants"]:
-        cells = [variant["name"], str(variant["seeds"])]
-        for key, difference in KINDS.values():
-            loss, delta = variant.get(key), variant.get(difference)
-            cells.append(f"{loss['mean']:.3f}" if loss else "–")
-            cells += [_interval(delta), delta["verdict"]] if delta else ["–", "reference"]
+    lines += ["| variant | rate | seeds | held out | ΔL | verdict |", "|---" * 6 + "|"]
+    for v in variants:
+        mean = f"{fmean(v['losses'].values()):.3f}" if v["losses"] else "not measured"
+        cells = v["name"], v["rate"], str(len(v["losses"])), mean, _interval(v["delta"]), v["is"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
-def _interval(delta: Mapping[str, Any]) -> str:
-    half = "" if delta["half_width"] is None else f" ± {delta['half_width']:.4f}"
-    return f"{delta['mean']:+.4f}{half}".replace("-", "−")
+def _interval(delta: Estimate | None) -> str:
+    if delta is None:
+        return "–"
+    half = "" if delta.half_width is None else f" ± {delta.half_width:.4f}"
+    return f"{delta.mean:+.4f}{half}".replace("-", "−")
 
 
-def _picture(reports: Mapping[str, Mapping[str, Any]], file: Path) -> None:
-    """Draw one panel per comparison: means with their intervals, and the floor as a band."""
-    rows = [sum("delta" in v for v in report["variants"]) for report in reports.values()]
-    figure = Figure(figsize=(7, 0.8 + 0.36 * sum(rows) + 0.55 * len(rows)), layout="constrained")
+def _draw(
+    reports: Mapping[str, tuple[list[dict[str, Any]], NoiseFloor | None]], file: Path
+) -> None:
+    """Draw one panel per recipe: means with their intervals, and the floor as a band."""
+    rows = [len(variants) - 1 for variants, _ in reports.values()]
+    figure = Figure(figsize=(7, 0.8 + 0.3 * sum(rows) + 0.55 * len(rows)), layout="constrained")
     panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows, sharex=True)[:, 0]
-    for axis, (title, report) in zip(panels, reports.items(), strict=True):
-        shown = [variant for variant in report["variants"] if "delta" in variant]
-        for i, (kind, (key, difference)) in enumerate(KINDS.items()):
-            found = [(y, v[difference]) for y, v in enumerate(shown) if difference in v]
-            axis.errorbar(
-                [delta["mean"] for _, delta in found],
-                [y + 0.16 * (2 * i - 1) for y, _ in found],
-                xerr=[delta["half_width"] or 0 for _, delta in found],
-                fmt="o",
-                markersize=4,
-                capsize=3,
-                color=_COLOURS[kind],
-                label=f"{kind} loss",
-            )
-            if floor := report["floor"].get(key):
-                axis.axvspan(-floor["rms"], floor["rms"], color=_COLOURS[kind], alpha=0.12, lw=0)
+    for axis, (title, (variants, floor)) in zip(panels, reports.items(), strict=True):
+        shown = [v for v in variants if v["name"] != "baseline"]
+        for y, delta in enumerate(v["delta"] for v in shown):
+            if delta:
+                half = delta.half_width or 0
+                axis.errorbar(
+                    delta.mean, y, xerr=half, fmt="o", markersize=4, capsize=3, color=_COLOUR
+                )
+        if floor:
+            axis.axvspan(-floor.rms, floor.rms, color=_COLOUR, alpha=0.12, lw=0)
         axis.axvline(0, color="#1c1e21", linewidth=1)
-        axis.set_yticks(range(len(shown)), [variant["name"] for variant in shown])
+        axis.set_yticks(range(len(shown)), [f"{v['name']} at {v['rate']}" for v in shown])
         axis.set_ylim(len(shown) - 0.5, -0.5)
-        seeds = max((variant["seeds"] for variant in shown), default=0)
-        axis.set_title(
-            f"{title}: difference from {report['reference']}, {seeds} seeds", fontsize=10
-        )
+        seeds = max(len(v["losses"]) for v in shown)
+        axis.set_title(f"{title}: difference from the baseline, {seeds} seeds", fontsize=10)
         axis.grid(axis="x", alpha=0.3)
-    panels[0].legend(fontsize=8)
-    panels[-1].set_xlabel("ΔL in nats per token (95 % intervals; bands: the floor); left is better")
+    panels[-1].set_xlabel("ΔL held out in nats per token (95 % intervals; band: the floor)")
     figure.savefig(file, format="png", dpi=150)
 
 
