@@ -35,12 +35,14 @@ def params(
       kha-megatron params gated/15b-output-head
       kha-megatron params dense-0.6b -- --hybrid-layer-pattern '*-*-*-*-/*-'
     """
-    chosen = recipes.get_recipe(recipe).updated(megatron or [])
+    original = recipes.get_recipe(recipe)
+    chosen = original.updated(megatron or [])
     model, kha = get_countable_model(chosen.run.model), chosen.run.kha
     counts, bare = count_model(model, kha), count_model(model, KHAConfig())
+    is_same = bare == count_model(get_countable_model(original.run.model), KHAConfig())
     knock = counts.mechanisms.get(Knock.name, 0)
     plain = {"total": bare.total, "active": bare.active}
-    printed = {name: str(chosen.paper[name]) for name in plain if name in chosen.paper}
+    printed = {name: str(chosen.paper[name]) for name in plain if is_same and name in chosen.paper}
     share = compute_flops(model, kha, chosen.run.arguments["seq_length"]).share_of_layers
     paper = {
         name: format_like_paper(getattr(counts, name) - knock, x) for name, x in printed.items()
@@ -54,17 +56,18 @@ def params(
         data |= {"printed": beside, "kha_share_of_layers": share, "note": chosen.note}
         console.print_json(data)
         return
-    table = console.number_table("parameters", "with KHA", "without", "paper")
+    columns = ("with KHA", "without", *["paper"] * is_same)
+    table = console.number_table("parameters", *columns)
     for name, own in plain.items():
         ours, how = paper.get(name, ("", ""))
         if ours and ours != printed[name]:
             ours, how = printed[name], f"{ours}: {how}"
         note = f"{ours} ({how})" if ours else "-"
-        table.add_row(name, f"{getattr(counts, name):,}", f"{own:,}", note)
-    table.add_row("KHA", f"{counts.kha:,}", "0", "-")
+        table.add_row(name, f"{getattr(counts, name):,}", f"{own:,}", *[note] * is_same)
+    table.add_row("KHA", f"{counts.kha:,}", "0", *["-"] * is_same)
     if len(counts.mechanisms) > 1 or knock != counts.kha:
         for name, own in counts.mechanisms.items():
-            table.add_row(f"  {name}", f"{own:,}", "0", "-")
+            table.add_row(f"  {name}", f"{own:,}", "0", *["-"] * is_same)
     console.out.print(f"{chosen.name}: {chosen.description}", markup=False)
     console.out.print(table)
     change = counts.cache_per_layer - bare.cache_per_layer
