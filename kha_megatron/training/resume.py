@@ -30,6 +30,10 @@ from kha_megatron.model.run import parse_kha_config
 _STATELESS = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes without state, i.e. without scaling factors to save."""
 
+_ROPE = ("position_embedding_type", "use_rope_scaling", "rope_", "rotary_", "yarn_", "mscale")
+_RESTORED = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
+"""Arguments of RoPE, and those that ``--use-checkpoint-args`` restores."""
+
 _BUFFERS = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -153,6 +157,8 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
     check_same_heads(path, stored, kha)
     if not args.use_checkpoint_args:
         check_same_sizes(path, saved, vars(args))
+    if not (args.finetune or starts_from_pretrained(args)):
+        _check_same_rope(path, saved, args)
     starts_anew = args.no_load_optim or args.finetune or starts_from_pretrained(args)
     if starts_anew or saved.get("no_save_optim") or path.name == RELEASE:
         return
@@ -170,6 +176,17 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
             f"{here[name]}. Save a checkpoint with {flag} {before[name]} and "
             "--dist-ckpt-optim-fully-reshardable first, or add --no-load-optim."
         )
+
+
+def _check_same_rope(path: Path, saved: Mapping[str, Any], args: Namespace) -> None:
+    restored = _RESTORED if args.use_checkpoint_args else ()
+    for name in (n for n in saved if n.startswith(_ROPE) and n not in restored):
+        old, new = saved[name], getattr(args, name, saved[name])
+        if old != new and not (name == _RESTORED[0] and args.use_rotary_position_embeddings):
+            raise CheckpointError(
+                f"--{name.replace('_', '-')} is {new}, but {path} was trained with {old}. Use the "
+                "same RoPE arguments, or add --finetune to change them."
+            )
 
 
 def path_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:

@@ -201,6 +201,11 @@ def test_optimizer_state_of_another_layout_is_refused(copy):
         check(copy, KHA, **moved, transformer_impl="local")
     with pytest.raises(CheckpointError, match=r"--num-layers is 7, but .* was trained with 2"):
         check(copy, KHA, num_layers=7, num_attention_heads=4, hidden_size=64)
+    with pytest.raises(CheckpointError, match=r"--use-rope-scaling is True, but .* with False"):
+        check(copy, KHA, use_rope_scaling=True, use_checkpoint_args=True)
+    with pytest.raises(CheckpointError, match=r"--rotary-base is 7, .* add --finetune"):
+        check(copy, KHA, rotary_base=7)
+    check(copy, KHA, rotary_base=7, use_checkpoint_args=True)  # restored
     # a converted checkpoint has no optimizer
     select_iteration(copy).newest.rename(copy / "release")
     (copy / TRACKER).write_text("release")
