@@ -332,10 +332,11 @@ class KHAConfig(KnockSettings):
             if why := mechanism.unsupported_reason(facts):
                 raise ConfigError(why)
         if self.mechanisms or self.attention:
+            own = self if facts.multi_latent else self.without_output_gate()
             mistakes = {
                 "Multi-token prediction with KHA requires a hybrid model (--hybrid-layer-pattern "
                 "'*-*-/*-'), because GPTModel builds these layers without the layer spec.": (
-                    facts.predictions
+                    facts.predictions and (own.mechanisms or own.attention)
                 ),
                 f"{self} does not support --flash-decode.": facts.flash_decode,
             }

@@ -86,7 +86,7 @@ def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
     from transformers.utils import logging
 
     import kha_megatron.hf  # noqa: F401 (registers the kha architecture)
-    from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+    from kha_megatron.checkpoint.hf_reader import HFCheckpoint, without_predictions
 
     HFCheckpoint.open(hf_dir)
     logging.set_verbosity_error()
@@ -107,6 +107,7 @@ def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
         raise CheckpointError(
             f"Could not load {hf_dir}: {type(error).__name__}: {in_one_line(error)}"
         ) from error
+    info["unexpected_keys"] = without_predictions(info["unexpected_keys"], model.config)
     for problem in ("missing", "unexpected", "mismatched"):
         if names := [str(key) for key in info[f"{problem}_keys"]]:
             raise CheckpointError(

@@ -71,6 +71,7 @@ class Architecture(ModelConfig):
 
     - ``kv_channels`` is the value head dim for MLA and GLA.
     - ``moe_layer_freq`` always has one entry per layer in MoE models (1 = MoE, 0 = dense).
+    - Multi-token prediction (MTP) layers are counted after the decoder layers.
     """
 
     if TYPE_CHECKING:  # these are never None here
@@ -104,6 +105,9 @@ class Architecture(ModelConfig):
     def head_tensors(self) -> tuple[HeadTensor, ...]:
         """Parameters that the head mechanisms add to each layer."""
         return self.kha.tensors(self.head_sizes)
+
+    def is_moe(self, layer: int) -> bool:
+        return super().is_moe(min(layer, self.num_layers - 1))  # MTP layers are like the last one
 
     @property
     def is_uniform(self) -> bool:

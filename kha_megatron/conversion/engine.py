@@ -106,7 +106,7 @@ class Plan(ABC):
             path=target,
             architecture=architecture,
             tensors=len(entries),
-            parameters=sum(math.prod(e.shape) for e in entries)
+            parameters=sum(math.prod(e.shape) for _, held in self.source.entries() for e in held)
             - sum(math.prod(slot.row.shape(self.source.model)) for slot in untrained),
             size=self.size,
             shards=shards,

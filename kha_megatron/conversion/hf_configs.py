@@ -44,7 +44,6 @@ _OPEN = ("qk_layernorm", "add_qkv_bias")
 """Not configurable in every architecture."""
 _MAX = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
 """Sanity limits for fields that set the length of a list."""
-_ALIASES = {"num_mtp_layers": "num_nextn_predict_layers"}
 _HARMLESS = {
     *PreTrainedConfig().to_dict(),
     "rope_parameters",
@@ -72,6 +71,8 @@ _HARMLESS = {
     "max_window_layers",
     "layer_types",
     "hidden_act",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
 }
 """Fields that don't affect the logits, or that we check separately."""
 
@@ -102,7 +103,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
             )
     try:
         # transformers modifies its arguments, so pass a copy
-        values = {_ALIASES.get(name, name): deepcopy(value) for name, value in raw.items()}
+        values = {name: deepcopy(value) for name, value in raw.items()}
         own = {name: v for name, v in values.items() if name not in ("auto_map", "model_type")}
         config = family.config(**own)
         _check_fields(family, values, config)
@@ -146,8 +147,7 @@ def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConf
             quantized = "please save the model in bfloat16 or float32 first"
             raise _unsupported(name, value, quantized if "quantiz" in name else "unknown field")
     for name, value in {"hidden_act": "silu", **family.only, **implied}.items():
-        of_config = name not in (*implied, "num_nextn_predict_layers")
-        found = getattr(config, name) if of_config else raw.get(name, value)
+        found = raw.get(name, value) if name in implied else getattr(config, name)
         if found != value:
             raise _unsupported(name, found, f"expected {value!r}")
     window = getattr(config, "sliding_window", None)
@@ -279,6 +279,17 @@ def fill_missing_tensors(model: Architecture, model_type: str) -> Architecture:
     return with_zero_tensors(model, shared=0 if model_type == "kha" else size)
 
 
+def can_predict(model: Architecture, model_type: str) -> bool:
+    """Whether an architecture supports the model's multi-token prediction (MTP) layers.
+
+    ``glm4_moe`` and ``deepseek_v3`` always have experts in these layers. In ``qwen3_next``, vLLM
+    builds them like the first layer, while Megatron builds them like the last one.
+    """
+    files = FAMILIES[model_type].files
+    kind = files.shared or model.is_moe(0)
+    return model.is_moe(model.num_layers) == kind and model.predictions <= files.predictions
+
+
 def with_zero_tensors(
     model: Architecture, *, shared: int, bias: bool = True, gate: bool = False
 ) -> Architecture:
@@ -312,7 +323,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
         raise CheckpointError(
             f"The model cannot be exported as {model_type}: {in_one_line(error)}"
         ) from error
-    for name, (ours, theirs) in model.differences(back).items():
+    for name, (ours, theirs) in model.differences(back, ("mtp_num_layers",)).items():
         remedy = "another --architecture"
         if name.startswith("kha"):
             foldable = model.kha.mechanisms and model.kha.is_foldable

@@ -1,6 +1,7 @@
 """Registry of supported Hugging Face architectures."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from huggingface_hub.dataclasses import strict
@@ -53,6 +54,10 @@ def _full_attention(model: Architecture) -> dict[str, Any]:
     return {"layer_types": ["full_attention"] * model.num_layers}
 
 
+def _predictions(model: Architecture) -> dict[str, Any]:
+    return {"num_nextn_predict_layers": model.mtp_num_layers or 0}
+
+
 def _sections(model: Architecture) -> dict[str, Any]:
     """Multimodal RoPE sections. The format requires them, but they don't matter for text."""
     pairs = int(model.kv_channels * model.rotary_percent) // 2
@@ -65,9 +70,22 @@ OUTPUT_GATE = OutputGate(output="element")
 _QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
 _LLAMA = {"qk_layernorm": False, "add_qkv_bias": False}
 _NO_BIAS = {"attention_bias": False}  # would also add a bias to o_proj
-_QWEN3_NEXT_FILES = FileFormat(
-    ("mlp.shared_experts.", "mlp.shared_expert."), gate_in_query="head", norms_minus_one=True
+_QWEN3_5_FILES = FileFormat(
+    {"mlp.shared_experts.": "mlp.shared_expert."}, gate_in_query="head", norms_minus_one=True
 )
+_QWEN3_NEXT_FILES = replace(
+    _QWEN3_5_FILES,
+    renamed={
+        **_QWEN3_5_FILES.renamed,
+        "model.layers.{}.enorm.": "mtp.pre_fc_norm_embedding.",
+        "model.layers.{}.hnorm.": "mtp.pre_fc_norm_hidden.",
+        "model.layers.{}.eh_proj.": "mtp.fc.",
+        "model.layers.{}.shared_head.norm.": "mtp.norm.",
+        "model.layers.{}.": "mtp.layers.0.",
+    },
+    predictions=1,
+)
+_DEEPSEEK_FILES = FileFormat(predictions=1000, shared=True)
 
 FAMILIES: dict[str, Family] = {
     "kha": Family(KHAModelConfig, "KHAForCausalLM", experts=KHA, latent=None, partial_rope=True),
@@ -76,18 +94,21 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         Glm4MoeConfig,
         "Glm4MoeForCausalLM",
-        only={"num_nextn_predict_layers": 0},
         experts=DEEPSEEK,
         partial_rope=True,
+        files=_DEEPSEEK_FILES,
+        extra=_predictions,
     ),
     "deepseek_v3": Family(
         DeepseekV3Config,
         "DeepseekV3ForCausalLM",
         _QWEN3,  # for MLA, these are the norms of the compressed states
         # transformers hardcodes eps=1e-6 for these norms
-        _NO_BIAS | {"num_nextn_predict_layers": 0, "rope_interleave": True, "rms_norm_eps": 1e-6},
+        _NO_BIAS | {"rope_interleave": True, "rms_norm_eps": 1e-6},
         DEEPSEEK,
         latent=True,
+        files=_DEEPSEEK_FILES,
+        extra=_predictions,
     ),
     "qwen2": Family(Qwen2Config, "Qwen2ForCausalLM", {"qk_layernorm": False, "add_qkv_bias": True}),
     "llama": Family(LlamaConfig, "LlamaForCausalLM", _LLAMA, _NO_BIAS | {"mlp_bias": False}),
@@ -112,7 +133,7 @@ FAMILIES: dict[str, Family] = {
         _NO_BIAS,
         partial_rope=True,
         gate=OUTPUT_GATE,
-        files=_QWEN3_NEXT_FILES,
+        files=_QWEN3_5_FILES,
         extra=_full_attention,
         rope=_sections,
     ),

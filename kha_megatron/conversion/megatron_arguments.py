@@ -65,6 +65,7 @@ _READ = (
 """Fields we can simply copy in both directions."""
 _WRITTEN = (
     "num_layers",
+    "mtp_num_layers",
     "num_query_groups",
     "group_query_attention",
     "kv_channels",
@@ -130,6 +131,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
         raise _unsupported("rotary_percent", percent, "kha_attention=gta requires 0.5")
     heads = given["num_attention_heads"]
     layers = len(pattern.moe) if pattern else args["num_layers"]
+    predictions = (pattern.predictions if pattern else args.get("mtp_num_layers")) or None
     groups = args["num_query_groups"] if args["group_query_attention"] and not latent else heads
     if args["num_experts"]:
         given |= _experts(args, layers, pattern.moe if pattern else ())
@@ -139,6 +141,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
         vocab_size=rows,
         padded_vocab_size=rows,
         num_layers=layers,
+        mtp_num_layers=predictions and (1 if args.get("mtp_use_repeated_layer") else predictions),
         num_query_groups=groups,
         group_query_attention=groups != heads,
         kv_channels=given["v_head_dim"] if latent else args["kv_channels"],

@@ -172,7 +172,9 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
     if args.use_rope_scaling:
         args.rope_scaling_factor = rope_scaling_factor(checkpoint.args)
     if args.hybrid_layer_pattern:
-        args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "").partition("/")[0]
+        args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")
+        if not args.mtp_num_layers:
+            args.hybrid_layer_pattern = args.hybrid_layer_pattern.partition("/")[0]
     config = model_config(args, KHAConfig.from_entries(checkpoint.args) or KHAConfig())
     builder = (HybridModelBuilder if args.hybrid_layer_pattern else GPTModelBuilder)(config)
     config.parallel_output = False

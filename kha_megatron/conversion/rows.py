@@ -4,7 +4,7 @@ Splitting and joining are exact: if you concatenate ``row.join(row.split(x, mode
 get ``x`` back bit for bit. This also works with meta tensors.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple
@@ -15,6 +15,7 @@ from torch import Tensor
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.heads import HeadTensor
 
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _GATE = "self_attn.gate_output."
 _Shape = Callable[[Architecture], tuple[int, ...]]
 When = Callable[[Architecture, int], bool]
@@ -147,19 +148,35 @@ class TensorSlot(NamedTuple):
 class FileFormat:
     """How an architecture's safetensors files differ from the rows in ``table``."""
 
-    renamed: tuple[str, str] | None = None
-    """``(old, new)`` replacement in tensor names."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Replacements in tensor names. ``{}`` is the number of decoder layers."""
     gate_in_query: Literal["head", "group"] | None = None
     """Set if ``q_proj`` includes the output gate, either after each query head or after each
     group."""
     norms_minus_one: bool = False
     """Norm weights are stored as ``w - 1``. This rounds 16-bit weights below 1/2."""
+    predictions: int = 0
+    """Maximum number of multi-token prediction (MTP) layers."""
+    shared: bool = False
+    """MTP layers have copies of the embedding and LM head. Megatron always shares them."""
 
     def names(self, slot: TensorSlot, model: Architecture) -> list[str]:
         names = slot.hf_names(model)
         if self.gate_in_query:
             names = [name for name in names if _GATE not in name]
-        return [name.replace(*self.renamed) for name in names] if self.renamed else names
+        for old, new in self.renamed.items():
+            names = [name.replace(old.format(model.num_layers), new) for name in names]
+        return names
+
+    def copies(self, slot: TensorSlot, model: Architecture) -> list[str]:
+        """Names of the copies of an embedding or LM head in MTP layers."""
+        layers = range(model.num_layers, model.num_layers + model.predictions)
+        (name, *_), names = slot.hf_names(model), list[str]()
+        if self.shared and name == EMBEDDING:
+            names = ["embed_tokens.weight", *["shared_head.head.weight"] * model.tied_embeddings]
+        elif self.shared and name == LM_HEAD:
+            names = ["shared_head.head.weight"]
+        return [f"model.layers.{layer}.{name}" for layer in layers for name in names]
 
     def write(self, slot: TensorSlot, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
         """Convert the tensors of a slot to the format of the files."""

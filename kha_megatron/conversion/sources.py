@@ -6,14 +6,13 @@ All tensor shapes are checked against the config when a checkpoint is opened.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
@@ -21,14 +20,13 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments
-from kha_megatron.conversion.rows import STANDARD, FileFormat, TensorSlot
-from kha_megatron.conversion.table import locate_tensors, tensor_slots
+from kha_megatron.conversion.rows import EMBEDDING as HF_EMBEDDING
+from kha_megatron.conversion.rows import LM_HEAD, STANDARD, FileFormat, TensorSlot
+from kha_megatron.conversion.table import EH_PROJ, MODEL, locate_tensors, tensor_slots
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.errors import CheckpointError, ConfigError
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PREDICTION = "mtp."
-"""Prefix of the tensors for multi-token prediction, which we don't convert."""
 EMBEDDING = "embedding.word_embeddings.weight"
 _MAX_ELEMENTS = 2**56
 PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
@@ -96,6 +94,10 @@ def _open_hf(path: Path) -> ModelSource:
     checkpoint = HFCheckpoint.open(path)
     formats, model = family_of(checkpoint.config).files, from_hf_config(checkpoint.config)
     infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
+    # config.json often has a number of MTP layers even if the model was saved without them
+    projections = (TensorSlot(EH_PROJ, model.num_layers + n) for n in range(formats.predictions))
+    found = takewhile(lambda slot: formats.names(slot, model)[0] in infos, projections)
+    model = replace(model, mtp_num_layers=len(list(found)) or None)
     wanted: dict[str, tuple[int, ...]] = {}
     # the limit keeps us from running out of memory if the config is corrupted
     for slot in islice(tensor_slots(model), 2 * len(infos) + 1000):
@@ -107,14 +109,18 @@ def _open_hf(path: Path) -> ModelSource:
         wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
     # models without shared experts may still have empty tensors for them
     spare = {n for n, info in infos.items() if ".shared_experts." in n and 0 in info.shape}
-    head, embedding = "lm_head.weight", "model.embed_tokens.weight"
-    if model.tied_embeddings and {head, embedding} <= infos.keys():
-        if not torch.equal(checkpoint.tensor(head), checkpoint.tensor(embedding)):
-            raise CheckpointError(
-                f"{head} differs from {embedding} in {path}, although {CONFIG} sets "
-                "tie_word_embeddings=True."
-            )
-        spare.add(head)
+    copies = dict.fromkeys([LM_HEAD] * model.tied_embeddings, HF_EMBEDDING)
+    for slot in (TensorSlot(row) for row in MODEL if row.when(model, 0)):
+        copies |= dict.fromkeys(formats.copies(slot, model), slot.hf_names(model)[0])
+    for copy, original in copies.items():
+        if not {copy, original} <= infos.keys():
+            continue
+        if not torch.equal(checkpoint.tensor(copy), checkpoint.tensor(original)):
+            why = f"although {CONFIG} sets tie_word_embeddings=True"
+            if copy != LM_HEAD:
+                why = "but Megatron shares it with the layers for multi-token prediction"
+            raise CheckpointError(f"{copy} differs from {original} in {path}, {why}.")
+        spare.add(copy)
     missing, unexpected = wanted.keys() - infos.keys(), infos.keys() - wanted.keys() - spare
     _check_tensors(path, CONFIG, infos, wanted, missing, unexpected)
 
@@ -130,10 +136,7 @@ def _open_hf(path: Path) -> ModelSource:
 
 def _open_megatron(path: Path) -> ModelSource:
     checkpoint = MegatronCheckpoint.open(path)
-    args, tensors = checkpoint.args, checkpoint.keys()
-    infos = {k: info for k, info in tensors.items() if not k.startswith(PREDICTION)}
-    if dropped := len(tensors) - len(infos):
-        announce(f"Ignoring {dropped} tensors of multi-token prediction in {path}.", once=path)
+    args, infos = checkpoint.args, checkpoint.keys()
     if EMBEDDING not in infos:
         raise CheckpointError(f"Tensor {EMBEDDING} not found in {path}. Is this a GPT checkpoint?")
     rows = infos[EMBEDDING].shape[0]

@@ -10,6 +10,8 @@ from kha_megatron.checkpoint.megatron import LAYERS, other_names
 from kha_megatron.checkpoint.torch_dist import StoredTensor
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.rows import (
+    EMBEDDING,
+    LM_HEAD,
     LatentRow,
     QKVRow,
     Row,
@@ -21,6 +23,7 @@ from kha_megatron.conversion.rows import (
 
 FINAL_NORM, _HYBRID_NORM = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
 _SINGLE = re.compile(re.escape(LAYERS) + r"(\d+)\.(.+)")
+_PREDICTIONS = "mtp.layers."
 _IN_ATTENTION = ("self_attention.", "input_layernorm.")
 
 
@@ -28,7 +31,14 @@ def megatron_name(name: str, layer: int | None, model: Architecture) -> str:
     """Return the checkpoint key of a tensor that isn't stacked."""
     if layer is None:
         return _HYBRID_NORM if name == FINAL_NORM and not model.gpt_model else name
-    return f"{LAYERS}{_layer_index(name, layer, model)}.{name}"
+    if (number := layer - model.num_layers) < 0:
+        return f"{LAYERS}{_layer_index(name, layer, model)}.{name}"
+    part = "transformer_layer."
+    if name.partition(".")[0] in ("enorm", "hnorm", "eh_proj", "final_layernorm"):
+        part = ""
+    elif not model.gpt_model:
+        part = f"mtp_model_layer.layers.{_layer_index(name, 0, model)}."
+    return f"{_PREDICTIONS}{number}.{part}{name}"
 
 
 def _layer_index(name: str, layer: int, model: Architecture) -> int:
@@ -37,12 +47,12 @@ def _layer_index(name: str, layer: int, model: Architecture) -> int:
 
 
 def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
-    """Yield all slots: embedding, layers, final norm and LM head."""
+    """Yield all slots: embedding, layers (MTP layers are last), final norm and LM head."""
     first, *last = (TensorSlot(row) for row in MODEL if row.when(model, 0))
     yield first
     rows = (*_BEFORE_HEADS, *map(head_row, model.head_tensors), *_AFTER_HEADS)
-    for layer in range(model.num_layers):
-        for row in rows:
+    for layer in range(model.num_layers + model.predictions):
+        for row in (*PREDICTION, *rows) if layer >= model.num_layers else rows:
             if not row.when(model, layer):
                 continue
             if row.per_expert:
@@ -267,15 +277,25 @@ _AFTER_HEADS: tuple[Row, ...] = (
 )
 
 
+EH_PROJ = Row("eh_proj.weight", ("eh_proj.weight",), lambda m: (m.hidden_size, 2 * m.hidden_size))
+PREDICTION: tuple[Row, ...] = (
+    Row("enorm.weight", ("enorm.weight",), _hidden),
+    Row("hnorm.weight", ("hnorm.weight",), _hidden),
+    EH_PROJ,
+    Row("shared_head.norm.weight", ("final_layernorm.weight",), _hidden),
+)
+"""Additional tensors of MTP layers. In both formats, the input of ``eh_proj`` is the normalized
+embedding of the next token, followed by the normalized hidden state."""
+
 OUTPUT_LAYER = VocabularyRow(
-    "lm_head.weight",
+    LM_HEAD,
     ("output_layer.weight",),
     _vocabulary,
     lambda model, layer: not model.tied_embeddings,
 )
 
 MODEL: tuple[Row, ...] = (
-    VocabularyRow("model.embed_tokens.weight", ("embedding.word_embeddings.weight",), _vocabulary),
+    VocabularyRow(EMBEDDING, ("embedding.word_embeddings.weight",), _vocabulary),
     Row(
         "model.norm.weight",
         (FINAL_NORM, _HYBRID_NORM),
@@ -312,7 +332,11 @@ def locate_tensors(
     found, used, lost = dict[TensorSlot, Location](), set(), list[tuple[int | None, str]]()
     for slot in tensor_slots(model):
         at: list[tuple[int | None, str]] = [
-            (None if slot.layer is None else _layer_index(name, slot.layer, model), name)
+            (None, name)
+            if slot.layer is None
+            else (None, megatron_name(name, slot.layer, model))
+            if slot.layer >= model.num_layers
+            else (_layer_index(name, slot.layer, model), name)
             for name in slot.row.names
         ]
         held = [position for position in at if position in stored]

@@ -1,6 +1,7 @@
 """Export checkpoints to Hugging Face format."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.hf_configs import (
+    can_predict,
     fill_missing_tensors,
     has_stock_heads,
     stock_type,
@@ -27,6 +29,7 @@ from kha_megatron.conversion.tokenizer_files import FILES
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     cast,
+    drop_predictions,
     fold_heads,
     remove_padding,
     upcycle_heads,
@@ -53,25 +56,31 @@ class HFPlan(Plan):
 
     @property
     def entries(self) -> list[TensorEntry]:
-        found, model = [], self.source.model
-        for slot, _ in self.source.entries():
-            parts = self.files.write(slot, model, self.source.read(slot, meta=True))
-            for name, part in zip(self.files.names(slot, model), parts, strict=True):
-                found.append(TensorEntry(name, part.dtype, tuple(part.shape)))
-        return found
+        return [
+            TensorEntry(name, part.dtype, tuple(part.shape))
+            for slot, _ in self.source.entries()
+            for name, part in self._tensors(slot, self.source.read(slot, meta=True))
+        ]
+
+    def _tensors(self, slot: TensorSlot, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+        files, model = self.files, self.source.model
+        held = files.write(slot, model, parts)
+        copies = [(name, held[0]) for name in files.copies(slot, model)]
+        return [*zip(files.names(slot, model), held, strict=True), *copies]
 
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
         source, config, entries = self.source, self.config, self.entries
-        files, model = self.files, self.source.model
+        model = source.model
         with staged_folder(target) as folder:
             writer = HFWriter(folder, entries, max_shard_bytes=self.max_shard_bytes)
 
             def put(slot: TensorSlot, parts: list[Tensor]) -> None:
-                held = files.write(slot, model, parts)
-                for name, part in zip(files.names(slot, model), held, strict=True):
+                for n, (name, part) in enumerate(self._tensors(slot, parts)):
                     writer.write(name, part)
+                    if n >= len(parts):  # a copy
+                        on_bytes(part.nbytes)
 
             not_finite = transfer(source, put, workers=workers, on_bytes=on_bytes)
             origin = source.checkpoint.identity()
@@ -124,6 +133,7 @@ def plan_export(
     """
     new_dtype = parse_dtype(dtype)
     source = remove_padding(open_source(path, tokenizer=tokenizer))
+    source = replace(source, model=replace(source.model, gpt_model=False))
     folded = source.model.kha if fold else None
     if folded is not None:
         source = fold_heads(source, folded)
@@ -135,6 +145,8 @@ def plan_export(
     if architecture == "auto":
         stock = fold or has_stock_heads(source.model)
         architecture = stock_type(source.model) if stock else "kha"
+    if not can_predict(source.model, architecture):
+        source = drop_predictions(source, f"{architecture} does not support them")
     config = to_hf_config(source.model, architecture)
     for name, value in source.tokenizer.token_ids.items():
         setattr(config, name, value)

@@ -167,7 +167,8 @@ def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
             modules.append(_CORE_ATTENTION)
         for module in modules:
             name = module.rpartition(".")[2]
-            has_state = name.startswith("linear_") or "norm" in name or module == _CORE_ATTENTION
+            is_linear = name.startswith("linear_") or module == "eh_proj"
+            has_state = is_linear or "norm" in name or module == _CORE_ATTENTION
             key = _key(model, slot, f"{module}._extra_state")
             if has_state and (key, position) not in written:
                 written.add((key, position))
@@ -175,7 +176,8 @@ def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
 
 
 def _is_stacked(model: Architecture, slot: TensorSlot) -> bool:
-    return slot.layer is not None and model.gpt_model and model.is_uniform
+    in_decoder = slot.layer is not None and slot.layer < model.num_layers
+    return in_decoder and model.gpt_model and model.is_uniform
 
 
 def _key(model: Architecture, slot: TensorSlot, name: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.rows import FileFormat, QKVRow, TensorSlot, VocabularyRow, head_row
@@ -255,6 +256,13 @@ def round_as_stored(source: ModelSource, files: FileFormat) -> ModelSource:
         return files.read(slot, source.model, files.write(slot, source.model, parts))
 
     return replace(source, read=read)
+
+
+def drop_predictions(source: ModelSource, why: str) -> ModelSource:
+    """Remove the layers for multi-token prediction."""
+    if source.model.predictions:
+        announce(f"Ignoring the multi-token prediction layers of {source.path}: {why}.")
+    return replace(source, model=replace(source.model, mtp_num_layers=None))
 
 
 def pad_vocabulary(source: ModelSource, rows: int) -> ModelSource:

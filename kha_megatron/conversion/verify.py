@@ -14,10 +14,10 @@ import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder, without_predictions
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
@@ -27,6 +27,7 @@ from kha_megatron.conversion.sources import ModelSource, open_source
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     count_not_finite,
+    drop_predictions,
     fold_heads,
     round_as_stored,
     truncate_vocabulary,
@@ -132,6 +133,8 @@ class Pair:
         size = min(source.model.vocab_size for source in pair)
         pair = [s if is_hf_folder(s.path) else truncate_vocabulary(s, size) for s in pair]
         drops = [any(m.is_sparse for m in source.model.kha.mechanisms) for source in pair]
+        if pair[0].model.predictions != pair[1].model.predictions:
+            pair = [drop_predictions(source, "the other model differs") for source in pair]
         pair, remark = _same_heads(pair)
         rounded = remark.endswith("folded")
         if all(source.model.num_experts for source in pair):
@@ -273,6 +276,7 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
     if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
     disable_progress_bar()
+    set_verbosity_error()  # we check the loading report ourselves
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -289,6 +293,7 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
             f"Could not load {path} with transformers ({type(error).__name__}: "
             f"{in_one_line(error)})."
         ) from error
+    report["unexpected_keys"] = without_predictions(report["unexpected_keys"], model.config)
     if problems := {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}:
         raise CheckpointError(f"Some weights of {path} were not loaded by transformers: {problems}")
     with torch.no_grad():

@@ -233,6 +233,10 @@ class ModelConfig:
         return self.num_layers
 
     @property
+    def predictions(self) -> int:
+        return self.mtp_num_layers or 0
+
+    @property
     def dense_width(self) -> int:
         return self.ffn_hidden_size or 0
 
@@ -257,8 +261,7 @@ class ModelConfig:
     def layer_pattern(self, stages: Iterable[int]) -> LayerPattern:
         """Describe the layers of a hybrid model. ``stages`` are numbers of layers."""
         moe = tuple(int(self.is_moe(layer)) for layer in range(self.layers))
-        latent, predictions = self.multi_latent_attention, self.mtp_num_layers or 0
-        return LayerPattern(moe, tuple(stages), latent, predictions)
+        return LayerPattern(moe, tuple(stages), self.multi_latent_attention, self.predictions)
 
     @property
     def has_dense_layers(self) -> bool:

@@ -158,7 +158,7 @@ def _list_prediction_layers(model: ModelConfig) -> list[int]:
     Each prediction also has a projection (of the previous hidden state and the next embedding) and
     three norms.
     """
-    return [model.layers - 1] * (model.mtp_num_layers or 0)
+    return [model.layers - 1] * model.predictions
 
 
 def count_padding_rows(model: ModelConfig, kha: KHAConfig) -> int:

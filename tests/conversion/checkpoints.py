@@ -37,6 +37,7 @@ def save_and_run(
     args: dict[str, Any],
     *,
     run: bool = True,
+    steps: int = 0,
 ) -> tuple[Parameters, np.ndarray | None]:
     """Save a GPTModel or HybridModel. Compute its logits ``[2, 11, padded vocabulary]``.
 
@@ -47,6 +48,7 @@ def save_and_run(
         config: Overrides of ``models.transformer_config``.
         args: Overrides of the saved arguments.
         run: Compute the logits.
+        steps: Train the model for so many steps, and also compute the logits of MTP layers.
 
     Returns:
         The parameters and buffers of this rank, and the logits; None on earlier pipeline stages.
@@ -54,6 +56,7 @@ def save_and_run(
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
     from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.models.gpt import gpt_layer_specs as specs
 
     from tests.distributed import models
 
@@ -64,12 +67,16 @@ def save_and_run(
     saved = _arguments(transformer, kha, args)
     pattern = args.get("hybrid_layer_pattern")
     build = partial(models.hybrid_model, pattern=pattern) if pattern else models.gpt_model
+    if transformer.mtp_num_layers and not pattern:
+        spec = specs.get_gpt_decoder_block_spec(transformer, use_transformer_engine=False)
+        mtp = specs.get_gpt_mtp_block_spec(transformer, spec, use_transformer_engine=False)
+        build = partial(build, mtp_block_spec=mtp)
     model = build(
         transformer,
         kha or KHAConfig(),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=False,
+        parallel_output=bool(steps),  # Megatron only trains with parallel outputs
         share_embeddings_and_output_weights=not saved["untie_embeddings_and_output_weights"],
         rotary_base=saved["rotary_base"],
         rotary_percent=saved["rotary_percent"],
@@ -78,7 +85,9 @@ def save_and_run(
     for parameter in model.parameters():  # as Megatron's Float16Module does
         parameter.data = parameter.data.to(transformer.params_dtype)
     _enliven(model)
-    logits = compute_logits(model, tokens()) if run else None
+    train(model, steps)
+    compute = compute_predictions if steps else compute_logits
+    logits = compute(model, tokens()) if run else None
     state = {
         "model": model.sharded_state_dict(),
         "optimizer": {
@@ -173,6 +182,41 @@ def compute_logits(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray | No
     return output.float().numpy()
 
 
+def train(model: torch.nn.Module, steps: int) -> None:
+    """Train all parameters on :func:`tokens`, including those of multi-token prediction."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    MTPLossLoggingHelper.tracker.clear()  # its size depends on the number of layers
+    ids = tokens()
+    mask = torch.ones(len(ids[0]), len(ids[0]), dtype=torch.bool).triu(1)[None, None]
+    optimizer = torch.optim.SGD(model.train().parameters(), lr=0.05)
+    for _ in range(steps):
+        losses = model(ids, torch.arange(len(ids[0])).expand_as(ids), mask, labels=ids.roll(-1))
+        losses.mean().backward()
+        trained = (p.grad.any() for name, p in model.mtp.named_parameters() if "expert" not in name)
+        assert all(trained)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+
+
+@torch.no_grad()
+def compute_predictions(model: torch.nn.Module, ids: torch.Tensor) -> np.ndarray:
+    """Return the logits of the model and its MTP layers ``[1 + N, B, S, padded vocabulary]``."""
+    found: list[torch.Tensor] = []
+    hook = model.mtp.register_forward_hook(lambda *call: found.append(call[-1]))
+    logits = compute_logits(model, ids)
+    hook.remove()
+    hidden = found[0].chunk(1 + model.config.mtp_num_layers)
+    tied = model.share_embeddings_and_output_weights
+    weight = model.shared_embedding_or_output_weight() if tied else None
+    predicted = np.stack(
+        [model.output_layer(h, weight=weight)[0].transpose(0, 1).float().numpy() for h in hidden]
+    )
+    assert np.array_equal(predicted[0], logits)
+    return predicted
+
+
 def check_back(save: Path, back: Path) -> None:
     """Check that a round trip keeps all bits, except the padding of groups in ``linear_qkv``."""
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
@@ -180,8 +224,9 @@ def check_back(save: Path, back: Path) -> None:
 
     before, after = (MegatronCheckpoint.open(folder) for folder in (save, back))
     layout = open_source(save).model.qkv
+    drops_mtp = not any(key.startswith("mtp.") for key in after.keys())  # noqa: SIM118
     for key in before.keys():  # noqa: SIM118
-        if key.startswith("mtp."):
+        if key.startswith("mtp.") and drops_mtp:
             continue
         one, other = before.tensor(key), after.tensor(key)
         if "linear_qkv.weight" in key:

@@ -10,7 +10,7 @@ import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record
-from tests.conversion.checkpoints import compute_logits
+from tests.conversion.checkpoints import compute_logits, compute_predictions
 
 
 def load_and_run(
@@ -19,6 +19,7 @@ def load_and_run(
     layout: dict[str, int],
     dtype: str = "float32",
     save_to: str | None = None,
+    predictions: int | None = None,
 ) -> np.ndarray | None:
     """Return the logits ``[B, S, padded vocabulary]`` of a checkpoint; None on earlier stages.
 
@@ -28,6 +29,7 @@ def load_and_run(
         layout: Parallel sizes.
         dtype: Dtype of the model.
         save_to: Iteration directory to save the model to.
+        predictions: Number of MTP layers to build. Their logits are returned as well.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -38,6 +40,7 @@ def load_and_run(
     models.initialize(**layout)
     checkpoint = MegatronCheckpoint.open(folder)
     overrides = {"params_dtype": getattr(torch, dtype), "bf16": dtype == "bfloat16"}
+    overrides["mtp_num_layers"] = predictions
     model = build_model(checkpoint, layout | overrides)
     for parameter in model.parameters():  # as Megatron's Float16Module does
         parameter.data = parameter.data.to(getattr(torch, dtype))
@@ -54,7 +57,8 @@ def load_and_run(
     model.load_state_dict(loaded["model"])
     if save_to is not None:
         _save(model, checkpoint, Path(save_to))
-    return compute_logits(model.eval(), torch.tensor(ids))
+    compute = compute_predictions if predictions else compute_logits
+    return compute(model.eval(), torch.tensor(ids))
 
 
 def _save(model: Any, checkpoint: MegatronCheckpoint, folder: Path) -> None:

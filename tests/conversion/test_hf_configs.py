@@ -31,7 +31,6 @@ REFUSED = {
     "mistral": {"sliding_window": 8},
     "qwen3_moe": {"attention_bias": True, "shared_expert_gate": 2},
     "glm4_moe": {
-        "num_nextn_predict_layers": 1,
         "norm_topk_prob": False,
         "n_group": 5,
         "yarn": YARN,
@@ -42,7 +41,6 @@ REFUSED = {
         "rms_norm_eps": 1e-5,
         "attention_bias": True,
         "topk_group": 1,
-        "num_mtp_layers": 1,
         "num_key_value_heads": 3,
         "yarn": YARN | {"beta_fast": 16},
         "topk_method": "greedy",
@@ -53,7 +51,6 @@ NAMED = {
     "norm_topk_prob": "normalised=False",
     "yarn": "(scaling=Yarn|rotary_percent=0.5)",
     "topk_group": "n_group=4 with topk_group=1",
-    "num_mtp_layers": "num_nextn_predict_layers=1",
 }
 """Names of fields in the error message, where they differ."""
 
