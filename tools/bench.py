@@ -14,7 +14,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import measuring
 import torch
@@ -62,7 +61,7 @@ def prepare_megatron(device: str) -> None:
 
 def arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
     """Parse the options of a subject. Exit with code 2 on errors, as argparse does."""
-    module = _module(name)
+    module = importlib.import_module(f"bench_{name}")
     parser = argparse.ArgumentParser(
         prog=f"bench.py {name}",
         description=module.__doc__,
@@ -86,17 +85,13 @@ def arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
     return given
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"bench_{name}")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; return 1 if a contender failed and 2 if the subject is unknown."""
     name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name not in BENCHMARKS:
         print(__doc__, *(f"  {n:<12} {what}" for n, what in BENCHMARKS.items()), sep="\n")
         return 0 if name in ("--help", "-h") else 2
-    given, module = arguments(name, words), _module(name)
+    given, module = arguments(name, words), importlib.import_module(f"bench_{name}")
     device = torch.device(given.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())

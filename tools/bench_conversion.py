@@ -122,7 +122,6 @@ def measure(name: str, source: Path, target: Path, given: argparse.Namespace) ->
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """Return the row of the table."""
     gigabytes, (copied, whole, writing, peaks) = (
         result["bytes"] / 1e9,
         zip(*result["runs"], strict=True),
@@ -135,7 +134,6 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 
 def options(add: Callable[..., Any]) -> None:
-    """Add the options."""
     add("--folder", type=Path, default=Path(tempfile.gettempdir()))
     words = "sources without SHA-256 hashes, as other tools write them"
     add("--without-hashes", action="store_true", help=words)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from bench import positive
-from measuring import Cells, Spread, interleaved, ratios
+from measuring import Cells, interleaved, ratios, spreads
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen3Config
 
 import kha_megatron.hf  # noqa: F401, registers the architecture
@@ -93,8 +93,9 @@ def generate(model: Any, prompt: torch.Tensor, new: int, cache: str) -> int:
     return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def measure(models: dict[str, Any], batch: int, cache: str, given: Any) -> dict[str, Any]:
-    """Return tokens per second and cache bytes of every model."""
+def measure(find: Callable[[], dict], batch: int, cache: str, given: Any) -> dict[str, Any]:
+    """Return tokens per second and cache bytes of every model. ``find`` makes the models once."""
+    models = find()
     generator = torch.Generator().manual_seed(batch)
     vocabulary = models[BASELINE].config.vocab_size
     prompt = torch.randint(vocabulary, (batch, given.prompt), generator=generator)
@@ -110,17 +111,13 @@ def measure(models: dict[str, Any], batch: int, cache: str, given: Any) -> dict[
         "batch": batch,
         "cache": cache,
         "classes": {name: type(model).__name__ for name, model in models.items()},
-        "tokens_per_second": {
-            name: Spread.of([batch * given.new / seconds for seconds in t])
-            for name, t in times.items()
-        },
+        "tokens_per_second": spreads(times, lambda seconds: batch * given.new / seconds),
         "over_baseline": {name: ratios(t, times[BASELINE]) for name, t in times.items()},
         "cache_bytes": held,
     }
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of the table."""
     found = []
     for name, speed in result["tokens_per_second"].items():
         over, held = result["over_baseline"][name], result["cache_bytes"][name]
@@ -133,7 +130,6 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 
 def options(add: Callable[..., Any]) -> None:
-    """Add the options."""
     dense = [name for name, shape in MODEL_SIZES.items() if not shape.experts]
     add("--shape", choices=["small", *dense], help="default: dense-1.7b; on a CPU: small")
     add("--models", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
@@ -152,8 +148,6 @@ def cells(given: argparse.Namespace, device: torch.device) -> Cells:
         with tempfile.TemporaryDirectory(prefix="kha-decode-") as folder:
             return make_models(given, Path(folder))
 
-    def measure_one(batch: int, cache: str) -> dict[str, Any]:
-        return measure(models(), batch, cache, given)
-
     for batch, cache in itertools.product(given.batches, given.caches):
-        yield f"batch {batch}, {cache} cache", functools.partial(measure_one, batch, cache)
+        run = functools.partial(measure, models, batch, cache, given)
+        yield f"batch {batch}, {cache} cache", run

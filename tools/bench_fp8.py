@@ -21,7 +21,7 @@ import torch
 from bench import positive
 from measuring import Cells
 
-from kha_megatron.recipes import Job, get_recipe, prepare_job
+from kha_megatron.recipes import get_recipe, prepare_job
 from kha_megatron.recipes.log_lines import LOSS, read_history
 
 ENGINE = ("--transformer-impl", "transformer_engine")
@@ -42,22 +42,16 @@ HEADER = ["contender", "steps", "first loss", "last loss", "from bf16", "target"
 
 
 def options(add: Callable[..., Any]) -> None:
-    """Add the options."""
     add("--steps", type=positive, help="of every run (default: 200)")
     add("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
 
 
-def job_of(name: str, data: Path, folder: Path, *, steps: int, batch: int) -> Job:
-    """Return the quickstart's run with a contender's arguments; losses are logged to ``folder``."""
-    words = ["--bf16", "--train-iters", str(steps), "--tensorboard-dir", str(folder)]
-    words += ["--micro-batch-size", str(batch), "--global-batch-size", str(batch)]
-    words += ["--lr", "2e-3", "--min-lr", "2e-4", *CONTENDERS[name]]
-    return prepare_job(get_recipe("quickstart"), data=data, overrides=words)
-
-
 def train(name: str, data: Path, folder: Path, steps: int) -> list[float]:
     """Return the loss of every step of one run. Raise RuntimeError if it fails."""
-    job = job_of(name, data, folder, steps=steps, batch=4)
+    words = ["--bf16", "--train-iters", str(steps), "--tensorboard-dir", str(folder)]
+    words += ["--micro-batch-size", "4", "--global-batch-size", "4"]
+    words += ["--lr", "2e-3", "--min-lr", "2e-4", *CONTENDERS[name]]
+    job = prepare_job(get_recipe("quickstart"), data=data, overrides=words)
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(job.ranks)]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     python, _, *target = job.command

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from bench import positive
-from measuring import Cells, Spread, interleaved, ratios
+from measuring import Cells, interleaved, ratios, spreads
 from torch import Tensor
 
 from kha_megatron.errors import KHAError
@@ -152,13 +152,12 @@ def measure(case: Case, work: str, find: Callable[[], tuple], repetitions: int) 
         "bytes": size,
         "relative_errors": errors,
         "skipped": skipped,
-        "microseconds": {n: Spread.of([1e6 * s for s in t]) for n, t in times.items()},
+        "microseconds": spreads(times, lambda seconds: 1e6 * seconds),
         "kernels_over": {n: ratios(ours, t) for n, t in times.items()} if ours else {},
     }
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of the table."""
     found = []
     for name, spread in result["microseconds"].items():
         ratio = result["kernels_over"].get(name)
@@ -172,7 +171,6 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 
 def options(add: Callable[..., Any]) -> None:
-    """Add the options."""
     dtypes = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
     add("--variants", nargs="+", default=["mlp"], choices=KERNEL_VARIANTS)
     add("--tokens", nargs="+", type=positive, help="default: 8192 32768; on a CPU: 16")

@@ -46,7 +46,6 @@ class Launch(NamedTuple):
 
     @property
     def tiling(self) -> Tiling:
-        """Return the tiling of the launch."""
         return tiling(self.kernel, self.variant, self.head_dim, self.dtype)
 
     def __str__(self) -> str:
@@ -91,6 +90,11 @@ def launches(dtypes: tuple[torch.dtype, ...]) -> list[Launch]:
 
 def compile_launch(launch: Launch) -> Report:
     """Compile one launch, without Triton's cache."""
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     from kha_megatron.heads.kernels import knock_kernels
 
     options = launch.tiling.options(launch.variant, launch.head_dim) | {"TMA": launch.tma}
@@ -111,15 +115,6 @@ def compile_launch(launch: Launch) -> Report:
         signature[name] = kind
         if kind.startswith("*") or name.endswith(("_token", "_head")):
             aligned.append(name)
-    return _compile(function, signature, constants, aligned, options)
-
-
-def _compile(function, signature, constants, aligned, options) -> Report:
-    import triton
-    from triton import knobs
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
     at = function.arg_names.index
     source = ASTSource(
@@ -169,9 +164,9 @@ def complaints(launch: Launch, report: Report) -> list[str]:
     return found
 
 
-def compile_all(chosen: list[Launch], processes: int = 2) -> dict[Launch, Report]:
-    """Compile all launches in several processes."""
-    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+def compile_all(chosen: list[Launch]) -> dict[Launch, Report]:
+    """Compile all launches in two processes."""
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
         return dict(zip(chosen, pool.map(compile_launch, chosen, chunksize=4), strict=True))
 
 

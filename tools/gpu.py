@@ -165,7 +165,6 @@ class Session:
 
     @property
     def exit_code(self) -> int:
-        """Return 1 if anything failed, 3 if time ran out, and 0 otherwise."""
         found = {result.status for result in self.results}
         return 1 if "failed" in found else 3 if found & {"stopped", "not reached"} else 0
 
@@ -198,14 +197,14 @@ def run_tests(session: Session, name: str, words: list[str]) -> None:
     reasons: Counter[str] = Counter()
     for case in ElementTree.parse(found).iter("testcase") if found.is_file() else ():
         details = {p.get("name"): p.get("value") for p in case.iter("property")}
-        bad = case.find("failure") if case.find("failure") is not None else case.find("error")
-        skipped = case.find("skipped")
-        word = "failed" if bad is not None else "skipped" if skipped is not None else "passed"
+        messages = {child.tag: child.get("message", "") for child in case}
+        bad = messages.get("failure", messages.get("error"))
+        word = "failed" if bad is not None else "skipped" if "skipped" in messages else "passed"
         counts[word] += 1
-        if skipped is not None:
-            reasons[skipped.get("message", "no reason given")] += 1
+        if word == "skipped":
+            reasons[messages["skipped"]] += 1
         if "detail" in details or bad is not None:
-            why = details.get("detail") or (bad.get("message", "") if bad is not None else "")
+            why = details.get("detail") or bad or ""
             session.add(name, case.get("name", ""), word, why, seconds=float(case.get("time", 0)))
     detail = ", ".join(f"{count} {word}" for word, count in counts.items())
     status = "failed" if code else "passed" if counts["passed"] else "skipped"

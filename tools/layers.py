@@ -64,10 +64,6 @@ class Variant:
     """Use the Triton kernels or raise an error; otherwise always torch."""
     fold: Fold = "never"
 
-    def kha(self) -> KHAConfig:
-        """Return the configuration of the heads."""
-        return KHAConfig.from_preset(self.preset or "baseline", fold=self.fold)
-
     @contextmanager
     def chosen(self) -> Iterator[None]:
         """Run this variant in this process: each forward pass reads the environment."""
@@ -89,15 +85,6 @@ VARIANTS = {
     )
 }
 """By name; the others are compared with ``stock``."""
-
-
-def runnable(names: list[str], device: str) -> tuple[list[Variant], dict[str, str]]:
-    """Return the variants that run on the device, ``stock`` first, and why the others do not."""
-    wanted = [VARIANTS[name] for name in dict.fromkeys([STOCK, *names])]
-    interprets = os.environ.get("TRITON_INTERPRET") == "1"
-    why = "the kernels need a CUDA device, or TRITON_INTERPRET=1"
-    skipped = {v.name: why for v in wanted if v.kernels and device == "cpu" and not interprets}
-    return [variant for variant in wanted if variant.name not in skipped], skipped
 
 
 class Cell(NamedTuple):
@@ -181,7 +168,8 @@ class Layer:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
         if variant.preset is not None:
-            spec = kha_layer_spec(config, variant.kha())
+            kha = KHAConfig.from_preset(variant.preset, fold=variant.fold)
+            spec = kha_layer_spec(config, kha)
         else:
             engine = config.transformer_impl == "transformer_engine"
             spec = get_gpt_decoder_block_spec(

@@ -109,6 +109,11 @@ def kernel_clock(call: Callable[[], Any]) -> Callable[[], float]:
     return lambda: seconds
 
 
+def spreads(times: Mapping[str, list[float]], convert: Callable[[float], float]) -> dict:
+    """Return the spread of the converted times of each contender."""
+    return {name: Spread.of([*map(convert, values)]) for name, values in times.items()}
+
+
 def ratios(times: list[float], baseline: list[float]) -> Spread:
     """Return the spread of ``times / baseline``, turn by turn."""
     return Spread.of([a / b for a, b in zip(times, baseline, strict=True)])
@@ -153,9 +158,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found["hardware"] = torch.cuda.get_device_properties(device).name
         found["cuda"] = torch.version.cuda
-        found["driver"] = _output(
-            "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-        )
+        query = ("--query-gpu=driver_version", "--format=csv,noheader")
+        found["driver"] = _output("nvidia-smi", *query)
     return found
 
 

@@ -6,10 +6,10 @@ Arithmetic, and the compiler's report for Hopper: needs no GPU and measures noth
 ``D`` head dim, ``R`` rows of values: tokens times key/value heads.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from cross_compile import Launch, Report, compile_all
@@ -129,16 +129,6 @@ def knocks(heads: Heads, variant: Variant) -> Iterator[Work]:
         )
 
 
-def works_of(heads: Heads) -> list[Work]:
-    """Return the rows of one table."""
-    return [work for variant in KERNEL_VARIANTS for work in knocks(heads, variant)]
-
-
-def all_launches() -> list[Launch]:
-    """Return the launches of the tables."""
-    return list(dict.fromkeys(work.launch for heads in SIZES.values() for work in works_of(heads)))
-
-
 def all_reduces() -> list[list[str]]:
     """Return a row for the gradients of each variant's matrices in one layer."""
     rows = []
@@ -199,13 +189,18 @@ and the shortest time over NVLink (450 GB/s in each direction), without latency:
 """
 
 
-def page(reports: Mapping[Any, Report]) -> str:
+def page() -> str:
     """Return ``benchmarks/roofline.md``."""
     import triton
 
+    works = {
+        name: [work for variant in KERNEL_VARIANTS for work in knocks(heads, variant)]
+        for name, heads in SIZES.items()
+    }
+    reports = compile_all(list(dict.fromkeys(w.launch for found in works.values() for w in found)))
     tables = []
-    for name, heads in SIZES.items():
-        table = markdown_table(HEADER, [row(w, reports[w.launch]) for w in works_of(heads)])
+    for name, found in works.items():
+        table = markdown_table(HEADER, [row(w, reports[w.launch]) for w in found])
         tables.append(f"## {name}\n\n{table}")
     return PAGE.format(
         triton=f"Triton {triton.__version__}",
@@ -216,4 +211,4 @@ def page(reports: Mapping[Any, Report]) -> str:
 
 
 if __name__ == "__main__":
-    print(page(compile_all(all_launches())), end="")
+    print(page(), end="")

@@ -37,7 +37,7 @@ def test_every_launch_stays_within_its_bounds(dtype):
 @compiles
 @pytest.mark.whole
 def test_roofline_page_is_up_to_date():
-    page = roofline.page(compile_all(roofline.all_launches()))
+    page = roofline.page()
     written = Path(roofline.__file__).parents[1] / "benchmarks" / "roofline.md"
     assert written.read_text() == page, "run python tools/roofline.py > benchmarks/roofline.md"
 
