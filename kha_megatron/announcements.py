@@ -46,11 +46,6 @@ def announce(text: str, *, once: Hashable | None = None, every_rank: bool = Fals
     LOGGER.info("%s", text)
 
 
-def forget() -> None:
-    """Clear the deduplication keys. Only used in tests."""
-    _logged.clear()
-
-
 def is_first_rank() -> bool:
     """Return True on rank 0. Uses ``$RANK`` if torch.distributed isn't initialized."""
     torch = sys.modules.get("torch")

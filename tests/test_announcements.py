@@ -14,9 +14,9 @@ from kha_megatron.announcements import announce
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    announcements.forget()
+    announcements._logged.clear()
     yield
-    announcements.forget()
+    announcements._logged.clear()
 
 
 def test_messages_are_lines_on_stderr_once_for_each_key(capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kha_megatron.announcements import forget
+from kha_megatron import announcements
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.hf_configs import to_hf_config
@@ -66,7 +66,7 @@ def test_unsupported_combinations_are_refused(args, changes, heads, message):
     ids=["stock", "stock with our spec", "patched", "our entry point", "converted"],
 )
 def test_rope_scaling_factor_is_that_of_the_training_script(args, capsys, kha, spec, factor):
-    forget()
+    announcements._logged.clear()
     rest = {n: v for n, v in args.items() if n != "spec" and not n.startswith("kha_")}
     given = {} if spec == "none recorded" else {"spec": spec}
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 4.0, "max_position_embeddings": 9000}

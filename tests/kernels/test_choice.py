@@ -25,10 +25,10 @@ def fresh(monkeypatch):
     monkeypatch.delenv("KHA_KERNELS", raising=False)
     monkeypatch.delenv("RANK", raising=False)
     refusals = fused._reason
-    announcements.forget()
+    announcements._logged.clear()
     refusals.cache_clear()
     yield
-    announcements.forget()
+    announcements._logged.clear()
     refusals.cache_clear()
 
 
@@ -49,7 +49,7 @@ def test_uses_torch_on_the_cpu_and_logs_it_once(capsys, monkeypatch, choice, why
     for _ in range(3):
         assert torch.equal(fused_knock(x, weight, "gate"), knocking.knock(x, weight, "gate"))
     assert capsys.readouterr().err == f"kha_megatron: Computing KHA with torch ({why})\n"
-    announcements.forget()
+    announcements._logged.clear()
     monkeypatch.setenv("RANK", "1")
     fused_knock(x, weight, "gate")
     assert capsys.readouterr().err == ""

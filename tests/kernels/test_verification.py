@@ -19,7 +19,7 @@ from tests.kernels import cases
 def started(comparisons):
     """As a process that has just started, with ``KHA_KERNELS=auto``; list the comparisons."""
     verification._trusted.clear()
-    announcements.forget()
+    announcements._logged.clear()
     find_error = KnockCase.find_error
 
     def watched(case):
@@ -76,7 +76,7 @@ def test_no_comparison_during_cuda_graph_capture(monkeypatch, capsys):
     object.__setattr__(case, "device", torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(KnockCase, "find_error", lambda case: pytest.fail("compared"))
-    announcements.forget()
+    announcements._logged.clear()
     assert not is_trusted(case)
     assert "because a CUDA graph is being captured" in capsys.readouterr().err
     monkeypatch.setitem(verification._trusted, case, True)

@@ -133,7 +133,7 @@ def chosen(kha, training, tokens, overrides, sizes):
     fused = overrides.pop("fused", False)
     built = layer(models, kha, **overrides).train(training)
     built.config.gradient_accumulation_fusion = fused
-    announcements.forget()
+    announcements._logged.clear()
     with contextlib.redirect_stderr(io.StringIO()) as said:
         ways = [built.folding.folds(torch.empty(n, BATCH, HIDDEN)) for n in tokens]
     return ways, [line for line in said.getvalue().splitlines() if "KHA-Linear" in line]
