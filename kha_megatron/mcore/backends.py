@@ -1,6 +1,5 @@
 """Load local checkpoints with Transformer Engine, and vice versa."""
 
-import functools
 from typing import Any
 
 from megatron.core import dist_checkpointing
@@ -13,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
 from kha_megatron.checkpoint.megatron import other_names
+from kha_megatron.mcore.patching import patch
 
 
 def load_from_either(*, scales: bool) -> None:
@@ -20,10 +20,9 @@ def load_from_either(*, scales: bool) -> None:
 
     ``scales`` also loads the FP8 state (``_extra_state``), which only delayed scaling needs.
     """
-    load = dist_checkpointing.load
 
-    @functools.wraps(load)
-    def load_renamed(state: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
+    @patch(dist_checkpointing, "load")
+    def load_renamed(load: Any, state: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
         stored = load_sharded_metadata(str(directory))
 
         def rename(entry: Any) -> Any:
@@ -34,5 +33,3 @@ def load_from_either(*, scales: bool) -> None:
             return entry
 
         return load(dict_list_map_outplace(rename, state), directory, *args, **kwargs)
-
-    dist_checkpointing.load = load_renamed

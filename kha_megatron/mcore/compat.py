@@ -21,6 +21,7 @@ from typing import Any
 
 from kha_megatron.announcements import is_first_rank
 from kha_megatron.errors import VersionError
+from kha_megatron.mcore.patching import patch
 
 OLDEST = NEWEST = (0, 19)
 INSTALL = f"pip install 'megatron-core>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
@@ -144,14 +145,10 @@ def change_arguments(change: Callable[[Any], None]) -> None:
     """Call ``change(args)`` after reading ``--use-checkpoint-args``, before Megatron's checks."""
     from megatron.training import arguments
 
-    validate = arguments.validate_args
-
-    @functools.wraps(validate)
-    def change_and_validate(args: Any, *defaults: Any) -> Any:
+    @patch(arguments, "validate_args")
+    def change_and_validate(validate: Any, args: Any, *defaults: Any) -> Any:
         change(args)
         return validate(args, *defaults)
-
-    arguments.validate_args = change_and_validate
 
 
 def use_shipped_dataset_helpers() -> None:
@@ -189,28 +186,6 @@ def use_forked_writers() -> None:
     AsyncCallsQueue._get_async_caller = lambda self: TemporalAsyncCaller()
 
 
-class _AtomicTrackerFiles:
-    """Wraps Megatron's file functions to write the tracker file atomically."""
-
-    def __init__(self, functions: Any) -> None:
-        self._functions = functions
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._functions, name)
-
-    @contextmanager
-    def open(self, file: Any, mode: str = "r", **options: Any) -> Iterator[Any]:
-        from kha_megatron.checkpoint.staging import staged_file
-        from kha_megatron.checkpoint.tracker import TRACKER
-
-        if mode != "w" or Path(file).name != TRACKER or "://" in str(file):
-            with self._functions.open(file, mode, **options) as stream:
-                yield stream
-            return
-        with staged_file(Path(file)) as staged, staged.open(mode, **options) as stream:
-            yield stream
-
-
 @functools.cache  # once per process
 def make_saves_safe(ownership: Any = None) -> None:
     """Patch Megatron's checkpointing to be safer and faster.
@@ -231,41 +206,47 @@ def make_saves_safe(ownership: Any = None) -> None:
     from megatron.training.global_vars import get_tensorboard_writer
 
     from kha_megatron.checkpoint.integrity import verify_hashes, write_hashes
-    from kha_megatron.checkpoint.tracker import clear_for_overwriting, record_commit
+    from kha_megatron.checkpoint.staging import staged_file
+    from kha_megatron.checkpoint.tracker import TRACKER, clear_for_overwriting, record_commit
 
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
     serialization.save_integrity_manifest = write_hashes
     serialization.verify_integrity_manifest = verify_hashes
-    checkpointing.maybe_msc = _AtomicTrackerFiles(checkpointing.maybe_msc)
-    async_save = TorchDistSaveShardedStrategy.async_save
-    write_marker = serialization.save_config
+
+    @contextmanager
+    def open_staged(file: Path) -> Iterator[Any]:
+        with staged_file(file) as staged, staged.open("w") as stream:
+            yield stream
+
+    @patch(checkpointing.maybe_msc, "open")
+    def open_atomically(open_file: Any, file: Any, mode: str = "r", **options: Any) -> Any:
+        if mode != "w" or Path(file).name != TRACKER or "://" in str(file):
+            return open_file(file, mode, **options)
+        return open_staged(Path(file))
 
     def check_owner() -> None:
         if ownership is not None:
             ownership.check()
 
-    @functools.wraps(write_marker)
-    def commit(config: Any, checkpoint_dir: Any) -> None:
+    @patch(serialization, "save_config")
+    def commit(write_marker: Any, config: Any, checkpoint_dir: Any) -> None:
         check_owner()
         if "://" not in str(checkpoint_dir):
             record_commit(Path(checkpoint_dir))
         write_marker(config, checkpoint_dir)
 
-    @functools.wraps(async_save)
+    @patch(TorchDistSaveShardedStrategy, "async_save")
     def save_safely(
-        self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
-    ):
+        async_save: Any, self: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         if dist.get_rank() == 0:
             check_owner()
             clear_for_overwriting(checkpoint_dir)
         if writer := get_tensorboard_writer():
             writer.flush()
         dist.barrier()  # before any rank writes
-        return async_save(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-
-    TorchDistSaveShardedStrategy.async_save = save_safely
-    serialization.save_config = commit
+        return async_save(self, state, checkpoint_dir, *args, **kwargs)
 
 
 @functools.cache  # once per process
@@ -281,15 +262,18 @@ def let_distributed_optimizer_resume() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     optimizer_class = distrib_optimizer.DistributedOptimizer
-    set_states = torch.no_grad()(optimizer_class._set_main_param_and_optimizer_states)
-    optimizer_class._set_main_param_and_optimizer_states = set_states
-    if distrib_optimizer.HAVE_APEX_OR_TE:
-        return
-    state_dict = optimizer_class.state_dict
-    load_state_dict = optimizer_class.load_state_dict
+    is_native = not distrib_optimizer.HAVE_APEX_OR_TE
 
-    @functools.wraps(state_dict)
-    def with_state(self: Any) -> Any:
+    @patch(optimizer_class, "_set_main_param_and_optimizer_states")
+    @torch.no_grad()
+    def without_step(set_states: Any, self: Any, param: Any, tensors: dict[str, Any]) -> None:
+        set_states(self, param, tensors | ({"step": None} if is_native else {}))
+
+    if not is_native:
+        return
+
+    @patch(optimizer_class, "state_dict")
+    def with_state(state_dict: Any, self: Any) -> Any:
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 for param in group["params"]:
@@ -301,19 +285,11 @@ def let_distributed_optimizer_resume() -> None:
                         )
         return state_dict(self)
 
-    @functools.wraps(load_state_dict)
-    def with_own_steps(self: Any, loaded: Any) -> None:
+    @patch(optimizer_class, "load_state_dict")
+    def with_own_steps(load_state_dict: Any, self: Any, loaded: Any) -> None:
         load_state_dict(self, loaded)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].detach().clone()
-
-    @functools.wraps(set_states)
-    def without_step(self: Any, param: Any, tensors: dict[str, Any]) -> None:
-        set_states(self, param, {**tensors, "step": None})
-
-    optimizer_class.state_dict = with_state
-    optimizer_class.load_state_dict = with_own_steps
-    optimizer_class._set_main_param_and_optimizer_states = without_step
 
 
 @functools.cache  # once per process
@@ -325,10 +301,8 @@ def save_zeros_as_padding() -> None:
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    build = DistributedOptimizer.sharded_param_state_dp_reshardable
-
-    @functools.wraps(build)
-    def build_with_zeros(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @patch(DistributedOptimizer, "sharded_param_state_dp_reshardable")
+    def build_with_zeros(build: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         state = build(self, *args, **kwargs)
         buffers = (state[index] for index in range(len(self.gbuf_ranges)))
         buckets = (bucket for buffer in buffers for dtype in buffer.values() for bucket in dtype)
@@ -337,8 +311,6 @@ def save_zeros_as_padding() -> None:
                 if isinstance(value, ShardedTensor):
                     value.data.zero_()
         return state
-
-    DistributedOptimizer.sharded_param_state_dp_reshardable = build_with_zeros
 
 
 @functools.cache  # once per process
@@ -353,10 +325,9 @@ def let_adams_exchange_states() -> None:
 
     native = optimizer.USING_PYTORCH_OPTIMIZER
     adam: Any = torch.optim.Adam if native else optimizer.Adam
-    load = adam.load_state_dict
 
-    @functools.wraps(load)
-    def loading(self: Any, saved: Any) -> None:
+    @patch(adam, "load_state_dict")
+    def load_from_either(load: Any, self: Any, saved: Any) -> None:
         pairs = zip(self.param_groups, saved["param_groups"], strict=True)
         groups = [own | group for own, group in pairs]
         states = saved["state"].values()
@@ -364,8 +335,6 @@ def let_adams_exchange_states() -> None:
         for holder in (states if native else groups) if steps else ():
             holder["step"] = torch.tensor(float(steps[0])) if native else int(steps[0])
         load(self, saved | {"param_groups": groups})
-
-    adam.load_state_dict = loading
 
 
 @functools.cache  # once per process
@@ -384,7 +353,6 @@ def let_learning_rate_change(keep: bool) -> None:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
 
     match_groups = MegatronOptimizer._filter_and_reorder_param_groups
-    load = DistributedOptimizer.load_state_dict
 
     def align(current: Any, saved: Any) -> None:
         source, target = (saved, current) if keep else (current, saved)
@@ -393,18 +361,16 @@ def let_learning_rate_change(keep: bool) -> None:
             if group.get("default_config"):
                 group |= {name: default[name] for name in ("max_lr", "min_lr") if name in default}
 
-    @functools.wraps(match_groups)
     def aligned_match(current_groups: Any, state_dict_groups: Any) -> Any:
         align(current_groups, state_dict_groups)
         return match_groups(current_groups, state_dict_groups)
 
-    @functools.wraps(load)
-    def aligned_load(self: Any, state_dict: Any) -> None:
+    @patch(DistributedOptimizer, "load_state_dict")
+    def aligned_load(load: Any, self: Any, state_dict: Any) -> None:
         align(self.optimizer.param_groups, state_dict["optimizer"]["param_groups"])
         load(self, state_dict)
 
     MegatronOptimizer._filter_and_reorder_param_groups = staticmethod(aligned_match)
-    DistributedOptimizer.load_state_dict = aligned_load
 
 
 @functools.cache  # once per process
@@ -417,15 +383,12 @@ def log_first_iteration_once() -> None:
     """
     from megatron.training import get_args, training
 
-    log = training.training_log
-
-    @functools.wraps(log)
-    def log_and_reset(losses: Any, totals: Any, lr: Any, iteration: int, *args: Any, **kwargs: Any):
+    @patch(training, "training_log")
+    def log_and_reset(log: Any, *args: Any, **kwargs: Any) -> Any:
+        iteration = args[3]
         if iteration % get_args().log_interval == 0:
             kwargs["is_first_iteration"] = False
-        return log(losses, totals, lr, iteration, *args, **kwargs)
-
-    training.training_log = log_and_reset
+        return log(*args, **kwargs)
 
 
 def skip_fusion_warm_up() -> None:
@@ -444,17 +407,16 @@ def let_fsdp2_resume() -> None:
     """Restore Adam's ``step`` when resuming with FSDP2 (Megatron drops it)."""
     from megatron.training import checkpointing, training
 
-    read, load = checkpointing._load_base_checkpoint, training.load_checkpoint
     state_dict: dict[str, Any] = {}
 
-    @functools.wraps(read)
-    def read_and_keep(*args: Any, **kwargs: Any) -> Any:
+    @patch(checkpointing, "_load_base_checkpoint")
+    def read_and_keep(read: Any, *args: Any, **kwargs: Any) -> Any:
         result = read(*args, **kwargs)
         state_dict.update(result[0] or {})
         return result
 
-    @functools.wraps(load)
-    def load_with_step(model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    @patch(training, "load_checkpoint")
+    def load_with_step(load: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         state_dict.clear()
         result = load(model, optimizer, *args, **kwargs)
         if kwargs.get("skip_load_to_model_and_opt") and "optimizer" in state_dict:
@@ -468,9 +430,6 @@ def let_fsdp2_resume() -> None:
         state_dict.clear()
         return result
 
-    checkpointing._load_base_checkpoint = read_and_keep
-    training.load_checkpoint = load_with_step
-
 
 @functools.cache  # once per process
 def build_output_layer_without_apex() -> None:
@@ -483,17 +442,13 @@ def build_output_layer_without_apex() -> None:
 
     if layers._grad_accum_fusion_available:
         return
-    linear: Any = layers.ColumnParallelLinear
-    build = linear.__init__
 
-    @functools.wraps(build)
-    def build_unfused(self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
+    @patch(layers.ColumnParallelLinear, "__init__")
+    def build_unfused(build: Any, self: Any, *args: Any, config: Any, **kwargs: Any) -> None:
         unfused = copy.copy(config)
         unfused.gradient_accumulation_fusion = False
         build(self, *args, config=unfused, **kwargs)
         self.config = config
-
-    linear.__init__ = build_unfused
 
 
 LLAMA3_ROPE = {

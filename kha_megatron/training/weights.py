@@ -9,6 +9,7 @@ from megatron.training import training
 from kha_megatron.checkpoint.tracker import newest, newest_other
 from kha_megatron.errors import CheckpointError, NonFiniteError
 from kha_megatron.mcore.finite import find_non_finite_parameter
+from kha_megatron.mcore.patching import patch
 from kha_megatron.training.resume import path_to_load
 
 
@@ -21,24 +22,35 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
     Args:
         models (list): Model chunks on this rank, not wrapped yet. Must be called on all ranks.
     """
-    save, load, train_step = training.save_checkpoint, training.load_checkpoint, training.train_step
 
-    def save_finite(iteration: int, *arguments: Any, **options: Any) -> Any:
+    @patch(training, "save_checkpoint")
+    def save_finite(save: Any, iteration: int, *arguments: Any, **options: Any) -> Any:
         if found := find_non_finite_parameter(models):
             raise NonFiniteError(
                 f"{found} after iteration {iteration}. No checkpoint was saved. {_remedy(args)}"
             )
         return save(iteration, *arguments, **options)
 
-    def load_finite(*arguments: Any, **options: Any) -> Any:
+    @patch(training, "load_checkpoint")
+    def load_finite(load: Any, *arguments: Any, **options: Any) -> Any:
         result = load(*arguments, **options)
         if found := find_non_finite_parameter(models):
             raise CheckpointError(f"{found} {_describe_loaded(args)}")
         return result
 
+    if not args.fp16 or args.loss_scale:
+        return
+
+    @patch(training, "train_step")
     def step_with_limit(
-        forward: Any, data: Any, model: Any, optimizer: Any, *rest: Any, **options: Any
-    ):
+        train_step: Any,
+        forward: Any,
+        data: Any,
+        model: Any,
+        optimizer: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
         result = train_step(forward, data, model, optimizer, *rest, **options)
         skipped, exits = result[1], result[3]
         if not skipped or exits:
@@ -51,11 +63,6 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
                 f"{args.min_loss_scale:g}, so every step would be skipped. {_remedy(args)}"
             )
         return result
-
-    training.save_checkpoint = save_finite
-    training.load_checkpoint = load_finite
-    if args.fp16 and not args.loss_scale:
-        training.train_step = step_with_limit
 
 
 def _remedy(args: Namespace) -> str:

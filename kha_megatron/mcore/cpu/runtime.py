@@ -3,7 +3,6 @@
 Functions are patched individually, since a ``TorchFunctionMode`` would slow down every operation.
 """
 
-import functools
 import logging
 import os
 import sys
@@ -19,6 +18,7 @@ from torch.utils._device import _device_constructors
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.cpu import collectives
+from kha_megatron.mcore.patching import patch
 
 _CPU = torch.device("cpu")
 _HIDDEN = ("apex", "flash_attn", "transformer_engine")
@@ -75,46 +75,32 @@ def _is_cuda(device: Any) -> bool:
 
 def _rewrite_devices() -> None:
     """Patch all torch functions that take a device."""
-    # read this list before replacing any function
     makers = {function.__name__ for function in _device_constructors()} & set(dir(torch))
-    for name in makers | {f"{name}_like" for name in _LIKE}:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    tensor: Any = torch.Tensor
-    for name in _NEW:
-        setattr(tensor, f"new_{name}", _on_cpu(getattr(tensor, f"new_{name}")))
-    move, kind = _on_cpu(tensor.to), tensor.type
+    patch(torch, *makers, *(f"{name}_like" for name in _LIKE))(_on_cpu)
+    patch(torch.Tensor, *(f"new_{name}" for name in _NEW), "to")(_on_cpu)
+    patch(torch.Tensor, "cuda", "pin_memory")(lambda original, self, *args, **kwargs: self)
 
-    @functools.wraps(tensor.to)
-    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @patch(torch.Tensor, "to")
+    def to(move: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and _is_cuda(args[0]):
             args = (_CPU, *args[1:])
         return move(self, *args, **kwargs)
 
-    @functools.wraps(kind)
-    def type_(self: Any, *args: Any, **kwargs: Any) -> Any:
+    @patch(torch.Tensor, "type")
+    def type_(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return kind(self, *args, **kwargs)
         # Megatron's optimizers check this string
         return kind(self).replace("torch.", "torch.cuda.", 1)
 
-    def identity(name: str) -> Any:
-        return functools.wraps(getattr(tensor, name))(lambda self, *args, **kwargs: self)
 
-    tensor.to, tensor.type = to, type_
-    tensor.cuda, tensor.pin_memory = identity("cuda"), identity("pin_memory")
-
-
-def _on_cpu(function: Any) -> Any:
-    @functools.wraps(function)
-    def rewritten(*args: Any, **kwargs: Any) -> Any:
-        if kwargs:
-            if _is_cuda(kwargs.get("device")):
-                kwargs["device"] = _CPU
-            if kwargs.get("pin_memory"):
-                kwargs["pin_memory"] = False
-        return function(*args, **kwargs)
-
-    return rewritten
+def _on_cpu(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if kwargs:
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+    return function(*args, **kwargs)
 
 
 class _Stream:
@@ -148,11 +134,9 @@ class _Stream:
 
 
 def _cuda_stand_ins() -> dict[str, Any]:
+    # torch.compile does not allow two names of one function
     def nothing() -> Any:
         return lambda *args, **kwargs: None
-
-    def stream_class(name: str) -> type:
-        return type(name, (_Stream,), {})
 
     def get_rng_state(device: Any = None) -> torch.Tensor:
         return torch.random.get_rng_state()
@@ -174,22 +158,16 @@ def _cuda_stand_ins() -> dict[str, Any]:
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "set_device": nothing(),
         "get_device_properties": lambda device=None: properties,
         "get_device_capability": lambda device=None: (8, 0),  # no FP8
         "get_device_name": lambda device=None: "cpu",
-        "Stream": stream_class("Stream"),
-        "Event": stream_class("Event"),
-        "stream": stream_class("stream"),
-        "device": stream_class("device"),
+        **{n: type(n, (_Stream,), {}) for n in ("Stream", "Event", "stream", "device")},
         "current_stream": lambda device=None: _Stream(),
         "default_stream": lambda device=None: _Stream(),
-        "set_stream": nothing(),
-        "synchronize": nothing(),
-        "is_current_stream_capturing": lambda: False,
-        "empty_cache": nothing(),
-        "memory_stats": lambda device=None: defaultdict(int),
+        **{n: nothing() for n in ("set_device", "set_stream", "synchronize", "empty_cache")},
         "reset_peak_memory_stats": nothing(),
+        "is_current_stream_capturing": lambda: False,
+        "memory_stats": lambda device=None: defaultdict(int),
         "get_rng_state": get_rng_state,
         "set_rng_state": set_rng_state,
         "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
@@ -210,33 +188,17 @@ def _patch_torch() -> None:
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
-    collectives.patch()
-    _patch_device_mesh()
-    _patch_data_loader()
+    collectives.install()
 
-
-def _patch_device_mesh() -> None:
     # FSDP requires the mesh and the parameters to have the same device type
-    mesh = dist.device_mesh.DeviceMesh
-    initialise = mesh.__init__
+    @patch(dist.device_mesh.DeviceMesh, "__init__")
+    def build_mesh(build: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        build(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
-    @functools.wraps(initialise)
-    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
-        initialise(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    mesh.__init__ = __init__  # type: ignore[method-assign]
-
-
-def _patch_data_loader() -> None:
     # new iterators draw a seed from the CPU generator, but the model also uses it
-    iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-    initialise = iterator.__init__
-
-    @functools.wraps(initialise)
-    def __init__(self, loader: Any) -> None:
+    @patch(torch.utils.data.dataloader._BaseDataLoaderIter, "__init__")
+    def build_iterator(build: Any, self: Any, loader: Any) -> None:
         loader.pin_memory = False
         state = torch.get_rng_state()
-        initialise(self, loader)
+        build(self, loader)
         torch.set_rng_state(state)
-
-    iterator.__init__ = __init__  # type: ignore[method-assign]
