@@ -4,20 +4,26 @@ import argparse
 from functools import partial
 from typing import Any
 
-from megatron.training.argument_utils import core_transformer_config_from_args
+from megatron.training.argument_utils import (
+    core_transformer_config_from_args,
+    gpt_config_from_args,
+    hybrid_config_from_args,
+)
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.mcore.compat import gpt_config, hybrid_config
+from kha_megatron.mcore.compat import scale_rope
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
 
 def model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
     """Build a hybrid model config with ``--hybrid-layer-pattern``, or else a GPT config."""
+    scale_rope(args)
     transformer = core_transformer_config_from_args(args)
     if args.hybrid_layer_pattern:
-        config = hybrid_config(args, transformer)
+        config = hybrid_config_from_args(args, config=transformer)
         config.hybrid_stack_spec = kha_hybrid_stack_spec(kha)
         return config
-    config = gpt_config(args, transformer)
+    config = gpt_config_from_args(args, config=transformer)
+    config.rope_scaling_factor = args.rope_scaling_factor  # Megatron drops it
     config.transformer_layer_spec = partial(kha_layer_spec, kha=kha)
     return config

@@ -459,24 +459,6 @@ LLAMA3_ROPE = {
 """Parameters of Llama 3 RoPE scaling without a Megatron argument, and their defaults there."""
 
 
-def gpt_config(args: Any, transformer: Any) -> Any:
-    """Like ``gpt_config_from_args``, but also applies ``--rope-scaling-factor``."""
-    from megatron.training.argument_utils import gpt_config_from_args
-
-    scale_rope(args)
-    config = gpt_config_from_args(args, config=transformer)
-    config.rope_scaling_factor = args.rope_scaling_factor
-    return config
-
-
-def hybrid_config(args: Any, transformer: Any) -> Any:
-    """Like ``hybrid_config_from_args``, but also applies Llama 3 RoPE scaling."""
-    from megatron.training.argument_utils import hybrid_config_from_args
-
-    scale_rope(args)
-    return hybrid_config_from_args(args, config=transformer)
-
-
 def scale_rope(args: Any) -> None:
     """Set all parameters of Llama 3 RoPE scaling.
 
