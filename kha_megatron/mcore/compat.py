@@ -111,17 +111,10 @@ def cuda_versions() -> str:
     return f"torch {torch.__version__} {built}, and {driver}"
 
 
+@functools.cache  # find_spec can't find the package once hide_incomplete_te has hidden it
 def lacks_te_extension() -> bool:
     """Detect a Transformer Engine installation without the compiled PyTorch extension."""
-    modules: dict[str, Any] = sys.modules
-    hidden = modules.get("transformer_engine", ...) is None
-    if hidden:
-        del modules["transformer_engine"]  # find_spec can't find a hidden package
-    try:
-        spec = util.find_spec("transformer_engine")
-    finally:
-        if hidden:
-            modules["transformer_engine"] = None
+    spec = util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
         return False
     file = "transformer_engine_torch*.so"  # same locations as in Transformer Engine

@@ -20,7 +20,7 @@ def directories(tmp_path, monkeypatch):
     (tree / "transformer_engine" / "__init__.py").touch()
     monkeypatch.syspath_prepend(tree)
     monkeypatch.setattr(sysconfig, "get_paths", lambda: {"purelib": str(installed)})
-    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     importlib.invalidate_caches()
     return tree, installed
 
@@ -28,8 +28,8 @@ def directories(tmp_path, monkeypatch):
 @pytest.mark.parametrize("place", [".", "transformer_engine", "transformer_engine/wheel_lib"])
 @pytest.mark.parametrize("where", [0, 1], ids=["beside its Python", "where pip installs"])
 def test_the_extension_is_found_where_transformer_engine_finds_it(directories, where, place):
-    assert compat.lacks_te_extension()
+    assert compat.lacks_te_extension.__wrapped__()
     directory = directories[where] / place
     directory.mkdir(exist_ok=True)
     (directory / EXTENSION).touch()
-    assert not compat.lacks_te_extension()
+    assert not compat.lacks_te_extension.__wrapped__()
