@@ -149,16 +149,6 @@ def _commit(path: Path) -> _Commit:
         return _Commit(mark.stat().st_mtime_ns if mark.exists() else 0, False)
 
 
-def newest_other(path: Path) -> Path | None:
-    """Return the newest other checkpoint that was saved by our entry point.
-
-    Our entry point never saves NaN or Inf weights.
-    """
-    others = [other for other in path.parent.iterdir() if other != path and iteration_of(other)]
-    recorded = [other for other in others if _commit(other).recorded and is_complete(other)]
-    return max(recorded, key=_commit, default=None)
-
-
 def newest(folder: Path) -> Path | None:
     """Return the checkpoint to resume from. None if there's no complete checkpoint."""
     return select_iteration(folder).newest if folder.is_dir() else None

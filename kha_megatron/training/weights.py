@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron.training import training
 
-from kha_megatron.checkpoint.tracker import newest, newest_other
+from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.errors import CheckpointError, NonFiniteError
 from kha_megatron.mcore.finite import find_non_finite_parameter
 from kha_megatron.mcore.patching import patch
@@ -35,7 +35,11 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
     def load_finite(load: Any, *arguments: Any, **options: Any) -> Any:
         result = load(*arguments, **options)
         if found := find_non_finite_parameter(models):
-            raise CheckpointError(f"{found} {_describe_loaded(args)}")
+            raise CheckpointError(
+                f"{found} of the checkpoint in {path_to_load(args) or args.load}. Earlier "
+                "checkpoints of this run were checked when they were saved. Choose one with "
+                "--ckpt-step."
+            )
         return result
 
     if not args.fp16 or args.loss_scale:
@@ -69,16 +73,3 @@ def _remedy(args: Namespace) -> str:
     last = newest(Path(args.save)) if args.save else None
     start = f"from {last.name} in {args.save}" if last else "from scratch"
     return f"Restart {start}, with a lower --lr and --override-opt-param-scheduler."
-
-
-def _describe_loaded(args: Namespace) -> str:
-    """Build the end of an error message, with another checkpoint to load if there is one."""
-    path = path_to_load(args)
-    if path is None:
-        return f"of the checkpoint in {args.load}. Load another one."
-    if other := newest_other(path):
-        return (
-            f"of {path}. The weights of {other.name} were finite when it was saved. Add "
-            f"--ckpt-step {int(other.name[5:])} to load it."
-        )
-    return f"of {path}. Its directory has no other checkpoint that is known to be finite."
