@@ -1,6 +1,6 @@
 """Megatron-Bridge integration."""
 
-from kha_megatron.bridge.imports import bridge_imports
+from kha_megatron.mcore.compat import bridge_imports
 
 __all__ = ["register_bridge"]
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any
 
-from kha_megatron.bridge.imports import bridge_imports
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Knock
 from kha_megatron.heads.registry import mechanism_types
 from kha_megatron.hf import read_kha
+from kha_megatron.mcore.compat import bridge_imports
 
 with bridge_imports():
     from megatron.bridge.models.gpt_provider import GPTModelProvider

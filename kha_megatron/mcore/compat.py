@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron.announcements import is_first_rank
-from kha_megatron.errors import VersionError
+from kha_megatron.errors import MissingDependencyError, VersionError, install_command
 from kha_megatron.mcore.patching import patch
 
 OLDEST = NEWEST = (0, 19)
 INSTALL = f"pip install 'megatron-core>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
 """Command that installs a supported version."""
+BRIDGE = "0.6"
+"""The supported version of Megatron-Bridge."""
 
 
 def installed_version() -> str:
@@ -95,6 +97,28 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+@contextmanager
+def bridge_imports() -> Iterator[None]:
+    """Context manager for imports of ``megatron.bridge``. Checks the version first."""
+    found = version_of("megatron-bridge")
+    if found is None:
+        raise MissingDependencyError("megatron-bridge", "kha_megatron.bridge", "bridge")
+    if not f"{found}.".startswith(f"{BRIDGE}."):
+        raise VersionError(
+            f"megatron-bridge {found} is not supported. Run {install_command('bridge')} to install "
+            f"version {BRIDGE}."
+        )
+    try:
+        yield
+    # Transformer Engine raises FileNotFoundError if its torch extension is not installed.
+    except (ImportError, FileNotFoundError) as error:
+        raise MissingDependencyError(
+            f"Transformer Engine with its torch extension (import error: {error})",
+            "Megatron-Bridge",
+            "bridge,te",
+        ) from error
 
 
 def cuda_versions() -> str:
