@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from kha_megatron.announcements import announce
+from kha_megatron.errors import ConfigError
 
 _ARCHITECTURE = "KHAForCausalLM"
 
@@ -17,6 +19,7 @@ def register() -> None:
     import vllm
 
     import kha_megatron.hf as hf
+    from kha_megatron.hf.modeling_kha import vllm_obstacle
 
     # vLLM looks for the class in the transformers package if --model-impl is transformers, or if
     # no class is registered.
@@ -29,9 +32,15 @@ def register() -> None:
         )
         return
     from vllm import ModelRegistry
-    from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+    from vllm.model_executor.models.config import MODELS_CONFIG_MAP, VerifyAndUpdateConfig
 
-    from kha_megatron.serving.vllm_limits import KHAVerifyConfig
+    class KHAVerifyConfig(VerifyAndUpdateConfig):
+        """Checks the model config before vLLM starts its workers."""
+
+        @staticmethod
+        def verify_and_update_model_config(model_config: Any) -> None:
+            if why := vllm_obstacle(model_config.hf_config, by_backend=False):
+                raise ConfigError(why)
 
     MODELS_CONFIG_MAP[_ARCHITECTURE] = KHAVerifyConfig
     ModelRegistry.register_model(_ARCHITECTURE, f"kha_megatron.serving.vllm_model:{_ARCHITECTURE}")
