@@ -23,7 +23,6 @@ from kha_megatron.model.run import Heads, as_hybrid, parse_kha_config
 DEVICES = ("cuda", "cpu")
 
 _UNSUPPORTED = (
-    "spec",
     "sft",
     "fim_data",
     "dataloader_inter_document_masking",
@@ -60,70 +59,54 @@ _HELP = {
     "multiplying queries, keys and values by them. Both compute the same model. With auto, the "
     "matrices are folded if the microbatch has enough tokens for this to be faster.",
 }
+_SWITCH = {"action": "store_true"}
+_TRAINING_OPTIONS: dict[str, dict[str, Any]] = {
+    "device": {"choices": DEVICES, "default": "cuda"},
+    "gpt_model": _SWITCH,
+    "kha_upcycle": _SWITCH,
+    "kha_log_interval": {"type": int, "metavar": "N"},
+    "kha_perturb_embedding": {"type": float, "default": 0.0, "metavar": "SIZE"},
+    "no_verify_integrity": {"dest": "verify_integrity", "action": "store_false"},
+    "moe_router_bias_update_rms": _SWITCH,
+    **{f"rope_{name}": {"type": type(value)} for name, value in LLAMA3_ROPE.items()},
+}
+_TRAINING_HELP = {
+    "device": "Device to train on. With cpu, Megatron runs on the CPU with the gloo backend, which "
+    "is meant for testing.",
+    "gpt_model": "Build a GPTModel (deprecated in Megatron) instead of a HybridModel. By default, "
+    "--num-layers is converted to --hybrid-layer-pattern, e.g. 2 layers become *-*- (or *E*E with "
+    "experts).",
+    "kha_upcycle": "Initialize the model from --pretrained-checkpoint, which was trained without "
+    "KHA. The shared matrices are initialized to the identity, which preserves outputs bit for bit "
+    "(up to rounding if heads mix their logits). If --load contains a checkpoint, training resumes "
+    "from it instead.",
+    "kha_log_interval": "Number of iterations between logging KHA metrics to TensorBoard and W&B. "
+    "The metrics (kha-*) include the distance of each shared matrix from the identity, its "
+    "gradient norm, mean gate values, attention to the first token and head load. Disabled by "
+    "default.",
+    "kha_perturb_embedding": "Multiply each weight of the token embedding by 1 + SIZE * N(0, 1) "
+    "after initialization. Used by null runs, which measure how much the final loss changes "
+    "because of rounding alone. Recommended: 1e-6 for float32 and 4e-3 for bfloat16.",
+    "no_verify_integrity": "Do not write hashes of torch_dist checkpoints, and do not verify them "
+    "when loading.",
+    "moe_router_bias_update_rms": "Update expert biases by (mean load - load) / RMS(mean load - "
+    "load) as in the paper, instead of by the sign of (mean load - load).",
+    **{
+        f"rope_{name}": f"Same as {name} in Hugging Face (default: {value}). Requires "
+        "--use-rope-scaling."
+        for name, value in LLAMA3_ROPE.items()
+    },
+}
 
 
 def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add all of our arguments to Megatron's parser (as its ``extra_args_provider``)."""
     group = parser.add_argument_group("kha training")
-    group.add_argument(
-        "--device",
-        choices=DEVICES,
-        default="cuda",
-        help="Device to train on. With cpu, Megatron runs on the CPU with the gloo backend, which "
-        "is meant for testing.",
-    )
-    group.add_argument(
-        "--gpt-model",
-        action="store_true",
-        help="Build a GPTModel (deprecated in Megatron) instead of a HybridModel. By default, "
-        "--num-layers is converted to --hybrid-layer-pattern, e.g. 2 layers become *-*- (or *E*E "
-        "with experts).",
-    )
-    group.add_argument(
-        "--kha-upcycle",
-        action="store_true",
-        help="Initialize the model from --pretrained-checkpoint, which was trained without KHA. "
-        "The shared matrices are initialized to the identity, which preserves outputs bit for bit "
-        "(up to rounding if heads mix their logits). If --load contains a checkpoint, training "
-        "resumes from it instead.",
-    )
-    group.add_argument(
-        "--kha-log-interval",
-        type=int,
-        metavar="N",
-        help="Number of iterations between logging KHA metrics to TensorBoard and W&B. The metrics "
-        "(kha-*) include the distance of each shared matrix from the identity, its gradient norm, "
-        "mean gate values, attention to the first token and head load. Disabled by default.",
-    )
-    group.add_argument(
-        "--kha-perturb-embedding",
-        type=float,
-        default=0.0,
-        metavar="SIZE",
-        help="Multiply each weight of the token embedding by 1 + SIZE * N(0, 1) after "
-        "initialization. Used by null runs, which measure how much the final loss changes because "
-        "of rounding alone. Recommended: 1e-6 for float32 and 4e-3 for bfloat16.",
-    )
+    for name, options in _TRAINING_OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        if flag not in parser._option_string_actions:  # a patch adds --moe-router-bias-update-rms
+            group.add_argument(flag, help=_TRAINING_HELP[name], **options)
     parser.set_defaults(verify_integrity=True, eval_interval=1000)  # Megatron divides by its None
-    group.add_argument(
-        "--no-verify-integrity",
-        dest="verify_integrity",
-        action="store_false",
-        help="Do not write hashes of torch_dist checkpoints, and do not verify them when loading.",
-    )
-    for name, value in LLAMA3_ROPE.items():
-        group.add_argument(
-            f"--rope-{name.replace('_', '-')}",
-            type=type(value),
-            help=f"Same as {name} in Hugging Face (default: {value}). Requires --use-rope-scaling.",
-        )
-    if "--moe-router-bias-update-rms" not in parser._option_string_actions:  # a patch brings it too
-        group.add_argument(
-            "--moe-router-bias-update-rms",
-            action="store_true",
-            help="Update expert biases by (mean load - load) / RMS(mean load - load) as in the "
-            "paper, instead of by the sign of (mean load - load).",
-        )
     if parser.get_default("kha_stock"):  # a patched Megatron has added the group already
         parser.set_defaults(kha_stock=False)
         return parser
@@ -250,14 +233,13 @@ def check_args(args: argparse.Namespace) -> None:
             results.
         DataError: If the dataset is missing, can't be split, or was made with another tokenizer.
     """
-    for name in _UNSUPPORTED:
-        if getattr(args, name):
-            flag = name.replace("_", "-")
-            raise ConfigError(
-                f"--{flag} is not supported by this entry point. "
-                + ("Use --kha-preset." if name == "spec" else "Use pretrain_gpt.py with --spec.")
-            )
     mistakes = {
+        "--spec is not supported by this entry point. Use --kha-preset.": args.spec,
+        **{
+            f"--{name.replace('_', '-')} is not supported by this entry point. Use pretrain_gpt.py "
+            "with --spec.": getattr(args, name)
+            for name in _UNSUPPORTED
+        },
         f"This job was requeued, and --ckpt-step {args.ckpt_step} would load that iteration again "
         "instead of the last checkpoint. Submit a new job without --ckpt-step.": (
             args.ckpt_step and int(os.environ.get("SLURM_RESTART_COUNT") or 0)
