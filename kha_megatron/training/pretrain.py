@@ -29,7 +29,7 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from kha_megatron.announcements import announce, is_first_rank
-from kha_megatron.checkpoint.ownership import Ownership, claim
+from kha_megatron.checkpoint.ownership import claim
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import DataError
 from kha_megatron.mcore import compat, cpu
@@ -88,7 +88,9 @@ def run(program_start: float) -> None:
     early = parse_args(add_kha_arguments)
     check_args(early)
     compat.let_learning_rate_change(keep=early.use_checkpoint_opt_param_scheduler)
-    compat.make_saves_safe(_claim_save_directory(early))
+    # rank 0 claims --save, so that no other run writes to it until this run exits
+    claims = early.save and "://" not in early.save and is_first_rank()
+    compat.make_saves_safe(claim(Path(early.save)) if claims else None)
     repair_tracker(early)
     warn_of_a_fresh_start(early)
     kha = restored_kha(early) or kha_from_args(early)
@@ -113,23 +115,9 @@ def run(program_start: float) -> None:
     for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
         setattr(args, name, value)
 
-    model_config = _model_config(args, kha)
-    if upcycled:
-
-        def keep_matrices(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
-            for module in (each for model in models for each in model.modules()):
-                if isinstance(module, MechanismWeight):
-                    module.keep_at_next_load()
-            return models
-
-        model_config.pre_wrap_hooks.append(keep_matrices)
-        announce(
-            f"Starting a new run with the weights of {upcycled}. The shared matrices start at the "
-            "identity."
-        )
     with explain_failures(args):
         pretrain(
-            pretrain_cfg_container_from_args(args, model_config),
+            pretrain_cfg_container_from_args(args, _model_config(args, kha, upcycled)),
             _build_datasets,
             ModelType.encoder_or_decoder,
             _forward_step,
@@ -139,19 +127,20 @@ def run(program_start: float) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _claim_save_directory(args: argparse.Namespace) -> Ownership | None:
-    """Claim ``--save``, so that no other run writes to it until rank 0 exits."""
-    if not args.save or "://" in args.save or not is_first_rank():
-        return None
-    return claim(Path(args.save))
-
-
-def _model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
+def _model_config(args: argparse.Namespace, kha: KHAConfig, upcycled: Path | None) -> Any:
     """Build Megatron's model config and register our hooks on the unwrapped model."""
     config = model_config(args, kha)
 
     def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         announce(describe_model(models, kha))
+        if upcycled:
+            announce(
+                f"Starting a new run with the weights of {upcycled}. The shared matrices start at "
+                "the identity."
+            )
+            for module in (each for model in models for each in model.modules()):
+                if isinstance(module, MechanismWeight):
+                    module.keep_at_next_load()
         if args.kha_perturb_embedding:
             perturb_embedding(models, args.kha_perturb_embedding, args.seed)
         if args.moe_router_enable_expert_bias:
