@@ -614,12 +614,8 @@ def check_split(split: str, documents: int, name: str) -> None:
     """Raise DataError if a set in ``split`` would be empty despite its positive weight."""
     found = documents_of(split, documents)
     if empty := [part for part, count in zip(PARTS, found, strict=True) if count == 0]:
-        # one document for every part that had none, from the largest part
-        counts = [0 if count is None else max(count, 1) for count in found]
-        most = counts.index(max(counts))
-        counts[most] -= sum(counts) - sum(count or 0 for count in found)
-        works = ",".join(map(str, counts)) if counts[most] > 0 else "1,0,0"
         raise DataError(
             f"--split {split} leaves no document for {' and '.join(empty)} (number of documents in "
-            f"{name}: {documents}), and Megatron would hang. Use --split {works} instead."
+            f"{name}: {documents}), and Megatron would hang. Use larger weights for it, or "
+            "--split 1,0,0 to use all documents for training."
         )
