@@ -127,7 +127,7 @@ class DataReport:
             raise DataError(f"Could not read {folder / REPORT} ({error}). {_PREPARE}") from error
 
 
-def verify(folder: Path, on_progress: "OnProgress | None" = None) -> DataReport:
+def verify(folder: Path, on_progress: "OnProgress" = lambda step: None) -> DataReport:
     """Check the integrity of a prepared directory.
 
     Loads the tokenizer and opens the dataset like training would, then compares sizes, hashes and
@@ -201,9 +201,9 @@ def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
 
 
 def _hash_files(
-    folder: Path, sizes: Mapping[str, int], on_progress: "OnProgress | None" = None
+    folder: Path, sizes: Mapping[str, int], on_progress: "OnProgress"
 ) -> dict[str, str]:
-    advance = _meter(on_progress or (lambda step: None), "hashing", sum(sizes.values()))
+    advance = _meter(on_progress, "hashing", sum(sizes.values()))
     digests = {}
     for name, size in sizes.items():
         digests[name] = hash_file(folder / name)
