@@ -30,18 +30,12 @@ SKIPPED: dict[str, str] = {
 
 UNSUPPORTED = {
     ".json": "Write one JSON object per line to a .jsonl file.",
-    ".csv": "Convert it to .jsonl or .parquet.",
-    ".tsv": "Convert it to .jsonl or .parquet.",
     ".arrow": "Convert it to .parquet.",
-    ".tar": "Unpack it and pass the directory.",
-    ".tgz": "Unpack it and pass the directory.",
-    ".zip": "Unpack it and pass the directory.",
-    ".bz2": "Decompress it, or use .gz or .zst.",
-    ".xz": "Decompress it, or use .gz or .zst.",
-    ".pdf": "Extract its text.",
-    ".docx": "Extract its text.",
-    ".bin": "Pass the prefix of a tokenized dataset to --data-path.",
-    ".idx": "Pass the prefix of a tokenized dataset to --data-path.",
+    **dict.fromkeys((".csv", ".tsv"), "Convert it to .jsonl or .parquet."),
+    **dict.fromkeys((".tar", ".tgz", ".zip"), "Unpack it and pass the directory."),
+    **dict.fromkeys((".bz2", ".xz"), "Decompress it, or use .gz or .zst."),
+    **dict.fromkeys((".pdf", ".docx"), "Extract its text."),
+    **dict.fromkeys((".bin", ".idx"), "Pass the prefix of a tokenized dataset to --data-path."),
 }
 """Formats that we refuse to read, and what to do instead."""
 
