@@ -41,9 +41,8 @@ class _Finding(NamedTuple):
     text: str
 
 
-class _Site(NamedTuple):
-    order: tuple[float, int]
-    name: str
+_Site = tuple[tuple[float, int], str]
+"""Order and name of a module whose output is checked."""
 
 
 def stop_before_non_finite_steps(models: list[_Model]) -> None:
@@ -93,7 +92,7 @@ def _watched_modules(model: _Model) -> list[tuple[_Site, _Model]]:
         found = []  # captured modules must not have hooks
     if model.post_process:
         found.append(((_LAST, 1), "the loss or the logits", model))
-    return [(_Site(order, name), module) for order, name, module in found if module is not None]
+    return [((order, name), module) for order, name, module in found if module is not None]
 
 
 def _recorder(largest: Tensor, index: int) -> Callable:
@@ -171,10 +170,10 @@ def _first_finding(
     models: list[_Model], sites: list[_Site], largest: Tensor, summed_by: str | None
 ) -> _Finding | None:
     found = list(_bad_parameters(models))
-    for site, peak in zip(sites, largest.tolist(), strict=True):
+    for (order, name), peak in zip(sites, largest.tolist(), strict=True):
         if not math.isfinite(peak):
             what = "NaN" if math.isnan(peak) else "Inf"
-            found.append(_Finding(_ACTIVATION, site.order, f"{what} in the output of {site.name}"))
+            found.append(_Finding(_ACTIVATION, order, f"{what} in the output of {name}"))
     note = f", summed over data-parallel ranks ({summed_by})," if summed_by else ""
     for (layer, position), name, _, gradient in _parameters(models):
         if gradient is not None and not torch.isfinite(gradient).all():

@@ -79,7 +79,7 @@ class GatheredDotProductAttention(DotProductAttention):
             key, value = self._gather(key), self._gather(value)
             if attention_mask is None:
                 every = torch.arange(len(key), device=torch.cuda.current_device())
-                positions = self._positions(len(query), len(key))
+                positions = token_positions(len(key), self.cp_group)[-len(query) :]
                 attention_mask = (every > positions[:, None])[None, None]
         options = [attention_mask, *kwargs.values()]  # mask, bias and packed sequences
         if self._is_plain(query, key, value) and all(option is None for option in options):
@@ -112,9 +112,6 @@ class GatheredDotProductAttention(DotProductAttention):
         ranks = gather_from_sequence_parallel_region(x, group=self.cp_group)
         chunks = ranks.unflatten(0, (self.cp_group.size(), 2, -1))
         return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
-
-    def _positions(self, local: int, total: int) -> Tensor:
-        return token_positions(total, self.cp_group)[-local:]
 
 
 def token_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Tensor:
