@@ -36,6 +36,7 @@ def spoil(what, rank):
     ("what", "words", "error"),
     [
         ("weight", ["--fp16"], r"NaN in 1 of 108 elements of parameter \S+knock_value.weight on "),
+        ("weight", [], r"knock_value.weight on ranks 0, 1\. Training stopped before the optimizer"),
         (
             "nothing",
             ["--fp16", "--initial-loss-scale", "4294967296", "--min-loss-scale", "4294967296"],
