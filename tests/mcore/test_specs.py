@@ -1,9 +1,5 @@
 """Layer specs for both backends, and what they leave alone. `test_named_specs.py` has the names."""
 
-import json
-import os
-from unittest import mock
-
 import pytest
 
 from kha_megatron.config import KHAConfig
@@ -52,11 +48,10 @@ def test_refuses_a_spec_without_self_attention(ranks):
     ranks(spec_without_attention, 1)
 
 
-def transformer_engine_layer(kha, named, changes):
-    """The modules of a layer, the shapes in its checkpoint, and the flags of shared matrices."""
+def transformer_engine_layer(kha, changes):
+    """The modules of a layer, and the shapes in its checkpoint."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    from kha_megatron.mcore import specs
     from tests.distributed import models
 
     models.initialize(tensor_model_parallel_size=2)
@@ -68,35 +63,12 @@ def transformer_engine_layer(kha, named, changes):
         ffn_hidden_size=64,
         **{"kv_channels": 16} | changes,
     )
-    with mock.patch.dict(os.environ, KHA_CONFIG=json.dumps(kha.to_dict())):
-        model = models.gpt_model(config, kha, layer_spec=specs.kha if named else None)
-    layer = model.decoder.layers[0]
+    layer = models.gpt_model(config, kha).decoder.layers[0]
     stored = layer.sharded_state_dict(metadata=None).values()
-    flags = {
-        (getattr(p, "tensor_model_parallel", False), hasattr(p, "sequence_parallel"))
-        for name, p in layer.named_parameters()
-        if ".knock_" in name
-    }
     return (
         {name: type(module).__name__ for name, module in layer.named_modules()},
         {t.key: tuple(t.global_shape) for t in stored if isinstance(t, ShardedTensor)},
-        flags,
     )
-
-
-@pytest.mark.te
-@pytest.mark.parametrize(
-    ("moe", "named"), [(False, True), pytest.param(True, False, marks=pytest.mark.whole)]
-)
-def test_transformer_engine_spec_constructs(ranks_with_engine, moe, named):
-    kha = KHAConfig(query="linear", key="gate", value="mlp")
-    changes = {"num_moe_experts": 4, "moe_grouped_gemm": True} if moe else {}
-    modules, stored, flags = ranks_with_engine(transformer_engine_layer, 2, kha, named, changes)[0]
-    assert modules["self_attention.linear_qkv"] == "TELayerNormColumnParallelLinear"
-    assert modules["self_attention.q_layernorm"] in ("RMSNorm", "TENorm")
-    assert flags == {(False, False)}
-    for projection, matrices in (("query", 1), ("key", 1), ("value", 3)):
-        assert stored[f"self_attention.knock_{projection}.weight"] == (matrices, 16, 16)
 
 
 @pytest.mark.te
@@ -105,7 +77,7 @@ def test_transformer_engine_spec_constructs(ranks_with_engine, moe, named):
 def test_transformer_engine_latent_attention_constructs(ranks_with_engine, kind, fused):
     kha = KHAConfig(attention=kind, query="linear", key="linear", value="linear")
     changes = {"multi_latent_attention": True, "mla_down_proj_fusion": fused}
-    modules, stored, _ = ranks_with_engine(transformer_engine_layer, 2, kha, False, changes)[0]
+    modules, stored = ranks_with_engine(transformer_engine_layer, 2, kha, changes)[0]
     name = "KHAFusedMLASelfAttention" if fused else "KHAMLASelfAttention"
     up = "LatentUpProjection" if kind else "TELayerNormColumnParallelLinear"
     assert modules["self_attention"] == name
@@ -122,7 +94,7 @@ def test_transformer_engine_latent_attention_constructs(ranks_with_engine, kind,
 @pytest.mark.te
 def test_transformer_engine_gta_constructs(ranks_with_engine):
     kha = KHAConfig(attention="gta", value="mlp")
-    modules, stored, _ = ranks_with_engine(transformer_engine_layer, 2, kha, False, {})[0]
+    modules, stored = ranks_with_engine(transformer_engine_layer, 2, kha, {})[0]
     assert modules["self_attention"] == "KHAGroupedTiedAttention"
     assert modules["self_attention.linear_qkv"] == "TEColumnParallelLinear"
     assert modules["input_layernorm"] in ("RMSNorm", "TENorm")
