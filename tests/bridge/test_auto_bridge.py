@@ -72,14 +72,7 @@ def test_tensors_map_one_to_one(bridge_ranks, folders, name, implementation):
 
 
 def round_trip(folder, target, implementation, layout, overrides):
-    """Load and export a model. Return this rank's shared matrices of the first layer."""
-    auto, model = cases.build(folder, implementation, layout, **overrides)
-    cases.write(auto, model, target)
-    return {
-        name.split("self_attention.")[1]: weight.detach().clone()
-        for name, weight in model[0].named_parameters()
-        if "layers.0.self_attention.knock_" in name
-    }
+    cases.write(*cases.build(folder, implementation, layout, **overrides), target)
 
 
 ROUND_TRIPS = [
@@ -100,7 +93,7 @@ ROUND_TRIPS = [
 @pytest.mark.parametrize(("name", "implementation", "n", "layout"), ROUND_TRIPS, ids=str)
 def test_round_trip_is_equal(bridge_ranks, folders, tmp_path, name, implementation, n, layout):
     source, target = folders[name], str(tmp_path / "out")
-    ranks = bridge_ranks(round_trip, n, source, target, implementation, layout, PADDED)
+    bridge_ranks(round_trip, n, source, target, implementation, layout, PADDED)
     before, after = cases.tensors(source), cases.tensors(target)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
@@ -108,11 +101,6 @@ def test_round_trip_is_equal(bridge_ranks, folders, tmp_path, name, implementati
         assert torch.equal(tensor, after[key]), key
     first, second = (described(KHAModelConfig.from_pretrained(f)) for f in (source, target))
     assert first == second
-    for projection in ("query", "key", "value"):
-        if CONFIGS[name].get(f"kha_{projection}") == "linear":
-            theirs = before[f"model.layers.0.self_attn.{projection[0]}_knock.proj.weight"]
-            for knocks in ranks if "pipeline_model_parallel_size" not in layout else ranks[:1]:
-                assert torch.equal(knocks[f"knock_{projection}.weight"], theirs.T[None])
 
 
 def loaded_logits(folder, implementation, layout):

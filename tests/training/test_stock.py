@@ -207,8 +207,6 @@ def test_without_arguments_nothing_is_stored():
     [
         (["--kha-value", "mlp"], {"spec": ["local"]}, "both --spec local and --kha-*"),
         (["--kha-value", "mlp"], {"hybrid_layer_pattern": "M*"}, "HybridModel"),
-        (["--kha-preset", "kha"], {}, "Unknown KHA preset 'kha'"),
-        (["--kha-value", "mpl"], {}, "got 'mpl'"),
         (["--kha-init", "random"], {}, "Pass --kha-preset"),
     ],
 )
