@@ -171,7 +171,6 @@ def compile_all(chosen: list[Launch]) -> dict[Launch, Report]:
 
 
 def main() -> None:
-    """Print the report of every launch."""
     for launch, report in compile_all(launches(tuple(TRITON_DTYPES))).items():
         print(
             f"{launch!s:45} registers {report.registers:3}  spilled {report.spilled:4} "

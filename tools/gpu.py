@@ -125,7 +125,6 @@ class Session:
         return max(0.0, self.started + 60 * stage.until * self.scale - time.monotonic())
 
     def add(self, stage: str, name: str, status: str, detail: str = "", **more: object) -> None:
-        """Add a result and print it."""
         self.results.append(Result(stage=stage, name=name, status=status, detail=detail, **more))
         print(f"{stage}: {name}: {status}: {detail}", file=sys.stderr, flush=True)
 
@@ -286,7 +285,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the stages and return the exit code."""
     given = arguments()
     stages = {name: stage for name, stage in given.stages.items() if name in given.only}
     if given.dry_run:
