@@ -22,13 +22,11 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.attention import KHASelfAttention
 from kha_megatron.mcore.knocking import parameter_device
@@ -69,17 +67,9 @@ class KHAGroupedTiedAttention(KHASelfAttention):
 
     kind = "gta"
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: SelfAttentionSubmodules,
-        layer_number: int,
-        *args: Any,
-        kha: KHAConfig,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(config, submodules, layer_number, *args, kha=kha, **kwargs)
-        self.linear_k_rope = RotaryKeyProjection(config, self.tp_group)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.linear_k_rope = RotaryKeyProjection(self.config, self.tp_group)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         rotary = kwargs.get("rotary_pos_emb")
@@ -93,11 +83,7 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         return super().forward(hidden_states, *args, **kwargs)
 
     def get_query_key_value_tensors(
-        self,
-        hidden_states: Tensor,
-        key_value_states: Tensor | None = None,
-        output_gate: bool = False,
-        split_qkv: bool = True,
+        self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...]:
         parts = self._project(hidden_states)
         tied, rotary = parts["value"], self.linear_k_rope(hidden_states)
