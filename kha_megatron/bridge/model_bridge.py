@@ -65,10 +65,7 @@ class KHABridge(MegatronModelBridge):
         return MegatronMappingRegistry(*build_mappings(self.hf_config))
 
     def build_conversion_tasks(
-        self,
-        hf_pretrained: Any,
-        megatron_model: list[Any],
-        weight_dtype: torch.dtype | None = None,
+        self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
     ) -> list[WeightConversionTask]:
         """Build the tasks and verify that configs and tensor names match."""
         config = self._read_config(megatron_model)
@@ -77,7 +74,7 @@ class KHABridge(MegatronModelBridge):
                 "The Megatron model does not match the Hugging Face configuration: "
                 f"{', '.join(differing)}."
             )
-        tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, weight_dtype)
+        tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
         unmatched = self._unmatched_tensors(tasks, config).items()
         if found := [f"{what}: {', '.join(names[:5])}" for what, names in unmatched if names]:
             raise CheckpointError(
