@@ -203,7 +203,6 @@ def use_forked_writers() -> None:
     AsyncCallsQueue._get_async_caller = lambda self: TemporalAsyncCaller()
 
 
-@functools.cache  # once per process
 def make_saves_safe(ownership: Any = None) -> None:
     """Patch Megatron's checkpointing to be safer and faster.
 
@@ -309,7 +308,6 @@ def let_distributed_optimizer_resume() -> None:
             state["step"] = state["step"].detach().clone()
 
 
-@functools.cache  # once per process
 def save_zeros_as_padding() -> None:
     """Zero the padding of optimizer buckets before saving them.
 
@@ -330,7 +328,6 @@ def save_zeros_as_padding() -> None:
         return state
 
 
-@functools.cache  # once per process
 def let_adams_exchange_states() -> None:
     """Make Adam states of torch and Transformer Engine (or apex) interchangeable.
 
@@ -354,7 +351,6 @@ def let_adams_exchange_states() -> None:
         load(self, saved | {"param_groups": groups})
 
 
-@functools.cache  # once per process
 def let_learning_rate_change(keep: bool) -> None:
     """Allow a run to resume with a different ``--lr`` or ``--min-lr``.
 
@@ -390,7 +386,6 @@ def let_learning_rate_change(keep: bool) -> None:
     MegatronOptimizer._filter_and_reorder_param_groups = staticmethod(aligned_match)
 
 
-@functools.cache  # once per process
 def log_first_iteration_once() -> None:
     """Don't count the first iteration of a run twice in Megatron's log.
 
@@ -419,7 +414,6 @@ def skip_fusion_warm_up() -> None:
     training.set_jit_fusion_options = lambda *args, **kwargs: None
 
 
-@functools.cache  # once per process
 def let_fsdp2_resume() -> None:
     """Restore Adam's ``step`` when resuming with FSDP2 (Megatron drops it)."""
     from megatron.training import checkpointing, training
