@@ -12,7 +12,6 @@ from typing import Annotated
 
 import typer
 
-from kha_megatron import compare as comparing
 from kha_megatron import recipes
 from kha_megatron.checkpoint.ownership import owned
 from kha_megatron.checkpoint.staging import staged_file, write_json
@@ -29,6 +28,9 @@ from kha_megatron.cli.options import (
 )
 from kha_megatron.compare import runs
 from kha_megatron.compare.charts import require_matplotlib
+from kha_megatron.compare.page import render_page, summarize
+from kha_megatron.compare.report import build_report
+from kha_megatron.compare.variants import parse_variants
 from kha_megatron.errors import ConfigError, KHAError
 
 REPORT, NUMBERS = "report.html", "report.json"
@@ -94,9 +96,9 @@ def compare(
     """
     require_matplotlib()
     chosen = recipes.get_recipe(recipe)
-    planned = comparing.plan_comparison(
+    planned = runs.plan_comparison(
         chosen,
-        comparing.parse_variants(variants),
+        parse_variants(variants),
         seeds,
         output=output or Path("compare", chosen.name.replace("/", "-")),
         data=data,
@@ -130,14 +132,14 @@ def compare(
             report = {"page": str(page)} | numbers
         console.print_json({"succeeded": not failures} | report)
     elif numbers:
-        for line in comparing.summarize(numbers):
+        for line in summarize(numbers):
             console.log.print(line, markup=False)
         console.out.print(str(page), markup=False)
     if failures:
         raise typer.Exit(1)
 
 
-def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
+def _train_all(planned: runs.Comparison, parallel: int) -> dict[str, str]:
     """Train all unfinished runs and return the error messages of failed runs by name.
 
     The report is rewritten after each run. We give up early if a run fails before any other has
@@ -146,7 +148,7 @@ def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
     failures: dict[str, str] = {}
     _write(planned, failures)
     waiting = deque(run for run in planned.runs if run.result is None)
-    running: dict[Future[str | None], comparing.Trial] = {}
+    running: dict[Future[str | None], runs.Trial] = {}
     stop = threading.Event()
     with ThreadPoolExecutor(parallel) as pool:
         try:
@@ -166,7 +168,7 @@ def _train_all(planned: comparing.Comparison, parallel: int) -> dict[str, str]:
     return failures
 
 
-def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
+def _train(run: runs.Trial, stop: threading.Event) -> str | None:
     """Train one run. Returns the error message if it fails."""
     job, start = runs.start_run(run)
     state = f"resuming from iteration {start}" if start else "starting"
@@ -192,12 +194,12 @@ def _train(run: comparing.Trial, stop: threading.Event) -> str | None:
     return None
 
 
-def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
+def _write(planned: runs.Comparison, failures: dict[str, str]) -> bool:
     """Write the HTML and JSON reports. Returns False if no run has finished yet."""
     finished = [(run, result) for run in planned.runs if (result := run.result) is not None]
     if not finished:
         return False
-    numbers = comparing.build_report(
+    numbers = build_report(
         planned,
         {(run.variant.name, run.seed): result for run, result in finished},
         failures=failures,
@@ -210,5 +212,5 @@ def _write(planned: comparing.Comparison, failures: dict[str, str]) -> bool:
     }
     write_json(planned.folder / NUMBERS, numbers)
     with staged_file(planned.folder / REPORT) as staged:
-        staged.write_text(comparing.render_page(numbers, pictures), encoding="utf-8")
+        staged.write_text(render_page(numbers, pictures), encoding="utf-8")
     return True

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from kha_megatron import recipes
 from kha_megatron.cli import app
-from kha_megatron.compare import parse_variants, plan_comparison
+from kha_megatron.compare.runs import plan_comparison
 from kha_megatron.compare.statistics import compute_final_loss
+from kha_megatron.compare.variants import parse_variants
 from kha_megatron.errors import OutputError
 from kha_megatron.recipes import Failure, LaunchResult, get_recipe
 from kha_megatron.recipes.log_lines import VALIDATION_LOSS, read_history

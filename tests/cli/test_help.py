@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kha_megatron import recipes
 from kha_megatron.cli import app
-from kha_megatron.compare import parse_variants
+from kha_megatron.compare.variants import parse_variants
 from kha_megatron.config import KHAConfig
 from tests.cli.commands import leaves, parse
 

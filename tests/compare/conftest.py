@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from kha_megatron.compare import parse_variants, plan_comparison
+from kha_megatron.compare.runs import plan_comparison
+from kha_megatron.compare.variants import parse_variants
 from kha_megatron.recipes import get_recipe
 
 ITERATIONS = 200

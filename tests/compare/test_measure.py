@@ -1,7 +1,7 @@
 """Costs of a variant against hand-computed values."""
 
-from kha_megatron.compare import parse_variants
 from kha_megatron.compare.measure import compute_cost
+from kha_megatron.compare.variants import parse_variants
 from kha_megatron.config import PRESETS
 from kha_megatron.recipes import get_recipe
 

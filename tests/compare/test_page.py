@@ -5,14 +5,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from kha_megatron.compare import (
-    build_report,
-    parse_variants,
-    plan_comparison,
-    render_page,
-    summarize,
-)
+from kha_megatron.compare.page import render_page, summarize
+from kha_megatron.compare.report import build_report
+from kha_megatron.compare.runs import plan_comparison
 from kha_megatron.compare.statistics import compute_final_loss
+from kha_megatron.compare.variants import parse_variants
 from kha_megatron.recipes import get_recipe
 from tests.compare.conftest import make_result
 

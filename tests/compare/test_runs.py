@@ -6,9 +6,10 @@ import pytest
 
 from kha_megatron.checkpoint.ownership import owned
 from kha_megatron.checkpoint.staging import write_json
-from kha_megatron.compare import parse_variants, plan_comparison, runs
-from kha_megatron.compare.runs import RUN, start_run
+from kha_megatron.compare import runs
+from kha_megatron.compare.runs import RUN, plan_comparison, start_run
 from kha_megatron.compare.statistics import average_bins, compute_final_loss
+from kha_megatron.compare.variants import parse_variants
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.run import parse
 from kha_megatron.recipes import get_recipe

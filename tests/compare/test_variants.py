@@ -2,7 +2,7 @@
 
 import pytest
 
-from kha_megatron.compare import parse_variants
+from kha_megatron.compare.variants import parse_variants
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Gate

@@ -10,8 +10,8 @@ import pytest
 from kha_megatron import cli
 from kha_megatron.checkpoint.ownership import OWNER
 from kha_megatron.checkpoint.tracker import TRACKER
-from kha_megatron.compare import parse_variants, plan_comparison
-from kha_megatron.compare.runs import start_run
+from kha_megatron.compare.runs import plan_comparison, start_run
+from kha_megatron.compare.variants import parse_variants
 from kha_megatron.recipes import get_recipe
 from tests.recipes.conftest import nemorun_home  # noqa: F401
 
