@@ -7,7 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -27,13 +27,8 @@ from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, DataError
 from kha_megatron.model.run import Run
-from kha_megatron.recipes.log_lines import LOSS, History, compute_tokens_per_second, read_history
+from kha_megatron.recipes.log_lines import LOSS, compute_tokens_per_second, read_history
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
-
-if TYPE_CHECKING:
-    from kha_megatron.conversion.engine import Conversion
-    from kha_megatron.conversion.verify import Verification
-    from kha_megatron.recipes import LaunchResult
 
 SUMMARY_FILE = "quickstart.json"
 LAST = 10
@@ -107,8 +102,25 @@ def _run(recipe: recipes.Recipe, run: Run, output: Path, overrides: list[str]) -
         inspect(output / "hf", output / "pictures", text=text, overwrite=True)
     plots.plot_loss_curve(history, output / "pictures" / "loss.png")
 
-    speed = compute_tokens_per_second(recipes.read_steps(trained.log), run.arguments["seq_length"])
-    summary = _summary(output, history, trained, speed, written, verification)
+    losses, agreement = history[LOSS], verification.logits
+    steps = recipes.read_steps(trained.log)
+    summary = {
+        "finished": True,
+        "iterations": losses[-1][0],
+        "first_loss": losses[0][1],
+        "last_loss": fmean(loss for _, loss in losses[-LAST:]),
+        "training_seconds": trained.seconds,
+        "tokens_per_second": compute_tokens_per_second(steps, run.arguments["seq_length"]),
+        "parameters": written.parameters,
+        "largest_logit_difference": agreement and agreement.max_difference,
+        "argmax_agreement": agreement and agreement.argmax,
+        "files": {
+            "checkpoint": str(output / "run" / CHECKPOINTS),
+            "hugging_face": str(output / "hf"),
+            "pictures": sorted(str(p) for p in (output / "pictures").glob("*.png")),
+            "log": str(trained.log),
+        },
+    }
     write_json(output / SUMMARY_FILE, summary)
     console.print_facts(_facts(summary), title="quickstart")
     console.out.print(f"\n[bold]the model continues {escape(PROMPT)!r}:[/]")
@@ -142,7 +154,7 @@ def move_earlier_run(run: Path) -> None:
     console.log.print(f"Moved the earlier training to {backup}.", markup=False)
 
 
-def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> "LaunchResult":
+def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> recipes.LaunchResult:
     run = output / "run"
     move_earlier_run(run)
     job = recipes.prepare_job(recipe, data=output / "data", output=run, overrides=overrides)
@@ -152,35 +164,6 @@ def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> "Launc
     if not result.succeeded:
         raise typer.Exit(1)
     return result
-
-
-def _summary(
-    output: Path,
-    history: History,
-    trained: "LaunchResult",
-    speed: float | None,
-    written: "Conversion",
-    verification: "Verification",
-) -> dict[str, Any]:
-    losses = history[LOSS]
-    agreement = verification.logits
-    return {
-        "finished": True,
-        "iterations": losses[-1][0],
-        "first_loss": losses[0][1],
-        "last_loss": fmean(loss for _, loss in losses[-LAST:]),
-        "training_seconds": trained.seconds,
-        "tokens_per_second": speed,
-        "parameters": written.parameters,
-        "largest_logit_difference": agreement and agreement.max_difference,
-        "argmax_agreement": agreement and agreement.argmax,
-        "files": {
-            "checkpoint": str(output / "run" / CHECKPOINTS),
-            "hugging_face": str(output / "hf"),
-            "pictures": sorted(str(p) for p in (output / "pictures").glob("*.png")),
-            "log": str(trained.log),
-        },
-    }
 
 
 def _facts(summary: dict[str, Any]) -> dict[str, str]:
