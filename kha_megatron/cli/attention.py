@@ -1,8 +1,9 @@
-"""Attention statistics printed by ``kha-megatron inspect --text``.
+"""Tables and plots of attention statistics for ``kha-megatron inspect --text``.
 
 The metrics follow arXiv:2505.06708 (section 4) and arXiv:2410.11842 (Figure 3).
 """
 
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from kha_megatron.cli import console
 from kha_megatron.cli.generate import check_tokens, load_model, parse_device
+from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
@@ -83,3 +85,36 @@ def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterat
             cells = [f"{row[name]:.3f}" if name in row else "" for name in names]
             table.add_row(str(x.layer), *cells)
         yield table
+
+
+def plot_attention(layers: "Sequence[LayerStatistics]", out_png: Path, *, title: str) -> None:
+    """Plot attention statistics by layer: those of each head as heatmaps, the rest as curves."""
+    maps = {
+        "attention to the first token": [x.sinks for x in layers],
+        **{name: [x.per_head.get(name, []) for x in layers] for name in layers[0].per_head},
+    }
+    maps = {name: rows for name, rows in maps.items() if any(rows)}
+    curves = {
+        "largest activation": {"largest": [x.peak for x in layers]},
+        "mechanisms": {
+            name: [x.means.get(name, math.nan) for x in layers]
+            for name in sorted({name for x in layers for name in x.means})
+        },
+    }
+    curves = {name: lines for name, lines in curves.items() if lines}
+    number = len(maps) + len(curves)
+    figure = require_matplotlib()(figsize=(4.5 * number, 4), layout="constrained")
+    figure.suptitle(title)
+    axes = iter(figure.subplots(1, number, squeeze=False)[0])
+    for name, rows in maps.items():
+        axis, heads = next(axes), max(map(len, rows))
+        values = [[*row, *[math.nan] * (heads - len(row))] for row in rows]
+        figure.colorbar(axis.imshow(values, vmin=0, vmax=1, aspect="auto"), ax=axis)
+        axis.set(title=name, xlabel="head", ylabel="layer")
+    for name, lines in curves.items():
+        axis = next(axes)
+        for label, points in lines.items():
+            axis.plot([x.layer for x in layers], points, "o-", label=label)
+        axis.set(title=name, xlabel="layer", yscale="linear" if name == "mechanisms" else "log")
+        axis.legend()
+    figure.savefig(out_png, format="png", dpi=120)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
-from kha_megatron.cli import console, plots
-from kha_megatron.cli.attention import TOKENS, attention_tables, measure_attention
+from kha_megatron.cli import console
+from kha_megatron.cli.attention import TOKENS, attention_tables, measure_attention, plot_attention
 from kha_megatron.cli.options import AsJSON, Device, HeadsFrom
 from kha_megatron.compare.charts import draw_matrices, require_matplotlib
 from kha_megatron.config import KHAConfig
@@ -98,7 +98,7 @@ def inspect(
     with staged_folder(out_dir) as folder, console.log.status("Drawing"):
         draw_matrices(weights, kha, folder)
         if layers:
-            plots.plot_attention(layers, folder / "attention.png", title=f"{used} tokens")
+            plot_attention(layers, folder / "attention.png", title=f"{used} tokens")
     files = sorted(file.name for file in out_dir.glob("*.png"))
     if as_json:
         result = {

@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import math
 import shlex
 import shutil
 import sys
@@ -16,7 +17,7 @@ from kha_megatron import recipes
 from kha_megatron.checkpoint.ownership import owned
 from kha_megatron.checkpoint.staging import check_output_folder, write_json
 from kha_megatron.checkpoint.tracker import newest
-from kha_megatron.cli import console, plots
+from kha_megatron.cli import console
 from kha_megatron.cli.convert import convert
 from kha_megatron.cli.data import progress
 from kha_megatron.cli.following import print_result, training_progress
@@ -27,7 +28,13 @@ from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, DataError
 from kha_megatron.model.run import Run
-from kha_megatron.recipes.log_lines import LOSS, compute_tokens_per_second, read_history
+from kha_megatron.recipes.log_lines import (
+    LOSS,
+    VALIDATION_LOSS,
+    History,
+    compute_tokens_per_second,
+    read_history,
+)
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
 SUMMARY_FILE = "quickstart.json"
@@ -100,7 +107,7 @@ def _run(recipe: recipes.Recipe, run: Run, output: Path, overrides: list[str]) -
     else:  # other mechanisms have no matrices, so inspect them on a file of the training text
         text = Path(argparse.__file__)
         inspect(output / "hf", output / "pictures", text=text, overwrite=True)
-    plots.plot_loss_curve(history, output / "pictures" / "loss.png")
+    plot_loss_curve(history, output / "pictures" / "loss.png")
 
     losses, agreement = history[LOSS], verification.logits
     steps = recipes.read_steps(trained.log)
@@ -164,6 +171,25 @@ def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> recipe
     if not result.succeeded:
         raise typer.Exit(1)
     return result
+
+
+def plot_loss_curve(history: History, out_png: Path) -> None:
+    """Plot the training and validation loss.
+
+    Raises:
+        DataError: If there is no finite training loss.
+    """
+    if not any(math.isfinite(value) for _, value in history.get(LOSS, ())):
+        raise DataError(f"No finite {LOSS!r} values found.")
+    figure = require_matplotlib()(figsize=(7, 4), layout="constrained")
+    axis = figure.subplots()
+    for name, label in ((LOSS, "training"), (VALIDATION_LOSS, "validation")):
+        if points := history.get(name):
+            axis.plot(*zip(*points, strict=True), "o-" if len(points) < 50 else "-", label=label)
+    axis.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(out_png, format="png", dpi=120)
 
 
 def _facts(summary: dict[str, Any]) -> dict[str, str]:

@@ -5,7 +5,7 @@ import math
 import pytest
 from matplotlib.image import imread
 
-from kha_megatron.cli import plots
+from kha_megatron.cli.quickstart import plot_loss_curve
 from kha_megatron.errors import DataError
 from kha_megatron.recipes.log_lines import read_history, read_log
 
@@ -61,12 +61,12 @@ def test_tensorboard_history_of_a_resumed_run(tmp_path, monkeypatch):
 def test_a_loss_with_gaps_is_plotted(tmp_path):
     loss = [(step, 9.0 * 0.9**step) for step in range(60)]
     loss[7] = (7, math.nan)
-    plots.plot_loss_curve({"lm loss": loss}, tmp_path / "loss.png")
+    plot_loss_curve({"lm loss": loss}, tmp_path / "loss.png")
     assert imread(tmp_path / "loss.png").std() > 0.01
 
 
 @pytest.mark.parametrize("history", [{}, {"lm loss": [(1, math.nan)]}])
 def test_nothing_to_draw_is_an_error(tmp_path, history):
     with pytest.raises(DataError, match="No finite 'lm loss'"):
-        plots.plot_loss_curve(history, tmp_path / "loss.png")
+        plot_loss_curve(history, tmp_path / "loss.png")
     assert not list(tmp_path.iterdir())
