@@ -20,7 +20,7 @@ from rich.progress import (
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.recipes import Command, Failure, Job, LaunchResult, Step
+from kha_megatron.recipes import Command, Job, LaunchResult, Step, SubmitResult
 from kha_megatron.recipes.log_lines import compute_tokens_per_second
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -65,21 +65,25 @@ def format_loss(step: Step) -> str:
     return "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
 
 
-def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
-    """Run a job and wait for it. With ``dry_run``, only print the command.
+def run_job(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
+    """Run a job locally or on Slurm. Waits for it to end, unless ``detach`` or ``dry_run`` is set.
 
     Raises:
         typer.Exit: If the job failed or was interrupted.
     """
     if dry_run:
-        command = recipes.dry_run(job)
-        console.print_json(asdict(command)) if as_json else typer.echo(_as_shell(command))
+        _print_dry_run(job, as_json)
         return
+    result: LaunchResult | SubmitResult
     try:
-        with training_progress(job) as on_step:
-            result = recipes.launch_job(job, on_step=on_step)
+        with nullcontext() if detach else training_progress(job) as on_step:
+            if job.slurm is None:
+                result = recipes.launch_job(job, on_step=on_step)
+            else:
+                result = recipes.submit(job, detach=detach, on_step=on_step)
     except KeyboardInterrupt:
-        console.log.print("Interrupted.")
+        submitted = " Jobs that were already submitted are not canceled." if job.slurm else ""
+        console.log.print(f"Interrupted.{submitted}")
         _print_how_to_resume(job)
         raise typer.Exit(130) from None
     print_result(result)
@@ -92,51 +96,34 @@ def run_on_this_machine(job: Job, *, dry_run: bool, as_json: bool) -> None:
         raise typer.Exit(2 if refused else 1)
 
 
-def run_on_slurm(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
-    """Submit a job to Slurm. Waits for it to end, unless ``detach`` or ``dry_run`` is set.
-
-    Raises:
-        typer.Exit: If the job failed or waiting was interrupted.
-    """
-    if dry_run:
-        submission = recipes.dry_submission(job)
-        if as_json:
-            console.print_json(asdict(submission))
-        else:
-            typer.echo("\n".join(submission.requests))
-            typer.echo(f"# scripts/train.sh, executed by each rank\n{submission.script}")
-        return
-    try:
-        with training_progress(job) if not detach else nullcontext() as on_step:
-            result = recipes.submit(job, detach=detach, on_step=on_step)
-    except KeyboardInterrupt:
-        console.log.print("Interrupted. Jobs that were already submitted are not canceled.")
-        raise typer.Exit(130) from None
-    if result.failure is not None:
-        _print_tail(result.failure)
-    if result.reason is not None:
-        console.error(result.reason)
-    jobs = ", ".join(result.jobs) or "none"
-    console.log.print(f"Status: {result.status}, jobs: {jobs}", markup=False)
-    console.log.print(f"NeMo-Run experiment: {result.folder}", markup=False)
-    if result.log is not None:
-        console.log.print(f"Log of all ranks: {result.log}", markup=False)
-    _print_how_to_resume(job)
+def _print_dry_run(job: Job, as_json: bool) -> None:
+    plan = recipes.dry_run(job) if job.slurm is None else recipes.dry_submission(job)
     if as_json:
-        console.print_json({"succeeded": result.succeeded, **asdict(result)})
-    if not result.succeeded:
-        raise typer.Exit(1)
+        console.print_json(asdict(plan))
+    elif isinstance(plan, Command):
+        typer.echo(_as_shell(plan))
+    else:
+        typer.echo("\n".join(plan.requests))
+        typer.echo(f"# scripts/train.sh, executed by each rank\n{plan.script}")
 
 
-def print_result(result: LaunchResult) -> None:
+def print_result(result: LaunchResult | SubmitResult) -> None:
     """Report how a run ended. For failures, includes the last lines of the rank's log."""
-    if result.succeeded:
+    for line in result.failure.lines if result.failure else ():
+        console.log.print(f"  {line}", markup=False, emoji=False)
+    if isinstance(result, SubmitResult):
+        if result.reason is not None:
+            console.error(result.reason)
+        jobs = ", ".join(result.jobs) or "none"
+        console.log.print(f"Status: {result.status}, jobs: {jobs}", markup=False)
+        console.log.print(f"NeMo-Run experiment: {result.folder}", markup=False)
+    elif result.succeeded:
         state = "finished" if result.stopped_at is None else "stopped"
         console.log.print(f"Training {state} after {result.seconds:.0f} s.")
     elif result.failure is not None:
-        _print_tail(result.failure)
         console.error(f"Training {result.status}: {result.failure}. See {result.failure.log}.")
-    console.log.print(f"Log of all ranks: {result.log}", markup=False)
+    if result.log is not None:
+        console.log.print(f"Log of all ranks: {result.log}", markup=False)
 
 
 def _print_how_to_resume(job: Job) -> None:
@@ -152,11 +139,6 @@ def _print_how_to_resume(job: Job) -> None:
         markup=False,
         emoji=False,
     )
-
-
-def _print_tail(failure: Failure) -> None:
-    for line in failure.lines:
-        console.log.print(f"  {line}", markup=False, emoji=False)
 
 
 def _as_shell(command: Command) -> str:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from kha_megatron.cli.following import run_on_slurm, run_on_this_machine
+from kha_megatron.cli.following import run_job
 from kha_megatron.cli.options import (
     AsJSON,
     DataFolder,
@@ -133,10 +133,7 @@ def launch(
         slurm=slurm,
         dry_run=dry_run,
     )
-    if slurm is None:
-        run_on_this_machine(job, dry_run=dry_run, as_json=as_json)
-    else:
-        run_on_slurm(job, dry_run=dry_run, detach=detach, as_json=as_json)
+    run_job(job, dry_run=dry_run, detach=detach, as_json=as_json)
 
 
 def _pairs(flag: str, words: Sequence[str] | None) -> dict[str, str]:
