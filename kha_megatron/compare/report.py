@@ -2,12 +2,12 @@
 
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from statistics import fmean, median
 from typing import Any
 
-from kha_megatron.compare.runs import Comparison
+from kha_megatron.compare.runs import Comparison, Trial
 from kha_megatron.compare.spikes import Spike, find_spikes
 from kha_megatron.compare.statistics import (
     Estimate,
@@ -28,33 +28,13 @@ _METRICS = {
 }
 """Maps a metric to the key for its difference from the reference, and a function to read it."""
 
-
-@dataclass(frozen=True)
-class _Results:
-    by_run: Mapping[tuple[str, int], dict[str, Any]]
-    reference: str
-    seeds: Sequence[int]
-
-    def pairs(
-        self, name: str, seeds: Sequence[int] | None = None
-    ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Get (variant, reference) pairs of results. Skips seeds that aren't finished for both."""
-        found = [
-            (self.by_run.get((name, s)), self.by_run.get((self.reference, s)))
-            for s in seeds or self.seeds
-        ]
-        return [(own, base) for own, base in found if name != self.reference and own and base]
-
-    def differences(self, key: str, name: str, seeds: Sequence[int] | None = None) -> list[float]:
-        """Subtract the reference from a variant, seed by seed."""
-        read = _METRICS[key][1]
-        values = [(read(own), read(base)) for own, base in self.pairs(name, seeds)]
-        return [own - base for own, base in values if own is not None and base is not None]
+Results = Mapping[tuple[str, int], dict[str, Any]]
+"""Maps (variant, seed) to the content of ``result.json``."""
 
 
 def build_report(
     comparison: Comparison,
-    results: Mapping[tuple[str, int], dict[str, Any]],
+    results: Results,
     *,
     failures: Mapping[str, str] | None = None,
     command: Sequence[str] = (),
@@ -64,27 +44,22 @@ def build_report(
     It can be built before all runs have finished, but needs at least one result.
 
     Args:
-        results: Maps (variant, seed) to the content of ``result.json``.
         failures: Maps run names to error messages, if any.
         command: Command line to show in the report.
     """
-    found = _Results(results, comparison.variants[0].name, comparison.seeds)
-    null = {key: found.differences(key, NULL) for key in _METRICS}
-    floors = {key: NoiseFloor.estimate(values) for key, values in null.items() if values}
-    runs = []
-    for run in comparison.runs:
-        entry = {"variant": run.variant.name, "seed": run.seed}
-        if result := results.get((run.variant.name, run.seed)):
-            entry |= _finished_run(run.variant.name, result, found)
-        else:
-            entry["state"] = (failures or {}).get(run.name, "not trained yet")
-        runs.append(entry)
+    reference = comparison.variants[0].name
+    runs = [_describe_run(run, results, reference, failures or {}) for run in comparison.runs]
+    floors = {
+        key: NoiseFloor.estimate(values)
+        for key, (difference, _) in _METRICS.items()
+        if (values := _known(runs, NULL, difference))
+    }
     versions = {package: number for package in _PACKAGES if (number := version_of(package))}
     return {
         "recipe": comparison.recipe.name,
         "description": comparison.recipe.description,
         "note": comparison.recipe.note,
-        "reference": found.reference,
+        "reference": reference,
         "seeds": list(comparison.seeds),
         "iterations": comparison.runs[0].iterations,
         "floor": {key: asdict(floor) for key, floor in floors.items()},
@@ -92,7 +67,7 @@ def build_report(
         "planned": len(comparison.runs),
         "variants": [
             {"name": variant.name, "knocks": str(variant.kha)}
-            | _variant(variant.name, found, floors)
+            | _describe_variant(variant.name, results, reference, runs, floors)
             for variant in comparison.variants
         ],
         "runs": runs,
@@ -103,13 +78,19 @@ def build_report(
     }
 
 
-def _finished_run(name: str, result: dict[str, Any], found: _Results) -> dict[str, Any]:
-    numbers: dict[str, float | None] = {}
+def _describe_run(
+    run: Trial, results: Results, reference: str, failures: Mapping[str, str]
+) -> dict[str, Any]:
+    name, seed = run.variant.name, run.seed
+    entry: dict[str, Any] = {"variant": name, "seed": seed}
+    if (result := results.get((name, seed))) is None:
+        return entry | {"state": failures.get(run.name, "not trained yet")}
+    base = None if name == reference else results.get((reference, seed))
     for key, (difference, read) in _METRICS.items():
-        own = found.differences(key, name, [result["seed"]])
-        numbers |= {key: read(result), difference: own[0] if own else None}
+        own, other = read(result), base and read(base)
+        entry |= {key: own, difference: None if None in (own, other) else own - other}
     lost = result["losses"].count(None)
-    return numbers | {
+    return entry | {
         "state": f"finished, {lost} losses missing" if lost else "finished",
         "spikes": [asdict(spike) for spike in _spikes(result["losses"])],
         "seconds_per_step": result["seconds_per_step"],
@@ -117,8 +98,19 @@ def _finished_run(name: str, result: dict[str, Any], found: _Results) -> dict[st
     }
 
 
-def _variant(name: str, found: _Results, floors: Mapping[str, NoiseFloor]) -> dict[str, Any]:
-    own = [found.by_run[name, seed] for seed in found.seeds if (name, seed) in found.by_run]
+def _known(runs: Sequence[Mapping[str, Any]], name: str, key: str) -> list[float]:
+    """Return a number of all runs of a variant that have it."""
+    return [run[key] for run in runs if run["variant"] == name and run.get(key) is not None]
+
+
+def _describe_variant(
+    name: str,
+    results: Results,
+    reference: str,
+    runs: Sequence[Mapping[str, Any]],
+    floors: Mapping[str, NoiseFloor],
+) -> dict[str, Any]:
+    own = [result for (variant, _), result in sorted(results.items()) if variant == name]
     entry: dict[str, Any] = {"seeds": len(own)}
     if not own:
         return entry
@@ -134,20 +126,22 @@ def _variant(name: str, found: _Results, floors: Mapping[str, NoiseFloor]) -> di
         "matrices": own[0]["matrices"],
         "matrices_of": f"{name}-seed{own[0]['seed']}",
     }
-    for key, (difference, read) in _METRICS.items():
-        if known := [value for result in own if (value := read(result)) is not None]:
+    for key, (difference, _) in _METRICS.items():
+        if known := _known(runs, name, key):
             entry[key] = asdict(estimate(known))
-        if differences := found.differences(key, name):
+        if differences := _known(runs, name, difference):
             delta = estimate(differences)
             entry[difference] = asdict(delta) | {"verdict": _verdict(name, delta, floors.get(key))}
-    if pairs := found.pairs(name):
-        histories = [
-            [
-                None if a is None or b is None else a - b
-                for a, b in zip(mine["losses"], base["losses"], strict=True)
-            ]
-            for mine, base in pairs
+    bases = [results.get((reference, result["seed"])) for result in own]
+    histories = [
+        [
+            None if a is None or b is None else a - b
+            for a, b in zip(result["losses"], base["losses"], strict=True)
         ]
+        for result, base in zip(own, bases, strict=True)
+        if base is not None and name != reference
+    ]
+    if histories:
         entry["delta_curve"] = _curve([average_bins(history) for history in histories])
     return entry
 
