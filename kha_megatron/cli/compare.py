@@ -4,7 +4,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -16,7 +15,7 @@ from kha_megatron import recipes
 from kha_megatron.checkpoint.ownership import owned
 from kha_megatron.checkpoint.staging import staged_file, write_json
 from kha_megatron.cli import console
-from kha_megatron.cli.following import format_loss, print_result
+from kha_megatron.cli.following import print_result, training_progress
 from kha_megatron.cli.options import (
     AsJSON,
     DataFolder,
@@ -170,19 +169,9 @@ def _train_all(planned: runs.Comparison, parallel: int) -> dict[str, str]:
 
 def _train(run: runs.Trial, stop: threading.Event) -> str | None:
     """Train one run. Returns the error message if it fails."""
-    job, start = runs.start_run(run)
-    state = f"resuming from iteration {start}" if start else "starting"
-    console.log.print(f"{run.name}: {state}", markup=False)
-    printed = time.monotonic()
-
-    def on_step(step: recipes.Step) -> None:
-        nonlocal printed
-        if time.monotonic() - printed >= 10 or step.iteration == step.total:
-            printed = time.monotonic()
-            line = f"{run.name}: iteration {step.iteration}/{step.total} {format_loss(step)}"
-            console.log.print(line, markup=False)
-
-    result = recipes.launch_job(job, on_step=on_step, stop=stop)
+    job = runs.start_run(run)
+    with training_progress(job, run.name) as on_step:
+        result = recipes.launch_job(job, on_step=on_step, stop=stop)
     if not result.succeeded:
         print_result(result)
         return f"{result.status}: {result.failure}"

@@ -27,8 +27,11 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 @contextmanager
-def training_progress(job: Job) -> Iterator[Callable[[Step], None]]:
-    """Show loss, tokens/s and remaining time (as plain lines if stderr isn't a terminal)."""
+def training_progress(job: Job, name: str = "") -> Iterator[Callable[[Step], None]]:
+    """Show loss, tokens/s and remaining time (as plain lines if stderr isn't a terminal).
+
+    Runs that train in parallel need a ``name``. Each of their lines starts with it.
+    """
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -36,17 +39,19 @@ def training_progress(job: Job) -> Iterator[Callable[[Step], None]]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[state]}"),
     )
-    title, length = job.title, job.run.arguments.get("seq_length", 0)
+    length, start = job.run.arguments.get("seq_length", 0), job.resume and job.stopped_at
+    title = f"{name or job.title}: {f'resuming from iteration {start}' if start else 'starting'}"
     previous: Step | None = None
-    is_terminal, printed = console.log.is_terminal, -math.inf
-    if not is_terminal:
-        console.log.print(f"{title}: starting", markup=False)
-    with Progress(*columns, console=console.log, disable=not is_terminal) as bar:
-        task = bar.add_task(f"{title}: starting", total=None, state="")
+    shows_lines, printed = bool(name) or not console.log.is_terminal, -math.inf
+    if shows_lines:
+        console.log.print(title, markup=False)
+    with Progress(*columns, console=console.log, disable=shows_lines) as bar:
+        task = bar.add_task(title, total=None, state="")
 
         def on_step(step: Step) -> None:
             nonlocal printed, previous
-            done, total, state = step.iteration, step.total, format_loss(step)
+            done, total = step.iteration, step.total
+            state = "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
             speed = compute_tokens_per_second([previous, step], length) if previous else None
             if speed and step.seconds and done < total:
                 left = timedelta(seconds=round((total - done) * step.seconds))
@@ -54,15 +59,12 @@ def training_progress(job: Job) -> Iterator[Callable[[Step], None]]:
             previous = step
             bar.update(task, description=job.recipe.name, completed=done, total=total, state=state)
             is_due = done == total or monotonic() - printed >= _SECONDS_BETWEEN_LINES
-            if is_due and not is_terminal:
+            if is_due and shows_lines:
                 printed = monotonic()
-                console.log.print(f"iteration {done}/{total} {state}")
+                prefix = f"{name}: " if name else ""
+                console.log.print(f"{prefix}iteration {done}/{total} {state}", markup=False)
 
         yield on_step
-
-
-def format_loss(step: Step) -> str:
-    return "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
 
 
 def run_job(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:

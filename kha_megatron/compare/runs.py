@@ -186,11 +186,8 @@ def _check_arguments(run: Trial) -> None:
         )
 
 
-def start_run(run: Trial) -> tuple[Job, int]:
+def start_run(run: Trial) -> Job:
     """Prepare a run for training, or for resuming from its last checkpoint.
-
-    Returns:
-        The job to launch, and the iteration it starts from.
 
     Raises:
         OutputError: If the run is still in use by another process.
@@ -213,7 +210,7 @@ def start_run(run: Trial) -> tuple[Job, int]:
     )
     run.folder.mkdir(parents=True, exist_ok=True)
     write_json(run.folder / RUN, {"starts": starts + 1, "arguments": run.config.flags})
-    return job, (iteration_of(last) or 0) if last else 0
+    return job
 
 
 def finish_run(run: Trial) -> None:

@@ -88,13 +88,12 @@ def test_a_foreign_directory_is_refused(tmp_path):
 
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
     (run, *_) = planned(tmp_path / "out").runs
-    job, start = start_run(run)
-    assert start == 0
+    job = start_run(run)
+    assert not job.resume
     assert "--load" not in arguments(job)
     assert json.loads((run.folder / RUN).read_text())["starts"] == 1
     (run.folder / "half-written").write_text("")
-    _, start = start_run(run)
-    assert start == 0
+    assert not start_run(run).resume
     assert [file.name for file in run.folder.iterdir()] == [RUN]
 
 
@@ -103,7 +102,7 @@ def test_parallel_runs_have_their_own_sample_index(tmp_path):
     save(runs[0].folder / "checkpoints", 20, {}, kha_value=None)
     (runs[0].folder / "index").mkdir()
     (runs[0].folder / "index" / "half-written").touch()
-    found = [arguments(start_run(run)[0])["--data-cache-path"] for run in runs]
+    found = [arguments(start_run(run))["--data-cache-path"] for run in runs]
     assert found == [(str(run.folder / "index"),) for run in runs]
     assert not (runs[0].folder / "index").exists()
 
@@ -118,8 +117,8 @@ def interrupted(tmp_path):
 
 
 def test_an_interrupted_run_resumes(interrupted):
-    job, start = start_run(interrupted)
-    assert start == 20
+    job = start_run(interrupted)
+    assert (job.resume, job.stopped_at) == (True, 20)
     assert arguments(job)["--load"] == arguments(job)["--save"]
     assert json.loads((interrupted.folder / RUN).read_text())["starts"] == 2
 

@@ -65,7 +65,7 @@ def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, w
     assert manifest["source"]["iteration"] == 2
     words = command(*LAUNCH, "--output", run.folder, "--", "--mock-data", *HEADS)[0]["words"]
     assert words[words.index("--load") + 1] == words[words.index("--save") + 1] == str(folder)
-    assert start_run(run)[1] == 2
+    assert start_run(run).stopped_at == 2
     assert state(folder) == before
 
 
