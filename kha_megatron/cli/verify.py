@@ -14,8 +14,6 @@ from kha_megatron.cli.options import AsJSON, HeadsFrom, Workers
 if TYPE_CHECKING:
     from kha_megatron.conversion.verify import Verification
 
-_PROBLEMS = ("missing", "unexpected", "mismatched", "different")
-
 
 def compare_models(
     one: Annotated[Path, typer.Argument(help="Megatron checkpoint or Hugging Face model.")],
@@ -62,14 +60,16 @@ def conclude(
         values: Extra fields for the JSON output. If there are any, the verification is nested under
             the key ``verification``.
     """
-    found = verification and asdict(verification) | {"agrees": verification.agrees}
+    report = verification and asdict(verification) | {"agrees": verification.agrees}
     rows = {**facts, **_facts(verification)}
     if as_json:
-        console.print_json({**values, "verification": found} if values else found)
+        console.print_json({**values, "verification": report} if values else report)
     else:
         console.print_facts(rows)
     if verification is not None and not verification.agrees:
-        console.error(f"The two models differ: {_describe_differences(verification)}.")
+        found = _find_differences(verification).items()
+        differences = "; ".join(f"{name}: {text}" for name, text in found)
+        console.error(f"The two models differ: {differences}.")
         raise typer.Exit(1)
 
 
@@ -79,23 +79,31 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
     tensors, logits = verification.tensors, verification.logits
     how = "" if tensors.remark == "as they are" else f", {tensors.remark}"
     rows = {"tensors compared": f"{tensors.tensors}{how}"}
-    for name in _PROBLEMS:
-        if names := getattr(tensors, name):
-            rows[name] = f"{len(names)}: {', '.join(names[:5])}"
-    rows |= not_finite(tensors.not_finite)
+    rows |= _find_differences(verification) | not_finite(tensors.not_finite)
     if tensors.agrees:
         rows[""] = "all equal"
-    if verification.settings:
-        rows["other settings"] = "; ".join(verification.settings)
     if logits is None:
         return rows | {"logits": "not compared"}
     rows["logits"] = (
         f"largest difference {logits.max_difference:.2e}, mean {logits.mean_difference:.2e}"
     )
     rows["KL divergence"] = f"{logits.kl:.2e} nats"
-    rows["same most likely token"] = f"{logits.argmax:.2%} of {logits.tokens}"
-    if not logits.agrees:
-        rows["first layer that differs"] = str(logits.first_layer)
+    return rows | {"same most likely token": f"{logits.argmax:.2%} of {logits.tokens}"}
+
+
+def _find_differences(verification: "Verification") -> dict[str, str]:
+    """Return a table row for each kind of difference, or {} if the models agree."""
+    logits = verification.logits
+    rows = {
+        f"{name} tensors": f"{len(names)}, e.g. {', '.join(names[:5])}"
+        for name in ("missing", "unexpected", "mismatched", "different")
+        if (names := getattr(verification.tensors, name))
+    }
+    if verification.settings:
+        rows["different settings"] = "; ".join(verification.settings[:5])
+    if logits is not None and not logits.agrees:
+        where = "" if logits.first_layer is None else f" starting at layer {logits.first_layer}"
+        rows["different logits"] = f"{logits.max_difference:.2e} exceeds {logits.limit:g}{where}"
     return rows
 
 
@@ -105,20 +113,3 @@ def not_finite(tensors: Mapping[str, int]) -> dict[str, str]:
         return {}
     listed = [f"{name} {count:,}" for name, count in tensors.items()]
     return {"NaN or infinite": f"in {len(listed)} tensors: {', '.join(listed[:5])}"}
-
-
-def _describe_differences(verification: "Verification") -> str:
-    tensors, logits = verification.tensors, verification.logits
-    problems = [
-        f"{len(names)} {name} tensors, e.g. {names[0]}"
-        for name in _PROBLEMS
-        if (names := getattr(tensors, name))
-    ]
-    if settings := verification.settings:
-        problems.append(f"{len(settings)} different settings: {'; '.join(settings[:5])}")
-    if logits is not None and not logits.agrees:
-        where = "" if logits.first_layer is None else f" starting at layer {logits.first_layer}"
-        problems.append(
-            f"logit difference of {logits.max_difference:.2e} exceeds {logits.limit:g}{where}"
-        )
-    return "; ".join(problems)

@@ -199,7 +199,7 @@ def test_a_wrong_model_exits_with_1(run, linear, tmp_path, monkeypatch):
     monkeypatch.setattr(to_hf.HFPlan, "write", mistaken)
     code, stdout, stderr = run("convert", "fold", linear, tmp_path / "out", "--json")
     assert code == 1
-    assert "The two models differ: 1 different tensors, e.g. model.norm.weight" in stderr
+    assert "The two models differ: different tensors: 1, e.g. model.norm.weight" in stderr
     difference = json.loads(stdout)["verification"]["logits"]["max_difference"]
     assert difference > LOGIT_TOLERANCE
 
