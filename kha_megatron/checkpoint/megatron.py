@@ -109,20 +109,14 @@ class MegatronCheckpoint:
             raise CheckpointError(f"Tensor {key} not found in {self.path}.")
         return self._folder.read(key, index)
 
-    def layer_tensor(self, layer: int, suffix: str) -> Tensor:
-        """Load ``decoder.layers.{layer}.{suffix}``. Also works if layers are stacked."""
-        stacked = self._folder.tensors.get(LAYERS + suffix)
-        if stacked is not None and 0 <= layer < stacked.shape[0]:
-            return self._folder.read(LAYERS + suffix, (layer,))
-        return self.tensor(f"{LAYERS}{layer}.{suffix}")
-
-    def layers_with(self, suffix: str) -> list[int]:
-        """Return the indices of all layers that have a parameter called ``suffix``."""
+    def layer_tensors(self, suffix: str) -> list[Tensor]:
+        """Load ``decoder.layers.*.{suffix}`` of all layers that have it, in order."""
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None:
-            return list(range(stacked.shape[0]))
+            return [self._folder.read(LAYERS + suffix, (i,)) for i in range(stacked.shape[0])]
         single = re.compile(re.escape(LAYERS) + r"(\d+)\." + re.escape(suffix))
-        return sorted(int(m[1]) for key in self._folder.tensors if (m := single.fullmatch(key)))
+        found = [m for key in self._folder.tensors if (m := single.fullmatch(key))]
+        return [self._folder.read(m[0]) for m in sorted(found, key=lambda m: int(m[1]))]
 
     @cached_property
     def _common(self) -> dict[str, Any]:

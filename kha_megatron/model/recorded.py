@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
@@ -20,40 +20,18 @@ _SIZES = (
     *("kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
+Checkpoint = Any
+"""A ``MegatronCheckpoint`` or an ``HFCheckpoint``. Only the latter has a ``config``."""
 _ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # for tensor names, any size will do
 
 
-class _Megatron(Protocol):
-    """Interface of ``checkpoint.megatron.MegatronCheckpoint``."""
-
-    path: Path
-
-    @property
-    def args(self) -> dict[str, Any]: ...
-    def keys(self) -> Mapping[str, Any]: ...
-    def layers_with(self, suffix: str) -> list[int]: ...
-    def layer_tensor(self, layer: int, suffix: str) -> Any: ...
-
-
-@runtime_checkable
-class _HuggingFace(Protocol):
-    """Interface of ``checkpoint.hf_reader.HFCheckpoint``."""
-
-    path: Path
-
-    @property
-    def config(self) -> dict[str, Any]: ...
-    def keys(self) -> Mapping[str, Any]: ...
-    def linears(self, keys: list[str], /) -> Any: ...
-
-
-def read_kha_config(checkpoint: _Megatron | _HuggingFace) -> KHAConfig | None:
+def read_kha_config(checkpoint: Checkpoint) -> KHAConfig | None:
     """Read the KHA config from a checkpoint's training arguments or ``config.json``.
 
     For Megatron checkpoints, we also make sure that the config matches the tensors. Raises
     CheckpointError if it doesn't.
     """
-    if isinstance(checkpoint, _HuggingFace):
+    if hasattr(checkpoint, "config"):
         return KHAConfig.from_entries(checkpoint.config)
     kha = KHAConfig.from_entries(checkpoint.args)
     shapes = {key: info.shape for key, info in checkpoint.keys().items()}
@@ -113,7 +91,7 @@ def _find_mismatch(
     return min((key for key, _ in wanted ^ stored), default=None)
 
 
-def read_knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, Projection], Any]:
+def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], Any]:
     """Load all KHA matrices. They're meant to be used as ``x @ W``.
 
     Returns:
@@ -129,11 +107,11 @@ def read_knock_weights(checkpoint: _Megatron | _HuggingFace) -> dict[tuple[int, 
             f"No KHA matrices found in {checkpoint.path} (KHA config: {kha or 'none'})."
         )
     tensors = kha.knock.tensors(_ANY)
-    if not isinstance(checkpoint, _HuggingFace):
+    if not hasattr(checkpoint, "config"):
         return {
-            (layer, tensor.heads): checkpoint.layer_tensor(place, tensor.key)
+            (layer, tensor.heads): weight
             for tensor in tensors
-            for layer, place in enumerate(checkpoint.layers_with(tensor.key))
+            for layer, weight in enumerate(checkpoint.layer_tensors(tensor.key))
         }
     layers = checkpoint.config.get("num_hidden_layers")
     stored = {key for key in checkpoint.keys() if "_knock." in key}  # noqa: SIM118
