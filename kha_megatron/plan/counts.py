@@ -168,13 +168,6 @@ def count_padding_rows(model: ModelConfig, kha: KHAConfig) -> int:
     return layout.groups * (layout.padding.stop - layout.padding.start)
 
 
-def count_active_parameters(model: ModelConfig, kha: KHAConfig) -> int:
-    whole = count_parameters(model, kha, Layout())
-    if not whole.experts:
-        return whole.total
-    return whole.dense + whole.experts * model.moe_router_topk // model.experts
-
-
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """Parameters and KV cache size. Unlike in the paper, the totals include KHA."""
@@ -234,14 +227,11 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
     """Make sure that this module supports the model. Raises ConfigError if it doesn't."""
     if model is None:
         raise ConfigError("Cannot count the parameters of a model without --num-layers.")
-    unsupported = {
-        "other layers than pairs of attention and MLP (such as *-*E) in --hybrid-layer-pattern": (
-            model.num_layers is None
-        ),
-        "linear layers with biases": model.add_bias_linear,
-    }
-    if found := [what for what, present in unsupported.items() if present]:
-        raise ConfigError(f"Cannot count a model with {', '.join(found)}.")
+    found = "linear layers with biases" if model.add_bias_linear else ""
+    if model.num_layers is None:
+        found = "other layers than pairs of attention and MLP (such as *-*E)"
+    if found:
+        raise ConfigError(f"Cannot count a model with {found}.")
     return model
 
 
@@ -254,7 +244,7 @@ def count_model(model: ModelConfig, kha: KHAConfig) -> Counts:
         own["filling"] = filling
     return Counts(
         total=whole.total,
-        active=count_active_parameters(model, kha),
+        active=whole.dense + whole.experts * model.moe_router_topk // max(1, model.experts),
         kha=whole.kha,
         mechanisms=own,
         cache_per_layer=cache,

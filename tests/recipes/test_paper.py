@@ -8,11 +8,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.model.layout import Layout
 from kha_megatron.plan.counts import (
-    count_active_parameters,
     count_model,
-    count_parameters,
     format_like_paper,
 )
 from kha_megatron.plan.search import build_setup
@@ -60,12 +57,11 @@ def test_counts_are_the_papers(name):
     layer = attention + 2 * hidden + experts * hidden
     ends = 157184 * hidden + hidden
     counts = [ends + layers * (layer + n * 3 * hidden * ffn) for n in (experts or 1, active)]
-    total = count_parameters(setup.model, KHAConfig(), Layout()).total
-    assert [total, count_active_parameters(setup.model, KHAConfig())] == counts
+    plain = count_model(setup.model, KHAConfig())
+    assert [plain.total, plain.active] == counts
     for number, printed in zip(counts, PAPER_PARAMETERS[name].values(), strict=True):
         assert format_like_paper(number, printed)[0] == printed
-    knocked = count_parameters(setup.model, setup.kha, Layout()).total
-    assert knocked - total == layers * 3 * 128**2
+    assert count_model(setup.model, setup.kha).total - plain.total == layers * 3 * 128**2
 
 
 class OnMeta(TorchFunctionMode):
