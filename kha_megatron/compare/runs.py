@@ -13,7 +13,7 @@ it contains:
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -55,9 +55,7 @@ class Trial:
     seed: int
     recipe: Recipe  # with the variant's KHA config
     overrides: tuple[str, ...]
-    data: Path | None
-    ranks: int | None
-    device: str | None
+    launch: Mapping[str, Any]  # data, ranks and device of prepare_job
     folder: Path
     iterations: int
     held_out: bool  # whether to compute the validation loss
@@ -70,8 +68,9 @@ class Trial:
     @cached_property
     def config(self) -> Run:
         """Run configuration, except that output directories aren't set yet."""
-        placed: dict[str, Any] = {"device": self.device} if self.device else {}
-        return self.recipe.run_for(self.overrides, data=self.data, **placed)
+        device = self.launch.get("device")
+        placed: dict[str, Any] = {"device": device} if device else {}
+        return self.recipe.run_for(self.overrides, data=self.launch.get("data"), **placed)
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -97,12 +96,10 @@ def plan_comparison(
     seeds: int,
     *,
     output: Path,
-    data: Path | None = None,
     overrides: Sequence[str] = (),
-    ranks: int | None = None,
-    device: str | None = None,
     null: bool = False,
     held_out: int = 0,
+    **launch: Any,
 ) -> Comparison:
     """Plan all runs of a comparison and validate their arguments. Doesn't write any files.
 
@@ -115,7 +112,8 @@ def plan_comparison(
         held_out: Number of validation sequences for evaluation after training, rounded up to full
             batches. 0 to disable.
 
-    All other arguments are passed to :func:`kha_megatron.recipes.prepare_job`.
+    All other arguments (``data``, ``ranks`` and ``device``) are passed to
+    :func:`kha_megatron.recipes.prepare_job`.
     """
     set_by = _SET_BY | dict.fromkeys(_EVALUATION if held_out else (), "--held-out")
     if taken := [flag for flag in parse(overrides) if flag in set_by]:
@@ -136,6 +134,7 @@ def plan_comparison(
         words += ["--eval-iters", str(math.ceil(held_out / batch))]
         words += ["--eval-interval", str(iterations + 1)]  # evaluate only at the end of training
     rounding = next((x for name, x in _ROUNDING.items() if getattr(base.training, name)), 1e-6)
+    numbers = tuple(range(1, seeds + 1))
     runs = tuple(
         Trial(
             variant=variant,
@@ -145,14 +144,12 @@ def plan_comparison(
                 *(*words, "--seed", str(seed), "--kha-init-seed", str(seed)),
                 *(("--kha-perturb-embedding", f"{rounding:g}") if variant.perturbs else ()),
             ),
-            data=data,
-            ranks=ranks,
-            device=device,
+            launch=launch,
             folder=output / RUNS / f"{variant.name}-seed{seed}",
             iterations=iterations,
             held_out=bool(held_out),
         )
-        for seed in range(1, seeds + 1)
+        for seed in numbers
         for variant in variants
     )
     if has_files(output) and not (output / RUNS).is_dir():
@@ -161,15 +158,9 @@ def plan_comparison(
         )
     for run in runs:
         if run.seed == 1:
-            prepare_job(run.recipe, data=data, overrides=run.overrides, ranks=ranks, device=device)
+            prepare_job(run.recipe, overrides=run.overrides, **launch)
         _check_arguments(run)
-    return Comparison(
-        recipe=recipe,
-        variants=variants,
-        seeds=tuple(range(1, seeds + 1)),
-        folder=output,
-        runs=runs,
-    )
+    return Comparison(recipe=recipe, variants=variants, seeds=numbers, folder=output, runs=runs)
 
 
 def _check_arguments(run: Trial) -> None:
@@ -201,12 +192,10 @@ def start_run(run: Trial) -> Job:
     index = str((run.folder / _INDEX).absolute())
     job = prepare_job(
         run.recipe,
-        data=run.data,
         output=run.folder,
         overrides=(*run.overrides, "--data-cache-path", index),
-        ranks=run.ranks,
-        device=run.device,
         resume=last is not None,
+        **run.launch,
     )
     run.folder.mkdir(parents=True, exist_ok=True)
     write_json(run.folder / RUN, {"starts": starts + 1, "arguments": run.config.flags})
