@@ -29,14 +29,11 @@ class Component:
 
     name: str
     status: Literal["ok", "missing", "wrong"]
-    found: str = "-"
-    """Installed version, or name of the device."""
+    found: str = "-"  # installed version, or name of the device
     supported: str = "any"
-    effect: str = ""
-    """What the component is used for, or what happens without it."""
+    effect: str = ""  # what the component is used for, or what happens without it
     remedy: str = ""
-    blocks: bool = False
-    """Whether the component prevents training."""
+    blocks: bool = False  # whether the component prevents training
 
 
 REQUIRED = {

@@ -28,25 +28,16 @@ class Field:
     """A field declared with :func:`flag`."""
 
     field: str
-    flag: str
-    """E.g. ``--num-layers``. Boolean flags don't take a value, they invert the default."""
-    argument: str
-    """Name in Megatron's ``args`` and in its checkpoints."""
-    attribute: str | None
-    """Name in ``TransformerConfig``, if it has this field."""
-    hf: str | None
-    """Key in ``config.json``. None if it depends on the architecture."""
-    default: Any
-    """Megatron's default (None for required fields)."""
-    kind: type
-    """int, float, str or bool."""
-    many: bool
-    """Whether the flag takes a list of values."""
-    least: int
-    """Minimum for integers. Only checked on the command line."""
+    flag: str  # boolean flags don't take a value, they invert the default
+    argument: str  # name in Megatron's ``args`` and in its checkpoints
+    attribute: str | None  # name in ``TransformerConfig``, if it has this field
+    hf: str | None  # key in ``config.json``, None if it depends on the architecture
+    default: Any  # Megatron's default (None for required fields)
+    kind: type  # int, float, str or bool
+    many: bool  # whether the flag takes a list of values
+    least: int  # minimum for integers, only checked on the command line
     most: int
-    reads: Callable[[str], Any] | None
-    """Custom parser. On errors, it raises ``ValueError`` with the expected format."""
+    reads: Callable[[str], Any] | None  # parser that raises ValueError with the expected format
     writes: Callable[[Any], str]
 
     def parse_words(self, words: tuple[str, ...]) -> Any:

@@ -26,12 +26,9 @@ class Part:
 
     first: int
     heads: int
-    features: int
-    """Rows per head."""
-    hf: str
-    """Name of the HF module in ``self_attn``, e.g. ``q_proj``."""
-    is_per_query: bool
-    """Like query heads, these are split between the ranks that share a group."""
+    features: int  # rows per head
+    hf: str  # name of the HF module in ``self_attn``, e.g. ``q_proj``
+    is_per_query: bool  # split between the ranks that share a group, as query heads are
 
     @property
     def rows(self) -> slice:

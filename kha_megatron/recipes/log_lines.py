@@ -35,12 +35,9 @@ class Step:
 
     iteration: int
     total: int
-    samples: int | None
-    """Samples consumed so far."""
-    seconds: float | None
-    """Seconds per iteration."""
-    loss: float | None
-    """Language modeling loss. None if all iterations were skipped."""
+    samples: int | None  # samples consumed so far
+    seconds: float | None  # seconds per iteration
+    loss: float | None  # None if all iterations were skipped
 
 
 def parse_line(line: str) -> tuple[int, int, dict[str, float]] | None:

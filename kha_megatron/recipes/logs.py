@@ -21,13 +21,10 @@ _ROOT_CAUSE = re.compile(
 class Failure:
     """The rank that failed first, and the end of its log."""
 
-    rank: int | None
-    """None if torchrun itself failed."""
-    exit_code: int | None
-    """Exit code, or minus the signal number if the rank was killed (e.g. -9)."""
+    rank: int | None  # None if torchrun itself failed
+    exit_code: int | None  # minus the signal number if the rank was killed (e.g. -9)
     log: Path
-    lines: tuple[str, ...]
-    """Up to :data:`TAIL_LINES` lines from the end of ``log``."""
+    lines: tuple[str, ...]  # the end of the log, up to TAIL_LINES lines
 
     def __str__(self) -> str:
         if self.rank is None or self.exit_code is None:

@@ -70,16 +70,11 @@ two, :class:`Run` drops them."""
 class Schedule:
     """Training length and learning rate schedule. Defaults are from section 4.1."""
 
-    tokens: str
-    """Training tokens, e.g. ``75B`` or ``1T``."""
-    length: int
-    """Sequence length."""
-    rate: float
-    """Peak learning rate."""
-    last: float = 0.1
-    """Final learning rate, as a fraction of the peak."""
-    batch: int = 512
-    """Global batch size (sequences)."""
+    tokens: str  # training tokens, e.g. ``75B`` or ``1T``
+    length: int  # sequence length
+    rate: float  # peak learning rate
+    last: float = 0.1  # final learning rate, as a fraction of the peak
+    batch: int = 512  # global batch size (sequences)
     warm_up: Mapping[str, Any] = MappingProxyType({"lr_warmup_fraction": 0.05})
 
     def arguments(self) -> dict[str, Any]:
@@ -106,10 +101,8 @@ class ModelSize:
 
     layers: int
     hidden: int
-    ffn: int
-    """Intermediate size of the MLP (of each expert for MoE)."""
-    experts: tuple[int, int] | None = None
-    """``(num_experts, top_k)`` for MoE models."""
+    ffn: int  # intermediate size of the MLP (of each expert for MoE)
+    experts: tuple[int, int] | None = None  # ``(num_experts, top_k)`` for MoE models
 
 
 MODEL_SIZES: Mapping[str, ModelSize] = {
