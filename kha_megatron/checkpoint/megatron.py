@@ -85,11 +85,10 @@ class MegatronCheckpoint:
         return cls(path, TorchDistFolder(path, checks))
 
     def identity(self) -> dict[str, Any]:
-        iteration = self._common.get("iteration")
         return {
             "format": "torch_dist",
             "path": str(self.path),
-            "iteration": iteration if type(iteration) is int else None,
+            "iteration": self.iteration,
             "sha256": hashlib.sha256((self.path / METADATA).read_bytes()).hexdigest(),
         }
 
@@ -134,11 +133,9 @@ class MegatronCheckpoint:
             ) from error
 
     @property
-    def iteration(self) -> int:
+    def iteration(self) -> int | None:
         iteration = self._common.get("iteration")
-        if type(iteration) is not int:
-            raise CheckpointError(f"{self.path} does not record its iteration.")
-        return iteration
+        return iteration if type(iteration) is int else None
 
     @cached_property
     def args(self) -> dict[str, Any]:
