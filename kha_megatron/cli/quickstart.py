@@ -26,7 +26,7 @@ from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.options import HeadsFrom, MegatronArguments, preset_names
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError, DataError
+from kha_megatron.errors import DataError
 from kha_megatron.model.run import Run
 from kha_megatron.recipes.log_lines import (
     LOSS,
@@ -76,12 +76,6 @@ def quickstart(
         names = [name.strip() for name in variant.split(",") if name.strip()]
         recipe = recipe.with_heads(KHAConfig.from_presets(names))
     run = recipe.run_for(megatron or [])
-    positions = run.arguments["max_position_embeddings"]
-    if positions <= len(PROMPT):  # a character is at most one token
-        raise ConfigError(
-            f"quickstart generates text after {PROMPT!r}, which requires --max-position-embeddings "
-            f"to be at least {len(PROMPT) + 1}, got {positions}."
-        )
     check_output_folder(output, overwrite=True, mark=SUMMARY_FILE, inside=True)
     require_matplotlib()
     with owned(output):
@@ -130,9 +124,11 @@ def _run(recipe: recipes.Recipe, run: Run, output: Path, overrides: list[str]) -
     }
     write_json(output / SUMMARY_FILE, summary)
     console.print_facts(_facts(summary), title="quickstart")
-    console.out.print(f"\n[bold]the model continues {escape(PROMPT)!r}:[/]")
-    length = min(96, run.arguments["max_position_embeddings"] - len(PROMPT))
-    generate(output / "hf", PROMPT, max_new_tokens=length, temperature=0.6, seed=1)
+    positions = run.arguments["max_position_embeddings"]
+    prompt = PROMPT[: positions - 1]  # a character is at most one token
+    length = min(96, positions - len(prompt))
+    console.out.print(f"\n[bold]the model continues {escape(prompt)!r}:[/]")
+    generate(output / "hf", prompt, max_new_tokens=length, temperature=0.6, seed=1)
     console.out.print(_next_steps(output), markup=False)
 
 

@@ -15,7 +15,7 @@ from kha_megatron.cli import app
 from kha_megatron.cli.quickstart import SUMMARY_FILE, _next_steps, move_earlier_run
 from kha_megatron.config import KHAConfig
 from kha_megatron.data import prepare
-from kha_megatron.errors import KHAError
+from kha_megatron.errors import OutputError
 from kha_megatron.plan.counts import count_model
 from kha_megatron.recipes import get_recipe
 from tests.checkpoint.saved import save
@@ -30,14 +30,12 @@ SMALL = shlex.split("""
 """)
 
 
-def test_bad_input_is_refused_before_training(tmp_path):
+def test_a_foreign_directory_is_refused(tmp_path):
     (tmp_path / "chapter.tex").write_text("ten years of work")
-    words = ["quickstart", "--output", str(tmp_path)]
-    for more, match in ([], "not written by"), (["--max-position-embeddings=9"], "10, got 9"):
-        result = CliRunner().invoke(app, [*words, "--", *more])
-        assert isinstance(result.exception, KHAError)
-        assert match in str(result.exception)
-        assert [file.name for file in tmp_path.iterdir()] == ["chapter.tex"]
+    result = CliRunner().invoke(app, ["quickstart", "--output", str(tmp_path)])
+    assert isinstance(result.exception, OutputError)
+    assert "not written by" in str(result.exception)
+    assert [file.name for file in tmp_path.iterdir()] == ["chapter.tex"]
 
 
 def test_an_earlier_training_with_a_checkpoint_is_kept(tmp_path):
