@@ -54,9 +54,7 @@ def compare(
     ] = "quickstart",
     variants: Variants = "baseline,kha_mlp",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Number of runs per variant.")] = 3,
-    null: Annotated[
-        bool, typer.Option("--null", help="Also train slightly perturbed references.")
-    ] = False,
+    null: Annotated[bool, typer.Option("--null", help="Also train perturbed references.")] = False,
     held_out: Annotated[
         int, typer.Option(min=0, metavar="N", help="Number of validation sequences.")
     ] = 0,

@@ -43,16 +43,13 @@ def prepare(
         ),
     ] = None,
     json_key: Annotated[
-        str,
-        typer.Option(help="Name of the text field (.jsonl) or text column (.parquet)."),
+        str, typer.Option(help="Name of the text field (.jsonl) or text column (.parquet).")
     ] = "text",
     vocab_size: Annotated[
-        int | None,
-        typer.Option(min=257, max=10**7, help="Size of the BPE vocabulary. Default: 4096."),
+        int | None, typer.Option(min=257, max=10**7, help="BPE vocabulary size. Default: 4096.")
     ] = None,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Use this Hugging Face tokenizer directory instead of training one."),
+        Path | None, typer.Option(help="Hugging Face tokenizer directory. Default: train one.")
     ] = None,
     globs: Annotated[
         list[str] | None,
@@ -69,12 +66,10 @@ def prepare(
     ] = None,
     workers: Workers = None,
     max_file_bytes: Annotated[
-        str,
-        typer.Option(help="Maximum document size. Longer documents are split at newlines."),
+        str, typer.Option(help="Maximum document size. Longer documents are split at newlines.")
     ] = "1MiB",
     tokenizer_sample: Annotated[
-        str,
-        typer.Option(help="Amount of text to train the tokenizer on."),
+        str, typer.Option(help="Amount of text to train the tokenizer on.")
     ] = "64MiB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it holds prepared data.")

@@ -31,23 +31,17 @@ def inspect(
         ),
     ],
     out_dir: Annotated[Path, typer.Argument(help="Output directory for PNG files.")],
-    text: Annotated[
-        Path | None, typer.Option(help="UTF-8 text file. If set, run the model on it.")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text to run the model on.")] = None,
     tokens: Annotated[
-        int | None,
-        typer.Option(min=2, max=2**20, help="Use at most this many tokens (default: 512)."),
+        int | None, typer.Option(min=2, max=2**20, help="Maximum number of tokens (default: 512).")
     ] = None,
     tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="Tokenizer directory, if the checkpoint has no tokenizer."),
+        Path | None, typer.Option(help="Tokenizer directory, if the checkpoint has none.")
     ] = None,
     device: Device = "auto",
     heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Overwrite existing PNG files in OUT_DIR.")
-    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace PNG files.")] = False,
 ) -> None:
     """Plot the learned KHA matrices of each layer and print their statistics.
 

@@ -25,13 +25,11 @@ def launch(
     megatron: MegatronArguments = None,
     data: DataFolder = None,
     output: Annotated[
-        Path | None,
-        typer.Option(help="Output directory of the run (default: runs/RECIPE)."),
+        Path | None, typer.Option(help="Output directory (default: runs/RECIPE).")
     ] = None,
     device: TrainingDevice = None,
     nproc: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of ranks per node (default: set by recipe, 8 on Slurm)."),
+        int | None, typer.Option(min=1, help="Ranks per node (default: set by recipe, 8 on Slurm).")
     ] = None,
     layout: Annotated[
         Literal["recipe", "plan"],
@@ -45,20 +43,15 @@ def launch(
         typer.Option(help="Where to train: on this machine or as a Slurm job."),
     ] = "local",
     time: Annotated[
-        str | None,
-        typer.Option(help="Slurm: time limit as [DAYS-]HH:MM:SS. Required for Slurm jobs."),
+        str | None, typer.Option(help="Slurm: time limit as [DAYS-]HH:MM:SS (required).")
     ] = None,
     nodes: Annotated[int, typer.Option(min=1, help="Slurm: number of nodes.")] = 1,
-    container_image: Annotated[
-        str | None, typer.Option(help="Slurm: container image to use.")
-    ] = None,
+    container_image: Annotated[str | None, typer.Option(help="Slurm: container image.")] = None,
     mount: Annotated[
-        list[str] | None,
-        typer.Option(help="Slurm: container mount as HOST:CONTAINER. Can be repeated."),
+        list[str] | None, typer.Option(help="Slurm: container mount HOST:CONTAINER. Repeatable.")
     ] = None,
     env: Annotated[
-        list[str] | None,
-        typer.Option(help="Slurm: environment variable as NAME=VALUE. Can be repeated."),
+        list[str] | None, typer.Option(help="Slurm: environment variable NAME=VALUE. Repeatable.")
     ] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm: partition to submit to.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm: account to charge.")] = None,
@@ -72,17 +65,11 @@ def launch(
         list[str] | None,
         typer.Option(
             "--set",
-            help="Slurm: set a field of NeMo-Run's SlurmExecutor, as NAME=VALUE. The value is a "
-            "string or JSON. Can be repeated.",
+            help="Slurm: field NAME=VALUE of NeMo-Run's SlurmExecutor (text or JSON). Repeatable.",
         ),
     ] = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Slurm: submit the job and exit.")
-    ] = False,
-    dry_run: Annotated[
-        bool,
-        typer.Option("--dry-run", help="Print what would be run, and exit."),
-    ] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Slurm: submit and exit.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job and exit.")] = False,
     heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 def compare_models(
     one: Annotated[Path, typer.Argument(help="Megatron checkpoint or Hugging Face model.")],
     other: Annotated[Path, typer.Argument(help="Checkpoint or model to compare with.")],
-    logits: Annotated[
-        bool, typer.Option(help="Also compare logits, if both models fit in memory.")
-    ] = True,
+    logits: Annotated[bool, typer.Option(help="Compare logits if memory allows.")] = True,
     workers: Workers = None,
     heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
