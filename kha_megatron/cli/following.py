@@ -10,13 +10,7 @@ from datetime import timedelta
 from time import monotonic
 
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
