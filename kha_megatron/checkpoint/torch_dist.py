@@ -39,24 +39,17 @@ _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", 
 
 _ALLOWED: dict[str, Any] = {
     **{
-        f"torch.distributed.checkpoint.metadata.{name}": getattr(metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
+        f"{module.__name__}.{name}": getattr(module, name)
+        for module, names in (
+            (metadata, ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata")),
+            (metadata, ("MetadataIndex", "StorageMeta", "TensorProperties")),
+            (metadata, ("TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
+            (filesystem, ("_StorageInfo",)),
+            # with torch 2.14, each rank's plan, which Megatron adds as an attribute
+            (planner, ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
         )
+        for name in names
     },
-    # With torch 2.14, `.metadata` contains each rank's plan, which Megatron adds as an attribute.
-    **{
-        f"torch.distributed.checkpoint.planner.{name}": getattr(planner, name)
-        for name in ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")
-    },
-    "torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
     "torch.serialization._get_layout": torch.serialization._get_layout,
     "torch.Size": torch.Size,
     "pathlib.PosixPath": pathlib.PurePosixPath,
