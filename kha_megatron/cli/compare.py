@@ -120,15 +120,13 @@ def compare(
     except KeyboardInterrupt:
         console.log.print("Stopped. Run the same command again to continue.")
         raise
-    page = planned.folder / REPORT
+    page, report = planned.folder / REPORT, planned.folder / NUMBERS
     finished = any(run.result for run in planned.runs)
-    numbers = json.loads((planned.folder / NUMBERS).read_text()) if finished else None
+    numbers = json.loads(report.read_text()) if finished else {"failures": failures}
     if as_json:
-        report = {"page": None, "failures": failures}
-        if numbers:
-            report = {"page": str(page)} | numbers
-        console.print_json({"succeeded": not failures} | report)
-    elif numbers:
+        result = {"succeeded": not failures, "page": str(page) if finished else None}
+        console.print_json(result | numbers)
+    elif finished:
         for line in summarize(numbers):
             console.log.print(line, markup=False)
         console.out.print(str(page), markup=False)

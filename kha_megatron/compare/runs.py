@@ -24,7 +24,7 @@ from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
 from kha_megatron.compare.statistics import select_last
-from kha_megatron.compare.variants import SETTINGS, ModelVariant, add_null_variant
+from kha_megatron.compare.variants import NULL, SETTINGS, ModelVariant
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.run import Run, parse
 from kha_megatron.recipes import Job, Recipe, prepare_job
@@ -122,7 +122,8 @@ def plan_comparison(
     iterations = base.training.train_iters
     if iterations is None:
         raise ConfigError(f"--train-iters is not set in {recipe.name}. Add `-- --train-iters N`.")
-    variants = add_null_variant(tuple(variants)) if null else tuple(variants)
+    nulls = [ModelVariant(NULL, variants[0].kha, perturbs=True)] if null else []
+    variants = variants[0], *nulls, *variants[1:]
     interval = base.training.save_interval or iterations
     interval = min(interval, math.ceil(iterations / _MIN_CHECKPOINTS))
     words = [*overrides, "--save-interval", str(interval), "--tensorboard-log-interval", "1"]

@@ -23,12 +23,6 @@ class ModelVariant:
     perturbs: bool = False  # True for null runs
 
 
-def add_null_variant(variants: tuple[ModelVariant, ...]) -> tuple[ModelVariant, ...]:
-    """Add a null run (same config as the reference, but with perturbed weights)."""
-    reference, *others = variants
-    return reference, ModelVariant(NULL, reference.kha, perturbs=True), *others
-
-
 def parse_variants(text: str) -> tuple[ModelVariant, ...]:
     """Parse a comma-separated list of variants.
 
