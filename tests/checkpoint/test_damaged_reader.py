@@ -94,18 +94,6 @@ def test_open_refuses_an_inconsistent_index(copy, edit, message):
         MegatronCheckpoint.open(copy)
 
 
-def test_a_hostile_index_is_not_run(copy, tmp_path):
-    file = tmp_path / "pwned"
-    fuzz.edit_index(
-        copy / ITER, lambda metadata: setattr(metadata, "planner_data", fuzz.Bomb(file))
-    )
-    with pytest.raises(CheckpointError, match=r"\.metadata.*contains (posix|nt)\.system"):
-        MegatronCheckpoint.open(copy)
-    assert not file.exists()
-    pickle.loads(pickle.dumps(fuzz.Bomb(file)))
-    assert file.exists()
-
-
 @pytest.mark.parametrize(
     ("module", "name"),
     [("builtins", "eval"), ("torch.distributed.checkpoint.metadata", "os.system")],
@@ -132,3 +120,5 @@ def test_common_pt_of_older_versions(copy, tmp_path):
     with pytest.raises(CheckpointError, match="Could not read the training state"):
         MegatronCheckpoint.open(copy).iteration  # noqa: B018
     assert not file.exists()
+    pickle.loads(pickle.dumps(fuzz.Bomb(file)))
+    assert file.exists()

@@ -89,7 +89,6 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         ("compare --recipe quikstart", "Unknown recipe"),
         ("compare --nproc 2", "No training data"),
         ("compare --device cuda --jobs 2 -- --mock-data", "--jobs 2 is not supported on GPUs"),
-        ("launch quikstart", "Unknown recipe"),
         ("launch quickstart --lr 1", "arguments after --, e.g. -- --kha-preset kha_mlp"),
         ("upcycle a b", "Did you mean `kha-megatron convert upcycle`?"),
         (f"{LAUNCH} -- --mock-data --kha-preset kha_mpl", "Did you mean kha_mlp?"),
@@ -106,7 +105,6 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         (f"{HEADS} gate.key=head", "with QK-norm"),
         (f"{BASELINE} gla", "gla requires --multi-latent-attention"),
         (f"{BASELINE} gta --multi-latent-attention", "gta does not support --multi-latent"),
-        (f"{HEADS} gate.output=head --flash-decode", "does not support --flash-decode"),
         (f"{HEADS} talking.max_tokens=255", "(256) exceeds talking.max_tokens=255"),
         (f"{HEADS} collaborative.dim=30", "rotary features per head (32)"),
         (  # too wide for fused kernels
@@ -114,7 +112,6 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
             "--kha-preset baseline --heads collaborative.dim=512",
             "got collaborative.dim=512",
         ),
-        (f"{PLAN} --tp 3", "--tensor-model-parallel-size"),
         (f"{PLAN} --tp 4 --cp 3", "must be divisible by 12"),
         (f"{PLAN} --gpu-memory '80 apples'", "80 apples"),
         ("plan quickstart --gpus 131073", "got 131073"),
@@ -127,13 +124,6 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
 def test_bad_input_is_refused(refused, line, message, tmp_path):
     assert message in refused(shlex.split(line))
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("flag", ["--num-layers", "--train-iters", "--tensor-model-parallel-size"])
-def test_huge_megatron_arguments_are_refused(refused, flag):
-    for value in ("9" * 20, "9" * 5000):
-        words = ["launch", "quickstart", "--dry-run", "--", "--mock-data", flag, value]
-        assert flag in refused(words)
 
 
 def test_an_internal_error_writes_a_report(monkeypatch, capsys, tmp_path):

@@ -80,8 +80,10 @@ def test_megatron_parses_every_recipe_to_its_own_values(ranks):
         ("--num-layers two", "--num-layers must be an integer, got two"),
         ("--num-layers 0", "an integer between 1 and 4096"),
         (f"--num-layers {9**20}", "an integer between 1 and 4096"),
+        (f"--num-layers {'9' * 5000}", "--num-layers must be an integer"),
         ("--moe-layer-freq [1]*99999999999", "lists of 0 and 1"),
         ("--moe-layer-freq [0]*3+[2]", "lists of 0 and 1"),
+        ("--moe-layer-freq __import__('os')", "a positive integer or lists"),
         ("--pipeline-model-parallel-layout Et*99999999999L", "at most 4096 repetitions"),
         ("--pipeline-model-parallel-layout Etx", "E .embedding., .* got Etx"),
         ("--lr fast", "--lr must be a number, got fast"),
@@ -153,26 +155,3 @@ def test_excluded_arguments_of_a_recipe_are_dropped(words, gone):
 )
 def test_parse(words, expected):
     assert parse(words.split()) == parse(render(expected)) == expected
-
-
-@pytest.mark.parametrize(
-    ("own", "extra", "merged"),
-    [
-        ("--lr 1 --seed 7", "--lr 2", "--lr 2 --seed 7"),
-        ("--swiglu --lr 1", "--swiglu --lr=-1e-3", "--swiglu --lr=-1e-3"),
-        ("--data-path a --lr 1", "--data-path 0.5 x 0.5 y", "--data-path 0.5 x 0.5 y --lr 1"),
-        ("--data-path 0.5 x 0.5 y", "--data-path a", "--data-path a"),
-        ("--lr 1", "--min-lr 0", "--lr 1 --min-lr 0"),
-        ("--split 99,1,0", "--split=", "--split="),
-    ],
-)
-def test_a_later_flag_replaces_the_earlier_one(own, extra, merged):
-    assert render(parse(own.split()) | parse(extra.split())) == merged.split()
-
-
-@pytest.mark.parametrize("value", ["-1e-3", "-3", "", "--seed", "a b", "=", "-", "([0]*1+[1]*3)"])
-def test_argparse_parses_rendered_values(value):
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--x")
-    parser.add_argument("--seed")
-    assert parser.parse_args(render({"--x": (value,), "--seed": ("7",)})).x == value

@@ -24,8 +24,6 @@ LINE = (
             Step(10, 300, 80, 0.8841, None),
         ),
         (" iteration 1/ 3 | lm loss: 1.5E+00 |", Step(1, 3, None, None, 1.5)),
-        (" validation loss at iteration 10 | lm loss value: 8.2E+00 | lm loss PPL: 3.7E+03", None),
-        ("saving checkpoint at iteration      20 to /x in torch_dist format", None),
         ("", None),
     ],
 )

@@ -7,15 +7,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.plan.counts import (
     count_model,
     format_like_paper,
 )
-from kha_megatron.plan.search import build_setup
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
-from kha_megatron.recipes.paper import PAPER, PAPER_PARAMETERS
+from kha_megatron.recipes.paper import PAPER
 from kha_megatron.recipes.tables import TABLES
 
 NAMES = [recipe.name for recipe in PAPER]
@@ -36,32 +34,6 @@ def _different():
 
 DIFFERENT = _different()
 QUICK = {"table3/mla-linear"}
-SIZES = {
-    "moe-a0.44b-2.3b": (12, 1152, 768, 64, 4),
-    "moe-a0.8b-6.6b": (18, 1536, 1152, 64, 4),
-    "moe-a1.6b-14.6b": (23, 2048, 1536, 64, 4),
-    "dense-0.6b": (24, 1024, 3072, 0, 1),
-    "dense-1.7b": (24, 2048, 6144, 0, 1),
-    "dense-3.9b": (36, 2560, 9728, 0, 1),
-    "moe-a1b-6.1b": (18, 2048, 384, 128, 8),
-}
-"""Layers, hidden size, FFN size, experts and active experts."""
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_counts_are_the_papers(name):
-    setup = build_setup(get_recipe(name).run)
-    layers, hidden, ffn, experts, active = SIZES[name]
-    # 32 query heads and 4 KV heads of 128, QK-norms, two norms, a router; tied embeddings
-    attention = (32 + 2 * 4) * 128 * hidden + 32 * 128 * hidden + 2 * 128
-    layer = attention + 2 * hidden + experts * hidden
-    ends = 157184 * hidden + hidden
-    counts = [ends + layers * (layer + n * 3 * hidden * ffn) for n in (experts or 1, active)]
-    plain = count_model(setup.model, KHAConfig())
-    assert [plain.total, plain.active] == counts
-    for number, printed in zip(counts, PAPER_PARAMETERS[name].values(), strict=True):
-        assert format_like_paper(number, printed)[0] == printed
-    assert count_model(setup.model, setup.kha).total - plain.total == layers * 3 * 128**2
 
 
 class OnMeta(TorchFunctionMode):
@@ -142,12 +114,8 @@ def test_counts_of_other_papers(name, total, active):
     assert format_like_paper(counts.active, active)[0] == active
 
 
-def test_moh_counts_are_the_papers_digits():
-    for recipe in MOH:
-        counts = counted(recipe.name)
-        for name in {"total", "active"} & recipe.paper.keys():
-            assert format_like_paper(getattr(counts, name), recipe.paper[name])[1] == "rounded"
-    assert counted("moh/llama3-8b-stage2").kha == 0  # a router by norms has no parameters
+def test_a_router_by_norms_has_no_parameters():
+    assert counted("moh/llama3-8b-stage2").kha == 0
 
 
 @pytest.mark.parametrize(

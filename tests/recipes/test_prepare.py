@@ -22,11 +22,8 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
 @pytest.mark.parametrize(
     ("words", "ranks", "match"),
     [
-        ("--tensor-model-parallel-size 3", 3, "8 query heads .* 3"),
-        ("--kha-preset kha_mpl", 2, "Unknown KHA preset 'kha_mpl'"),
         ("--multi-latent-attention", 2, "supports only linear KHA, got value=mlp"),
         ("--pipeline-model-parallel-size 2", 2, "2 tensor x 2 pipeline"),
-        ("--moe-layer-freq __import__('os')", 2, "a positive integer or lists"),
         ("--hybrid-layer-pattern *E*E --gpt-model", 2, "cannot be combined"),
         ("--no-rope-freq 2", 2, "Please add --gpt-model"),
     ],

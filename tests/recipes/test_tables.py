@@ -65,22 +65,6 @@ MOH = "--train-iters 23842 --lr-warmup-init 1e-07 --seq-length 2048 --global-bat
     [
         ("table1/linear-kv1", "--num-query-groups 1"),
         ("table3/mha-mlp", "--num-query-groups 16 --num-attention-heads 16"),
-        (
-            "gated/1.7b-28-baseline",
-            "--num-layers 28 --num-attention-heads 16 --num-query-groups 8 --hidden-size 2048 "
-            "--ffn-hidden-size 6144",
-        ),
-        (
-            "gated/1.7b-48-baseline",
-            "--num-layers 48 --num-attention-heads 16 --num-query-groups 8 --hidden-size 1536 "
-            "--ffn-hidden-size 4608",
-        ),
-        (
-            "gated/15b-baseline",
-            "--num-layers 24 --num-attention-heads 32 --num-query-groups 4 --hidden-size 2048 "
-            "--ffn-hidden-size 768 --num-experts 128 --moe-router-topk 8 "
-            "--untie-embeddings-and-output-weights",
-        ),
         (  # Tables A and C: 100B tokens
             "moh/table4-s-baseline",
             "--num-layers 12 --hidden-size 768 --ffn-hidden-size 2048 --num-attention-heads 12 "
