@@ -12,10 +12,10 @@ from kha_megatron.compare.spikes import Spike, find_spikes
 from kha_megatron.compare.statistics import (
     Estimate,
     Losses,
-    NoiseFloor,
     average_bins,
     compute_final_loss,
     estimate,
+    estimate_noise,
 )
 from kha_megatron.compare.variants import NULL
 from kha_megatron.mcore.compat import version_of
@@ -50,7 +50,7 @@ def build_report(
     reference = comparison.variants[0].name
     runs = [_describe_run(run, results, reference, failures or {}) for run in comparison.runs]
     floors = {
-        key: NoiseFloor.estimate(values)
+        key: estimate_noise(values)
         for key, (difference, _) in _METRICS.items()
         if (values := _known(runs, NULL, difference))
     }
@@ -62,7 +62,7 @@ def build_report(
         "reference": reference,
         "seeds": list(comparison.seeds),
         "iterations": comparison.runs[0].iterations,
-        "floor": {key: asdict(floor) for key, floor in floors.items()},
+        "floor": floors,
         "finished": len(results),
         "planned": len(comparison.runs),
         "variants": [
@@ -108,7 +108,7 @@ def _describe_variant(
     results: Results,
     reference: str,
     runs: Sequence[Mapping[str, Any]],
-    floors: Mapping[str, NoiseFloor],
+    floors: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
     own = [result for (variant, _), result in sorted(results.items()) if variant == name]
     entry: dict[str, Any] = {"seeds": len(own)}
@@ -150,12 +150,12 @@ def _spikes(losses: Losses) -> list[Spike]:
     return find_spikes((i, loss) for i, loss in enumerate(losses, 1) if loss is not None)
 
 
-def _verdict(name: str, delta: Estimate, floor: NoiseFloor | None) -> str:
+def _verdict(name: str, delta: Estimate, floor: Mapping[str, float] | None) -> str:
     if name == NULL:
         return "the floor"
     if delta.half_width is None:
         return "one seed: no interval"
-    if delta.sign and floor and abs(delta.mean) <= floor.rms:
+    if delta.sign and floor and abs(delta.mean) <= floor["rms"]:
         return "below the floor"
     return {-1: "lower", 0: "no difference shown", 1: "higher"}[delta.sign]
 

@@ -37,19 +37,14 @@ def estimate(values: Sequence[float]) -> Estimate:
     return Estimate(fmean(values), t_quantile(n - 1) * stdev(values) / math.sqrt(n), n)
 
 
-@dataclass(frozen=True)
-class NoiseFloor:
-    """How much losses differ just because of rounding errors."""
+def estimate_noise(differences: Sequence[float]) -> dict[str, float]:
+    """Compute how much losses differ just because of rounding errors.
 
-    rms: float
-    largest: float
-    seeds: int
-
-    @classmethod
-    def estimate(cls, differences: Sequence[float]) -> "NoiseFloor":
-        """Estimate the noise floor from ``null - reference``, one value per seed."""
-        rms = math.sqrt(fmean(d * d for d in differences))
-        return cls(rms, max(map(abs, differences)), len(differences))
+    Args:
+        differences: ``null - reference``, one value per seed.
+    """
+    rms = math.sqrt(fmean(d * d for d in differences))
+    return {"rms": rms, "largest": max(map(abs, differences)), "seeds": len(differences)}
 
 
 def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
