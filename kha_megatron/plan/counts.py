@@ -33,22 +33,17 @@ class Attention:
 
 
 def count_attention(model: ModelConfig, kha: KHAConfig | None = None) -> Attention:
-    """Count an attention layer of any type."""
-    if model.multi_latent_attention:
-        return count_latent_attention(model)
-    return count_grouped_attention(model, kha or KHAConfig())
-
-
-def count_grouped_attention(model: ModelConfig, kha: KHAConfig) -> Attention:
-    """Count MHA, MQA, GQA or GTA (see section 3.3.1 of https://arxiv.org/abs/2505.21487).
+    """Count an attention layer (for GTA, see section 3.3.1 of https://arxiv.org/abs/2505.21487).
 
     A mechanism can replace the query and key projections by smaller ones with a single head.
     """
+    if model.multi_latent_attention:
+        return count_latent_attention(model)
     d, head, sizes = model.hidden_size, model.kv_channels, model.head_sizes
     tied = model.kha_attention == "gta"
     made = {
         tensor.heads: tensor.shape[0]
-        for mechanism in kha.mechanisms
+        for mechanism in (kha or KHAConfig()).mechanisms
         for tensor in mechanism.tensors(sizes)
         if tensor.reads_input and tensor.heads in mechanism.own_projections
     }
@@ -298,10 +293,8 @@ def format_like_paper(number: int, example: str) -> tuple[str, str]:
     digits, unit = example[:-1], example[-1]
     scaled, step = Decimal(number) / _UNITS[unit], Decimal(digits)
     rounded = scaled.quantize(step, rounding=ROUND_HALF_UP)
-    for value, how in (
-        (rounded, "rounded"),
-        (scaled.quantize(step, rounding=ROUND_DOWN), "cut"),
-    ):
+    cut = scaled.quantize(step, rounding=ROUND_DOWN)
+    for value, how in ((rounded, "rounded"), (cut, "cut")):
         if f"{value}{unit}" == example:
             return example, how
     return f"{rounded}{unit}", f"{float(scaled / step - 1):+.2%} of the paper's"
