@@ -102,20 +102,15 @@ def _hint(app: typer.Typer, message: str, error: TyperException) -> str:
 
 
 def _report(error: Exception) -> int:
-    """Save the traceback to a file, or print it if that is not possible."""
+    """Save the traceback to a file."""
     text = f"{sys.argv}\nkha-megatron {__version__}, Python {sys.version}\n\n"
     text += "".join(traceback.format_exception(error))
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="kha-megatron-", suffix=".txt", errors="backslashreplace", delete=False
-        ) as file:
-            file.write(text)
-        attachment = file.name
-    except OSError:
-        console.log.print(text, markup=False, emoji=False)
-        attachment = "the traceback above"
+    with tempfile.NamedTemporaryFile(
+        "w", prefix="kha-megatron-", suffix=".txt", errors="backslashreplace", delete=False
+    ) as file:
+        file.write(text)
     console.error(
         f"{type(error).__name__}: {in_one_line(error)[:200]}. This is a bug in kha-megatron. "
-        f"Please open an issue and attach {attachment}"
+        f"Please open an issue and attach {file.name}"
     )
     return 1
