@@ -34,7 +34,8 @@ def training_progress(job: Job, name: str = "") -> Iterator[Callable[[Step], Non
         TextColumn("{task.fields[state]}"),
     )
     length, start = job.run.arguments.get("seq_length", 0), job.resume and job.stopped_at
-    title = f"{name or job.title}: {f'resuming from iteration {start}' if start else 'starting'}"
+    title = name or f"{job.recipe.name} on {job.ranks} ranks"
+    title += f": resuming from iteration {start}" if start else ": starting"
     previous: Step | None = None
     shows_lines, printed = bool(name) or not console.log.is_terminal, -math.inf
     if shows_lines:

@@ -106,10 +106,6 @@ class Job:
     """Whether the job loads an earlier checkpoint."""
 
     @property
-    def title(self) -> str:
-        return f"{self.recipe.name} on {self.ranks} ranks"
-
-    @property
     def script(self) -> str:
         """Shell script to run on each rank."""
         return f"exec {shlex.join(self.command)}\n"
