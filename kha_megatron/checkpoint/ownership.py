@@ -74,7 +74,10 @@ def claim(directory: Path) -> Ownership:
             not _is_requeued(owner) if locked is False else locked is None and _is_running(owner)
         )
         if in_use:
-            raise _in_use(directory, owner)
+            raise OutputError(
+                f"{directory} is in use by {_describe(owner)}. Wait until that process has ended, "
+                "or choose another directory."
+            )
         run_id = uuid.uuid4().hex
         content = {"run_id": run_id, **_this_process()}
         os.ftruncate(descriptor, 0)
@@ -84,13 +87,6 @@ def claim(directory: Path) -> Ownership:
         os.close(descriptor)
         raise
     return Ownership(directory, descriptor, run_id)
-
-
-def refuse_if_running(directory: Path) -> None:
-    """Raise OutputError if a running process on this machine owns the directory."""
-    owner = _read_owner(directory / OWNER)
-    if owner and _is_running(owner):
-        raise _in_use(directory, owner)
 
 
 @contextmanager
@@ -166,13 +162,6 @@ def _is_running(owner: dict[str, Any]) -> bool:
         return abs(psutil.Process(owner["pid"]).create_time() - owner["created"]) < 1
     except psutil.NoSuchProcess:
         return False
-
-
-def _in_use(directory: Path, owner: dict[str, Any]) -> OutputError:
-    return OutputError(
-        f"{directory} is in use by {_describe(owner)}. Wait until that process has ended, or "
-        "choose another directory."
-    )
 
 
 def _describe(owner: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.ownership import has_files, owned, refuse_if_running
+from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.tracker import RELEASE, iteration_of, newest, select_iteration
 from kha_megatron.data import check_data, check_same_tokenizer, lacks_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
@@ -237,7 +237,6 @@ def _check_directories(run: Run, load: str | None, output: Path | None, *, resum
     targets = [output, Path(run.training.save) if run.training.save else None]
     for target in dict.fromkeys(path.absolute() for path in targets if path is not None):
         if has_files(target) and not (resume or target == source):
-            refuse_if_running(target)
             raise OutputError(f"{target} is not empty. Choose another --output, or add --resume.")
 
 
@@ -255,7 +254,6 @@ def owned_output(job: Job) -> Iterator[None]:
     with owned(job.output):
         used = any((job.output / name).exists() for name in (CHECKPOINTS, SUBMISSION))
         if used and not job.resume:
-            refuse_if_running(job.output / CHECKPOINTS)
             raise OutputError(
                 f"Another launch has used {job.output} in the meantime. Choose another --output, "
                 "or add --resume."
