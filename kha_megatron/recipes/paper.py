@@ -103,28 +103,23 @@ class ModelSize:
     hidden: int
     ffn: int  # intermediate size of the MLP (of each expert for MoE)
     experts: tuple[int, int] | None = None  # ``(num_experts, top_k)`` for MoE models
+    total: str = ""  # published parameters of the baseline (Table 5, section 4.1)
+    active: str = ""
+
+    @property
+    def parameters(self) -> dict[str, str | float]:
+        return {"total": self.total, "active": self.active}
 
 
 MODEL_SIZES: Mapping[str, ModelSize] = {
-    "moe-a0.44b-2.3b": ModelSize(12, 1152, 768, (64, 4)),
-    "moe-a0.8b-6.6b": ModelSize(18, 1536, 1152, (64, 4)),
-    "moe-a1.6b-14.6b": ModelSize(23, 2048, 1536, (64, 4)),
-    "dense-0.6b": ModelSize(24, 1024, 3072),
-    "dense-1.7b": ModelSize(24, 2048, 6144),
-    "dense-3.9b": ModelSize(36, 2560, 9728),
-    "moe-a1b-6.1b": ModelSize(18, 2048, 384, (128, 8)),
+    "moe-a0.44b-2.3b": ModelSize(12, 1152, 768, (64, 4), "2.3B", "0.44B"),
+    "moe-a0.8b-6.6b": ModelSize(18, 1536, 1152, (64, 4), "6.6B", "880M"),  # 880M is from Table 3
+    "moe-a1.6b-14.6b": ModelSize(23, 2048, 1536, (64, 4), "14.6B", "1.6B"),
+    "dense-0.6b": ModelSize(24, 1024, 3072, None, "0.61B", "0.61B"),
+    "dense-1.7b": ModelSize(24, 2048, 6144, None, "1.68B", "1.68B"),
+    "dense-3.9b": ModelSize(36, 2560, 9728, None, "3.94B", "3.94B"),
+    "moe-a1b-6.1b": ModelSize(18, 2048, 384, (128, 8), "6.1B", "1.01B"),
 }
-
-PAPER_PARAMETERS: Mapping[str, Mapping[str, str | float]] = {
-    "moe-a0.44b-2.3b": {"total": "2.3B", "active": "0.44B"},
-    "moe-a0.8b-6.6b": {"total": "6.6B", "active": "880M"},  # active parameters from Table 3
-    "moe-a1.6b-14.6b": {"total": "14.6B", "active": "1.6B"},
-    "dense-0.6b": {"total": "0.61B", "active": "0.61B"},
-    "dense-1.7b": {"total": "1.68B", "active": "1.68B"},
-    "dense-3.9b": {"total": "3.94B", "active": "3.94B"},
-    "moe-a1b-6.1b": {"total": "6.1B", "active": "1.01B"},
-}
-"""Published parameter counts of the baselines (Table 5, section 4.1)."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +195,7 @@ def _recipe(name: str) -> Recipe:
     schedule = SCHEDULE_1T if name == "moe-a1b-6.1b" else SCHEDULE_100B
     variant = VARIANTS["mlp" if shape.experts else "linear"]
     base = Baseline(f"the paper's {kind}", shape, schedule)
-    return base.recipe(name, variant, **PAPER_PARAMETERS[name])
+    return base.recipe(name, variant, **shape.parameters)
 
 
 PAPER = tuple(map(_recipe, MODEL_SIZES))

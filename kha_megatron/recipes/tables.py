@@ -8,7 +8,6 @@ from typing import Any
 
 from kha_megatron.recipes.paper import (
     MODEL_SIZES,
-    PAPER_PARAMETERS,
     SCHEDULE_1T,
     SCHEDULE_75B,
     SCHEDULE_100B,
@@ -88,7 +87,7 @@ def _table_1() -> Iterator[Recipe]:
 
 def _table_2() -> Iterator[Recipe]:
     base = Baseline("A0.8B-6.6B MoE", MODEL_SIZES[_NAME], SCHEDULE_75B)
-    parameters, loss = PAPER_PARAMETERS[_NAME], _TABLE_1["baseline"][2]
+    parameters, loss = base.shape.parameters, _TABLE_1["baseline"][2]
     yield base.recipe("table2/baseline", VARIANTS["baseline"], **parameters, loss=loss)
     for kind, losses in _TABLE_2.items():
         for letters, projections in _PROJECTIONS.items():
@@ -111,16 +110,18 @@ def _table_3() -> Iterator[Recipe]:
 def _table_4() -> Iterator[Recipe]:
     base = Baseline("A1.01B-6.1B MoE", MODEL_SIZES["moe-a1b-6.1b"], SCHEDULE_1T)
     for kind in ("baseline", "mlp"):
-        yield base.recipe(f"table4/{kind}", VARIANTS[kind], **PAPER_PARAMETERS["moe-a1b-6.1b"])
+        yield base.recipe(f"table4/{kind}", VARIANTS[kind], **base.shape.parameters)
 
 
 def _table_5() -> Iterator[Recipe]:
     for name, losses in _TABLE_5.items():
         family, _, size = name.partition("-")
         text = f"{size.upper()} {'MoE' if family == 'moe' else 'dense'}"
-        base, parameters = Baseline(text, MODEL_SIZES[name], SCHEDULE_100B), PAPER_PARAMETERS[name]
+        base = Baseline(text, MODEL_SIZES[name], SCHEDULE_100B)
         for kind, loss in losses.items():
-            yield base.recipe(f"table5/{name}-{kind}", VARIANTS[kind], **parameters, loss=loss)
+            yield base.recipe(
+                f"table5/{name}-{kind}", VARIANTS[kind], **base.shape.parameters, loss=loss
+            )
 
 
 def _gla() -> Iterator[Recipe]:

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from kha_megatron.recipes.paper import PAPER_PARAMETERS
+from kha_megatron.recipes.paper import MODEL_SIZES
 from kha_megatron.recipes.tables import TABLES
 
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("name", PAPER_PARAMETERS)
+@pytest.mark.parametrize("name", MODEL_SIZES)
 def test_the_papers_digits_are_printed(run, name):
     lines = run("params", name)[1].splitlines()
     rows = {line.split()[0]: line.split() for line in lines if line.split()[:1]}
-    for row, digits in PAPER_PARAMETERS[name].items():
+    for row, digits in MODEL_SIZES[name].parameters.items():
         assert rows[row][-2] == digits
         assert rows[row][-1] in ("(rounded)", "(cut)")
     assert max(map(len, lines[1:])) <= 80
