@@ -19,12 +19,11 @@ _FORMAT = 1
 def write_manifest(
     folder: Path, source: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Write ``manifest.json``.
+    """Write ``manifest.json`` to a Hugging Face model directory.
 
     Args:
-        folder (Path): Hugging Face model directory.
-        source (Mapping[str, Any]): ``identity()`` of the source checkpoint.
-        tensors (Mapping): Dicts with ``file``, ``dtype``, ``shape`` and ``sha256``, by tensor name.
+        source: ``identity()`` of the source checkpoint.
+        tensors: Dicts with ``file``, ``dtype``, ``shape`` and ``sha256``, by tensor name.
     """
     content = {"format": _FORMAT, "source": dict(source), "tensors": dict(tensors)}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -155,14 +155,10 @@ def newest(folder: Path) -> Path | None:
 
 
 def resolve(path: Path) -> Path:
-    """Find the checkpoint to read for a user-specified path.
+    """Find the checkpoint to read for a user-specified path (a checkpoint or ``--save`` directory).
 
-    Args:
-        path (Path): Either a checkpoint, or a ``--save`` directory.
-
-    Returns:
-        Path: Checkpoint directory. If there's no complete checkpoint, we return the one in the
-            tracker file, so that the reader can report what's missing.
+    If there's no complete checkpoint, return the one in the tracker file, so that the reader can
+    report what's missing.
 
     Raises:
         CheckpointError: If there's no checkpoint at all.
