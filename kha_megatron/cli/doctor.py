@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -90,19 +91,17 @@ def doctor(as_json: AsJSON = False) -> None:
 
 
 def inspect_components() -> list[Component]:
-    supported = _supported()
-    findings = []
-    for name, use in REQUIRED.items():
-        finding = _package(name, supported, use, f"needed for {use}")
-        findings.append(replace(finding, blocks=finding.status != "ok"))
-    findings += [find_devices(), find_transformer_engine(supported), *_find_wrong_apex()]
+    required = [_package(name, use, f"needed for {use}") for name, use in REQUIRED.items()]
+    findings = [replace(finding, blocks=finding.status != "ok") for finding in required]
+    findings += [find_devices(), find_transformer_engine(), *_find_wrong_apex()]
     for name, (present, absent, extra) in OPTIONAL.items():
         options = "--no-build-isolation " * (extra == "flash")
         install = install_command(extra, options) if extra else f"`pip install {name}`"
-        findings.append(_package(name, supported, present, absent, install))
+        findings.append(_package(name, present, absent, install))
     return findings
 
 
+@cache
 def _supported() -> dict[str, str]:
     """Return version specifiers by dependency, e.g. ``{"torch": ">=2.7"}``. Includes extras."""
     try:
@@ -113,10 +112,8 @@ def _supported() -> dict[str, str]:
     return {canonicalize_name(r.name): str(r.specifier) for r in requirements if r.specifier}
 
 
-def _package(
-    name: str, supported: dict[str, str], present: str, absent: str, install: str | None = None
-) -> Component:
-    versions = supported.get(name, "")
+def _package(name: str, present: str, absent: str, install: str | None = None) -> Component:
+    versions = _supported().get(name, "")
     try:  # Megatron may be imported from a source tree instead of the installed package
         found = installed_version() if name == "megatron-core" else version_of(name)
     except VersionError:
@@ -147,10 +144,10 @@ def find_devices() -> Component:
     return Component(name="CUDA device", status="ok", found=found, effect="training")
 
 
-def find_transformer_engine(supported: dict[str, str]) -> Component:
+def find_transformer_engine() -> Component:
     """Check that Transformer Engine is installed, including its compiled extension."""
     present, absent = "fused layers, FP8", "no FP8 and no fused layers"
-    finding = _package("transformer-engine", supported, present, absent, TE_INSTALL)
+    finding = _package("transformer-engine", present, absent, TE_INSTALL)
     if finding.found == "-" or not lacks_te_extension():
         return finding
     effect = "no compiled extension: import megatron.core fails without kha_megatron"

@@ -68,7 +68,6 @@ def plan(
     fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
     plans = planner.plan_layouts(setup, gpus, capacity, fixed)
     whole = count_model(setup.model, setup.kha)
-    counts = {"total": whole.total, "active": whole.active, "kha": whole.kha}
     fitting = sum(planner.fits(p, capacity) for p in plans)
     if as_json:
         result = {
@@ -78,7 +77,7 @@ def plan(
             "batch": asdict(setup.batch),
             "precision": setup.precision,
             "recompute": setup.recompute,
-            "parameters": counts,
+            "parameters": {"total": whole.total, "active": whole.active, "kha": whole.kha},
             "assumed": _ASSUMED,
             "legal": len(plans),
             "fitting": fitting,
@@ -87,7 +86,7 @@ def plan(
         console.print_json(result)
         return
     console.out.print(
-        f"{recipe}: {counts['total']:,} parameters ({counts['active']:,} active, {counts['kha']:,} "
+        f"{recipe}: {whole.total:,} parameters ({whole.active:,} active, {whole.kha:,} "
         f"for KHA on {setup.kha}), {setup.precision}, recompute {setup.recompute}, sequence length "
         f"{setup.batch.seq_length}, global batch size {setup.batch.global_batch_size}"
     )
