@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import shutil
 import sys
 import threading
 import time
@@ -95,7 +94,8 @@ def launch_job(
     Raises:
         KeyboardInterrupt: On Ctrl-C, SIGTERM, SIGHUP or ``stop``, after all ranks have exited.
         MissingDependencyError: If NeMo-Run is not installed.
-        ConfigError: If torchrun is not found or NeMo-Run's home directory cannot be used.
+        FileNotFoundError: If torchrun is not installed.
+        ConfigError: If NeMo-Run's home directory cannot be used.
         OutputError: If another process uses the output directory.
     """
     launch_id = uuid.uuid4().hex
@@ -174,12 +174,6 @@ def create_experiment(job: Job, executor: Any, *, chain: int = 1) -> Iterator[An
 
 def _executor(job: Job, *, launch_id: str) -> Any:
     binaries = str(Path(sys.executable).parent)
-    path = f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}"
-    if shutil.which("torchrun", path=path) is None:
-        raise ConfigError(
-            f"torchrun was not found in {binaries} or on PATH. Is PyTorch installed in the active "
-            "environment?"
-        )
     return import_nemo_run().LocalExecutor(
         launcher="torchrun",
         ntasks_per_node=job.ranks,
