@@ -61,7 +61,7 @@ def plan(
     Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
       kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 80GB --tp 2 --pp 4 --json
-      kha-megatron plan moe-a0.8b-6.6b --gpus 512 -- --seq-length 32768 --recompute-granularity full
+      kha-megatron plan moe-a0.8b-6.6b --gpus 512 -- --recompute-granularity full
     """
     setup = planner.build_setup(recipes.get_recipe(recipe).run.updated(megatron or []))
     capacity = parse_size("--gpu-memory", gpu_memory)
