@@ -226,7 +226,7 @@ def test_upcycle_to_either_side(run, qwen3, tmp_path):
         ("to-hf --architecture qwen3_moe", "cannot be exported as qwen3_moe"),
         ("upcycle", "No head mechanism to add"),
         ("upcycle --to onnx", "'onnx' is not one of"),
-        ("fold", "uses neither KHA nor"),
+        ("fold", "uses no KHA and no other mechanism"),
     ],
 )
 def test_bad_input_is_refused_and_changes_nothing(run, qwen3, tmp_path, words, message):
