@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from bench import positive
@@ -181,10 +182,12 @@ def options(add: Callable[..., Any]) -> None:
 
 def cells(given: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each case and work, and a function that measures it."""
-    os.environ[fused.KERNELS_VARIABLE] = "triton"  # an error instead of torch
     sizes = itertools.product(given.variants, given.dtypes, given.head_dims, given.tokens)
-    for variant, dtype, head_dim, tokens in sizes:
-        case = Case(variant, tokens, given.heads, head_dim, getattr(torch, dtype), device)
-        find = functools.cache(functools.partial(find_ways, case))
-        for work in WORKS:
-            yield f"{case}, {work}", functools.partial(measure, case, work, find, given.repetitions)
+    # an error instead of torch
+    with mock.patch.dict(os.environ, {fused.KERNELS_VARIABLE: "triton"}):
+        for variant, dtype, head_dim, tokens in sizes:
+            case = Case(variant, tokens, given.heads, head_dim, getattr(torch, dtype), device)
+            find = functools.cache(functools.partial(find_ways, case))
+            for work in WORKS:
+                call = functools.partial(measure, case, work, find, given.repetitions)
+                yield f"{case}, {work}", call

@@ -197,7 +197,8 @@ def prepare_job(
     else:
         check_data(run.arguments, look=not remote)
     if not remote:
-        check_shared_paths(slurm, run.words())
+        if not dry_run:
+            check_shared_paths(slurm, run.words())
         _check_directories(run, load or (save if resume else None), output, resume=resume)
     return Job(
         recipe=recipe,

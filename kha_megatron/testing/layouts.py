@@ -331,7 +331,7 @@ def main() -> None:
     compat.use_forked_writers()
     kha = KHAConfig.from_dict(request["kha"])
     mistakes = find_mistakes(kha, Path(request["scratch"]), request["smooth"])
-    print(json.dumps(next(mistakes, None)))
+    sys.stdout.write(json.dumps(next(mistakes, None)))
 
 
 if __name__ == "__main__":
