@@ -6,10 +6,11 @@ check KHA and divisibility here, and leave everything else to Megatron.
 
 import math
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.heads import HeadFacts
 from kha_megatron.model.fields import read_arguments
 from kha_megatron.model.layout import Batch, Layout, divisors
@@ -21,6 +22,8 @@ _READ_SIZES_FROM_FILE = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
+_BUILT_IN = ("adam", "sgd")
+"""Optimizers that don't require the package emerging-optimizers."""
 
 
 def check_arguments(
@@ -35,7 +38,7 @@ def check_arguments(
     training = Training(**read_arguments(Training, arguments))
     name = training.optimizer
     is_distributed = name.startswith("dist_") or training.use_distributed_optimizer
-    if name not in ("adam", "sgd") and is_distributed and not training.bf16:
+    if name not in _BUILT_IN and is_distributed and not training.bf16:
         raise ConfigError(
             f"--optimizer {name} requires --bf16 to distribute its state. Add --bf16, or use "
             f"--optimizer {name.removeprefix('dist_')} without --use-distributed-optimizer."
@@ -46,6 +49,12 @@ def check_arguments(
             f"--optimizer {name} does not support splitting the QKV weight with {model.kha}, which "
             "adds rows to this weight. Please add --muon-no-split-qkv."
         )
+
+
+def check_optimizer_package(optimizer: str) -> None:
+    """Raise MissingDependencyError if ``optimizer`` requires a package that is not installed."""
+    if optimizer not in _BUILT_IN and find_spec("emerging_optimizers") is None:
+        raise MissingDependencyError("emerging-optimizers", f"--optimizer {optimizer}", "muon")
 
 
 def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFacts:

@@ -20,7 +20,7 @@ from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.tracker import RELEASE, iteration_of, newest, select_iteration
 from kha_megatron.data import check_data, check_same_tokenizer, lacks_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
-from kha_megatron.model.rules import check_arguments, check_attention
+from kha_megatron.model.rules import check_arguments, check_attention, check_optimizer_package
 from kha_megatron.model.run import Run
 from kha_megatron.recipes.recipe import CHECKPOINTS, Recipe
 
@@ -197,6 +197,7 @@ def prepare_job(
     else:
         check_data(run.arguments, look=not remote)
     if not remote:
+        check_optimizer_package(run.training.optimizer)
         if not dry_run:
             check_shared_paths(slurm, run.words())
         _check_directories(run, load or (save if resume else None), output, resume=resume)

@@ -17,7 +17,7 @@ from kha_megatron.mcore.compat import LLAMA3_ROPE, cuda_versions, lacks_te_exten
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.pattern import LayerPattern
-from kha_megatron.model.rules import check_arguments
+from kha_megatron.model.rules import check_arguments, check_optimizer_package
 from kha_megatron.model.run import Heads, as_hybrid, parse_kha_config
 
 DEVICES = ("cuda", "cpu")
@@ -256,5 +256,6 @@ def check_args(args: argparse.Namespace) -> None:
         and args.transformer_impl == "transformer_engine",
     }
     raise_first(mistakes)
+    check_optimizer_package(args.optimizer)
     check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))
     check_data(vars(args))

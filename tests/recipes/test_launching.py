@@ -128,10 +128,13 @@ def job():
     return prepare_job(get_recipe("quickstart"), overrides=["--mock-data"])
 
 
-def test_missing_nemo_run_is_refused(job, monkeypatch):
+def test_missing_packages_are_refused(job, monkeypatch):
     monkeypatch.setitem(sys.modules, "nemo_run", None)
     with pytest.raises(MissingDependencyError, match=r"pip install '\.\[launch\]'"):
         dry_run(job)
+    monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
+    with pytest.raises(MissingDependencyError, match=r"--optimizer muon .*'\.\[muon\]'"):
+        prepare_job(get_recipe("quickstart"), overrides=["--mock-data", "--optimizer", "muon"])
 
 
 def test_broken_nemo_run_is_refused_with_its_reason(job, monkeypatch, tmp_path):

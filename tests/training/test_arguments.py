@@ -166,11 +166,17 @@ def test_a_gpu_without_apex_trains_without_its_fusion(monkeypatch):
         assert words.count(flag) == count
 
 
+def hide_muon(rank):
+    sys.modules["emerging_optimizers"] = None
+
+
 def test_ranks_refuse_with_code_2_and_one_line():
-    run = start(["--device", "cpu", *MODEL, *TRAINING, *MLP, "--data-path", "/nowhere"], 2)
-    assert run.codes == [2, 2]
-    assert ["/nowhere.bin" in error for error in run.errors] == [True]
-    assert "Traceback" not in run.output
+    muon = [*MOCK, "--optimizer", "muon"]
+    for words, message in ((["--data-path", "/nowhere"], "/nowhere.bin"), (muon, "'.[muon]'")):
+        run = start(["--device", "cpu", *MODEL, *TRAINING, *MLP, *words], 2, before=hide_muon)
+        assert run.codes == [2, 2]
+        assert [message in error for error in run.errors] == [True]
+        assert "Traceback" not in run.output
 
 
 def test_cuda_is_refused_on_a_machine_without_one(monkeypatch):
