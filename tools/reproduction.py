@@ -19,8 +19,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from kha_megatron.checkpoint.staging import staged_file, write_json
-from kha_megatron.compare.report import _verdict
-from kha_megatron.compare.statistics import Estimate, NoiseFloor, estimate
+from kha_megatron.compare.report import find_verdict
+from kha_megatron.compare.statistics import Estimate, estimate, estimate_noise
 from kha_megatron.compare.variants import NULL
 
 PAGE = Path(__file__).resolve().parents[1] / "benchmarks" / "reproduction.md"
@@ -30,6 +30,7 @@ TITLES = {"laptop/dense": "Dense model", "laptop/moe": "Mixture of experts"}
 _COLOUR = "#0b62c4"
 
 Runs = dict[str, dict[int, dict[str, Any]]]  # by variant and seed
+Floor = Mapping[str, float] | None
 
 
 def main() -> None:
@@ -101,7 +102,7 @@ def _sweep(rates: Mapping[str, Runs]) -> str:
     return "\n".join([*lines, ""])
 
 
-def _compare(rates: Mapping[str, Runs]) -> tuple[list[dict[str, Any]], NoiseFloor | None]:
+def _compare(rates: Mapping[str, Runs]) -> tuple[list[dict[str, Any]], Floor]:
     """Compare variants at their best rates with the baseline at its best rate, seed by seed."""
     best = _best_rates(rates)
     reference = _held_out(rates[best["baseline"]]["baseline"])
@@ -110,9 +111,9 @@ def _compare(rates: Mapping[str, Runs]) -> tuple[list[dict[str, Any]], NoiseFloo
         losses = _held_out(rates[rate].get(name, {}))
         found = [loss - reference[seed] for seed, loss in losses.items() if seed in reference]
         if name == NULL and found:
-            floor = NoiseFloor.estimate(found)
+            floor = estimate_noise(found)
         delta = estimate(found) if found and name != "baseline" else None
-        verdict = _verdict(name, delta, floor) if delta else "–"
+        verdict = find_verdict(name, delta, floor) if delta else "–"
         variants.append(
             {"name": name, "rate": rate, "losses": losses, "delta": delta, "is": verdict}
         )
@@ -123,9 +124,11 @@ def _held_out(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
     return {seed: run["held_out"] for seed, run in runs.items()}
 
 
-def _differences(variants: list[dict[str, Any]], floor: NoiseFloor | None) -> str:
+def _differences(variants: list[dict[str, Any]], floor: Floor) -> str:
     lines = (
-        [f"The noise floor is {floor.rms:.2g} (largest {floor.largest:.2g}).", ""] if floor else []
+        [f"The noise floor is {floor['rms']:.2g} (largest {floor['largest']:.2g}).", ""]
+        if floor
+        else []
     )
     lines += ["| variant | rate | seeds | held out | ΔL | verdict |", "|---" * 6 + "|"]
     for v in variants:
@@ -142,9 +145,7 @@ def _interval(delta: Estimate | None) -> str:
     return f"{delta.mean:+.4f}{half}".replace("-", "−")
 
 
-def _draw(
-    reports: Mapping[str, tuple[list[dict[str, Any]], NoiseFloor | None]], file: Path
-) -> None:
+def _draw(reports: Mapping[str, tuple[list[dict[str, Any]], Floor]], file: Path) -> None:
     """Draw one panel per recipe: means with their intervals, and the floor as a band."""
     rows = [len(variants) - 1 for variants, _ in reports.values()]
     figure = Figure(figsize=(7, 0.8 + 0.3 * sum(rows) + 0.55 * len(rows)), layout="constrained")
@@ -158,7 +159,7 @@ def _draw(
                     delta.mean, y, xerr=half, fmt="o", markersize=4, capsize=3, color=_COLOUR
                 )
         if floor:
-            axis.axvspan(-floor.rms, floor.rms, color=_COLOUR, alpha=0.12, lw=0)
+            axis.axvspan(-floor["rms"], floor["rms"], color=_COLOUR, alpha=0.12, lw=0)
         axis.axvline(0, color="#1c1e21", linewidth=1)
         axis.set_yticks(range(len(shown)), [f"{v['name']} at {v['rate']}" for v in shown])
         axis.set_ylim(len(shown) - 0.5, -0.5)

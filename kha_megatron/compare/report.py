@@ -131,7 +131,9 @@ def _describe_variant(
             entry[key] = asdict(estimate(known))
         if differences := _known(runs, name, difference):
             delta = estimate(differences)
-            entry[difference] = asdict(delta) | {"verdict": _verdict(name, delta, floors.get(key))}
+            entry[difference] = asdict(delta) | {
+                "verdict": find_verdict(name, delta, floors.get(key))
+            }
     bases = [results.get((reference, result["seed"])) for result in own]
     histories = [
         [
@@ -150,7 +152,7 @@ def _spikes(losses: Losses) -> list[Spike]:
     return find_spikes((i, loss) for i, loss in enumerate(losses, 1) if loss is not None)
 
 
-def _verdict(name: str, delta: Estimate, floor: Mapping[str, float] | None) -> str:
+def find_verdict(name: str, delta: Estimate, floor: Mapping[str, float] | None) -> str:
     if name == NULL:
         return "the floor"
     if delta.half_width is None:
