@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Mechanism
-from kha_megatron.mcore.local_modules import GatheredDotProductAttention
+from kha_megatron.mcore.local_modules import GatheredDotProductAttention, token_positions
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
@@ -96,7 +96,7 @@ class AllHeadsAttention(GatheredDotProductAttention):
             return given[..., rows, :]
         hidden = given
         if causal and queries > 1:
-            positions = self._positions(queries, keys)[rows][:, None]
+            positions = token_positions(keys, self.cp_group)[-queries:][rows][:, None]
             future = (torch.arange(keys, device=rows.device) > positions)[None, None]
             hidden = future if hidden is None else hidden | future
         return hidden
