@@ -285,6 +285,8 @@ def can_predict(model: Architecture, model_type: str) -> bool:
     ``glm4_moe`` and ``deepseek_v3`` always have experts in these layers. In ``qwen3_next``, vLLM
     builds them like the first layer, while Megatron builds them like the last one.
     """
+    if model_type not in FAMILIES:
+        return True  # to_hf_config raises an error
     files = FAMILIES[model_type].files
     kind = files.shared or model.is_moe(0)
     return model.is_moe(model.num_layers) == kind and model.predictions <= files.predictions
