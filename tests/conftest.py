@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import kha_megatron.mcore  # noqa: F401  # before Megatron, which takes half a Transformer Engine
+from kha_megatron.heads.registry import FILES_VARIABLE
 from kha_megatron.mcore.compat import lacks_te_extension, version_of
 from tests.conversion.fixtures import copy, dense, run, sparse, tokenizer  # noqa: F401
 from tests.distributed.launcher import RankPool
@@ -48,6 +49,12 @@ def same_random_numbers() -> None:
     """Seed the global generators before each test."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_mechanisms_of_files(monkeypatch) -> None:
+    """Forget after each test the files that it passed to ``--heads-from``."""
+    monkeypatch.setenv(FILES_VARIABLE, "")
 
 
 @pytest.fixture(scope="session")

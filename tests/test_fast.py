@@ -18,7 +18,7 @@ _TESTS = {
         "test_the_manifest_lists_every_tensor",
     ),
     "checkpoint/test_damaged_reader.py": (
-        "test_a_hostile_index_is_not_run",
+        "test_the_index_may_contain_only_allowed_names",
         "test_read_refuses_a_damaged_chunk",
     ),
     "checkpoint/test_staging.py": (
@@ -111,11 +111,11 @@ _TESTS = {
     "mcore/test_named_specs.py": ("test_both_builders_make_what_kha_layer_spec_makes",),
     "mcore/test_patches.py": ("test_patch_applies_and_reverses_byte_for_byte",),
     "mcore/test_qkv.py": ("test_splits_as_megatron_does", "test_heads_stand_group_by_group"),
-    "mcore/test_specs.py": ("test_transformer_engine_spec_constructs",),
+    "mcore/test_specs.py": ("test_transformer_engine_latent_attention_constructs",),
     "mcore/test_talking.py": ("test_equals_the_oracle",),
     "model/test_fields.py": (
         "test_table_agrees_with_megatrons_parser",
-        "test_argparse_parses_rendered_values",
+        "test_parse",
     ),
     "model/test_rules.py": (
         "test_impossible_layouts_are_refused_with_the_nearest_sizes",
@@ -123,14 +123,14 @@ _TESTS = {
     ),
     "plan/test_counts.py": (
         "test_every_printed_count_is_ours",
-        "test_table_3",
+        "test_every_printed_count_is_ours",
         "test_the_papers_worked_example",
     ),
     "recipes/test_logs.py": (
         "test_parse_step",
         "test_failure_is_that_of_the_first_rank_that_failed",
     ),
-    "recipes/test_paper.py": ("test_counts_are_the_papers", "test_counts_of_other_papers"),
+    "recipes/test_paper.py": ("test_counts_of_other_papers",),
     "recipes/test_slurm.py": ("test_dry_run_equals_golden_file",),
     "recipes/test_tables.py": ("test_every_row_of_each_table_is_there",),
     "test_fast.py": ("test_every_entry_names_a_test",),

@@ -14,11 +14,6 @@ TOY = Path(__file__).parents[1] / "mechanisms" / "toy.py"
 OWN = ["collaborative", "talking", "gate", "moh"]
 
 
-@pytest.fixture(autouse=True)
-def nothing_registered(monkeypatch):
-    monkeypatch.setenv(registry.FILES_VARIABLE, "")
-
-
 def test_a_file_adds_presets_settings_and_its_own_argument():
     words = ["--heads-from", str(TOY), "--kha-value", "mlp", "--heads", "toy.strength=3"]
     kha = Run.from_values().updated(words).kha
