@@ -32,9 +32,9 @@ class Launch:
     ):
         self.output, self._iterations = output or home / "run", iterations
         self._log = home / f"log{len(list(home.iterdir()))}"
-        words = ["launch", "quickstart", "--data", data, "--output", self.output, *options]
+        words = ["launch", "quickstart", "--data", data, "--output", self.output]
         words += ["--executor", "slurm", "--device", "cpu", "--time", "00:30:00"]
-        words += ["--nproc", ranks, "--", *SMALL]
+        words += ["--nproc", ranks, *options, "--", *SMALL]
         words += ["--train-iters", iterations, "--save-interval", save]
         with self._log.open("w") as file:
             self.process = subprocess.Popen(
