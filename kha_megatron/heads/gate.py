@@ -196,9 +196,10 @@ class Gate(Mechanism):
         return size * multiplied + 2 * score * scores
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
-        """A multiplicative sigmoid gate starts at 1/2, so double the projection in front of it.
+        """Return the projections whose weights `upcycle` doubles.
 
-        This is bit-exact except in float16, where half an activation can be subnormal."""
+        With its initial weights, ``x * sigmoid(...)`` is ``x / 2``. The doubled weights cancel this
+        exactly, except that ``x / 2`` can be rounded in float16 if it is subnormal."""
         if (self.form, self.activation) == ("multiply", "sigmoid"):
             return tuple("output" if p == "dense" else p for p in self.positions)
         if (self.form, self.activation) == ("add", "silu"):
