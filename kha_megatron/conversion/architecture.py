@@ -1,7 +1,7 @@
 """Common model config that Megatron's arguments and ``config.json`` are both parsed into."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -96,8 +96,7 @@ class Architecture(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # exported models (and --attention-backend unfused) support any head dim
-        self.kha.check(replace(build_head_facts(self), fused_attention=False))
+        self.kha.check(build_head_facts(self))
         object.__setattr__(self, "kha_attention", self.kha.attention)
         object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
 

@@ -121,12 +121,6 @@ class CollaborativeHeads(Mechanism):
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
         if why := super().unsupported_reason(facts):
             return why
-        if facts.fused_attention and self.dim > FUSED_DIM:
-            return (
-                f"Fused attention kernels support at most {FUSED_DIM} features per head, got "
-                f"collaborative.dim={self.dim}. Reduce it or use --attention-backend "
-                "unfused."
-            )
         if facts.rotary_features > self.dim:
             return (
                 f"collaborative.dim ({self.dim}) must be at least the number of rotary features "

@@ -56,8 +56,6 @@ class HeadFacts:
     predictions: int = 0  # number of MTP layers
     layers: int = 0  # 0 if unknown
     query_heads: int = 0  # 0 if unknown
-    tokens: int = 0  # maximum sequence length, or 0 if unknown
-    fused_attention: bool = False  # whether only fused attention kernels are allowed
     scales_queries: bool = False  # whether folding changes the norm of the queries
 
 
@@ -345,10 +343,6 @@ class Mechanism:
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         """Explain why fused attention kernels can't be used (None if they can)."""
-        return None
-
-    def too_long(self, tokens: int) -> str | None:
-        """Return an error message if sequences of this length aren't supported."""
         return None
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:

@@ -5,19 +5,11 @@ attention logits (before the softmax), the other to the attention weights (after
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kha_megatron.errors import ConfigError
-from kha_megatron.heads.mechanism import (
-    Costs,
-    HeadFacts,
-    HeadSizes,
-    HeadTensor,
-    Mechanism,
-    Stage,
-)
+from kha_megatron.heads.mechanism import Costs, HeadSizes, HeadTensor, Mechanism, Stage
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,13 +32,6 @@ class TalkingHeads(Mechanism):
     """Mix the logits, before masking and softmax (``P_l`` in the paper)."""
     post: bool = True
     """Mix the attention weights after the softmax (``P_w`` in the paper)."""
-    max_tokens: int = field(default=2048, compare=False)
-    """Longer sequences raise an error, to avoid running out of memory. Not saved in checkpoints."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not (self.pre or self.post):
-            raise ConfigError("At least one of talking.pre and talking.post must be true.")
 
     @property
     def mixings(self) -> tuple[str, ...]:
@@ -74,18 +59,6 @@ class TalkingHeads(Mechanism):
 
     def projections_to_double(self) -> tuple[()]:
         return ()
-
-    def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        return super().unsupported_reason(facts) or self.too_long(facts.tokens)
-
-    def too_long(self, tokens: int) -> str | None:
-        if tokens <= self.max_tokens:
-            return None
-        return (
-            f"The sequence length ({tokens}) exceeds talking.max_tokens={self.max_tokens}. Each "
-            f"head materializes {tokens} x {tokens} logits, so reduce --seq-length or, if there is "
-            f"enough memory, pass --heads talking.max_tokens={tokens}."
-        )
 
     def costs(self, sizes: HeadSizes) -> Costs:
         heads, mixings = sizes.query_heads, len(self.mixings)

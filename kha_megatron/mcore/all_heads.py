@@ -68,12 +68,8 @@ class AllHeadsAttention(GatheredDotProductAttention):
         """
         if kwargs.get("packed_seq_params") is not None:
             raise ConfigError(f"{self.mechanism} does not support packed sequences (--sft).")
-        if self.cp_group.size() > 1:
-            key, value = self._gather(key), self._gather(value)
-        if why := self.mechanism.too_long(len(key)):
-            raise ConfigError(why)
-        mask_type = attn_mask_type or self.attn_mask_type
-        causal = mask_type in _CAUSAL
+        key, value = self._gather(key), self._gather(value)
+        causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
         mask = self._mask(attention_mask, causal, len(query), len(key))
         output, _ = self.mechanism.attend(
             self._shard_queries(query).permute(1, 2, 0, 3),

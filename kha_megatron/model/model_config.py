@@ -94,7 +94,6 @@ class ModelConfig:
     v_head_dim: int = flag(128, hf="v_head_dim")
     mla_down_proj_fusion: bool = flag(False)
     transformer_impl: str = flag("transformer_engine")
-    attention_backend: str = flag("auto")
 
     num_experts: int | None = flag(None, attribute="num_moe_experts", hf="num_experts")
     moe_layer_freq: int | tuple[int, ...] = flag(

@@ -29,7 +29,7 @@ _BUILT_IN = ("adam", "sgd")
 def check_arguments(
     arguments: Mapping[str, Any], world_size: int | None, kha: KHAConfig | None = None
 ) -> None:
-    """Check the layout, batch and optimizer settings in Megatron's arguments."""
+    """Check the layout, batch and optimizer in Megatron's arguments."""
     model = ModelConfig.from_arguments(arguments, kha)
     if model is None or any(arguments.get(name) for name in _READ_SIZES_FROM_FILE):
         return
@@ -57,7 +57,7 @@ def check_optimizer_package(optimizer: str) -> None:
         raise MissingDependencyError("emerging-optimizers", f"--optimizer {optimizer}", "muon")
 
 
-def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFacts:
+def build_head_facts(model: ModelConfig) -> HeadFacts:
     """Collect what head mechanisms need to know about the model for their own checks."""
     # Megatron ignores --rotary-percent for YaRN
     share = {"rope": model.rotary_percent, "yarn": 1.0}.get(model.position_embedding_type, 0.0)
@@ -70,9 +70,6 @@ def build_head_facts(model: ModelConfig, batch: Batch | None = None) -> HeadFact
         predictions=model.predictions if model.gpt_model else 0,
         layers=model.num_layers or 0,
         query_heads=model.num_attention_heads,
-        tokens=batch.seq_length if batch else 0,
-        fused_attention=model.transformer_impl == "transformer_engine"
-        and model.attention_backend not in ("unfused", "local"),
     )
 
 
@@ -82,7 +79,7 @@ def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
     Note: if the arguments don't include the model size, only the ranks can check the mechanisms.
     """
     if (model := ModelConfig.from_arguments(arguments, kha)) is not None:
-        model.kha.check(build_head_facts(model, Batch.from_arguments(arguments)))
+        model.kha.check(build_head_facts(model))
     added = kha.without_output_gate().mechanisms
     if arguments.get("kha_upcycle") and not (added and all(m.is_exact_at_start for m in added)):
         raise ConfigError(

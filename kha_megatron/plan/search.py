@@ -85,7 +85,7 @@ def plan_layouts(
     Raises:
         ConfigError: If no layout is valid.
     """
-    setup.kha.check(build_head_facts(setup.model, setup.batch))
+    setup.kha.check(build_head_facts(setup.model))
     if not 1 <= gpus <= MAX_GPUS:
         raise ConfigError(f"The number of GPUs must be between 1 and {MAX_GPUS}, got {gpus}.")
     given = {name: size for name, size in fixed.items() if size is not None}

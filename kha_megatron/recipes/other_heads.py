@@ -85,12 +85,7 @@ _VARIANTS: Mapping[str, Mapping[str, HeadVariant]] = {
         "50": HeadVariant("50 % of the heads, half shared", "moh_50"),
     },
     "interactive": {
-        # talking heads materialize the attention matrix, so we have to allow long sequences
-        "talking": HeadVariant(
-            "talking heads",
-            "talking",
-            {"kha_heads": (f"talking.max_tokens={SCHEDULE_100B.length}",)},
-        ),
+        "talking": HeadVariant("talking heads", "talking"),
         "collaborative": HeadVariant(
             "queries and keys of 256 features that all heads share", "collaborative"
         ),

@@ -104,13 +104,7 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         (f"{HEADS} gate.key=head", "with QK-norm"),
         (f"{BASELINE} gla", "gla requires --multi-latent-attention"),
         (f"{BASELINE} gta --multi-latent-attention", "gta does not support --multi-latent"),
-        (f"{HEADS} talking.max_tokens=255", "(256) exceeds talking.max_tokens=255"),
         (f"{HEADS} collaborative.dim=30", "rotary features per head (32)"),
-        (  # too wide for fused kernels
-            f"launch dense-0.6b --dry-run {SLURM} --output /runs -- --mock-data "
-            "--kha-preset baseline --heads collaborative.dim=512",
-            "got collaborative.dim=512",
-        ),
         (f"{PLAN} --gpu-memory '80 apples'", "80 apples"),
         ("plan quickstart --gpus 131073", "got 131073"),
         ("data prepare --from /gone --out out", "--from /gone: no such file"),

@@ -72,7 +72,7 @@ def test_slurm_without_account_and_with_part_of_a_node(nemorun_home, tmp_path): 
     words = ["launch", "dense-0.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
     words += ["--nproc", "3", "--output", str(tmp_path / "out"), "--json"]
     megatron = "--global-batch-size 510 --kha-preset baseline --heads collaborative.dim=512 "
-    megatron += "--mock-data --attention-backend unfused"  # fused kernels have no such wide heads
+    megatron += "--mock-data"
     (request,) = json.loads(run(*words, "--", *megatron.split()).stdout)["requests"]
     assert "#SBATCH --gpus-per-node=3\n" in request
     assert "--nproc-per-node 3 " in request

@@ -8,7 +8,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, TalkingHeads
+from kha_megatron.heads import TalkingHeads
 from tests.mcore import sharded_layer
 from tests.mcore.sharded_layer import differences
 
@@ -123,32 +123,16 @@ def test_without_a_rule_the_comparison_fails(ranks, mutate, sp, words):
 
 def refusals_of_a_layer():
     layer, _ = sharded_layer.build(BOTH, 1, False, 7, sharded_layer.SIZES)
-    short = KHAConfig(talking=TalkingHeads(max_tokens=6))
-    with pytest.raises(ConfigError, match=r"exceeds talking.max_tokens=6.*max_tokens=7"):
-        sharded_layer.on_rank(short, 1, False, 7, sharded_layer.SIZES)
     with pytest.raises(ConfigError, match="does not support packed sequences"):
         layer.core_attention(None, None, None, None, packed_seq_params=object())
     with pytest.raises(ConfigError, match=r"does not support dynamic batching.* static batching"):
         layer.flash_decode_and_prefill(None, None, None, None)
 
 
-def test_long_or_packed_sequences_and_dynamic_batches_are_refused(ranks):
+def test_packed_sequences_and_dynamic_batches_are_refused(ranks):
     ranks(refusals_of_a_layer, 1)
 
 
-def test_longer_sequences_are_refused_before_anything_is_built():
-    kha = KHAConfig(talking=TalkingHeads())
-    with pytest.raises(ConfigError, match=r"\(4096\) exceeds talking.max_tokens=2048"):
-        kha.check(HeadFacts(tokens=4096))
-    asked = KHAConfig.from_options({"heads": ["talking.max_tokens=4096"]})
-    asked.check(HeadFacts(tokens=4096))
-    assert KHAConfig.from_options(asked.to_options()).talking.max_tokens == 4096
-    assert asked == kha  # how it is run, not what it is
-
-
-@pytest.mark.parametrize(
-    "settings", [{"pre": False, "post": False}, {"pre": 1}, {"max_tokens": -1}], ids=str
-)
-def test_invalid_settings_are_refused(settings):
+def test_invalid_settings_are_refused():
     with pytest.raises(ConfigError, match="talking"):
-        TalkingHeads(**settings)
+        TalkingHeads(pre=1)

@@ -93,7 +93,6 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         ([*MLP, "--kha-fold", "always"], "fold=always"),
         ([*LINEAR, "--kha-attention", "gla"], "--multi-latent-attention"),
         ([*LINEAR, "--kha-latent-heads", "4"], "got 4"),
-        (["--heads", "talking.max_tokens=27"], "(28) exceeds"),
     ]
     data = ["--data-path", "0.3", prefix, "0.7", str(missing)]
     cases = [
