@@ -12,20 +12,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import (
-    all_to_all_hp2sp,
-    all_to_all_sp2hp,
-    get_cuda_rng_tracker,
-)
+from megatron.core.tensor_parallel import all_to_all_hp2sp, all_to_all_sp2hp, get_cuda_rng_tracker
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Mechanism
-from kha_megatron.mcore.local_modules import GatheredDotProductAttention, token_positions
+from kha_megatron.mcore.local_modules import GatheredDotProductAttention
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
@@ -35,11 +30,6 @@ class AllHeadsAttention(GatheredDotProductAttention):
 
     mechanism: Mechanism
     weights: Mapping[str, Tensor]
-
-    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        # undoes the scaling of --apply-query-key-layer-scaling, as Megatron's softmax does
-        self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
 
     def set_mechanism(self, mechanism: Mechanism, weights: Mapping[str, Tensor]) -> None:
         """Must be called before the first forward pass, with the mechanism's parameters."""
@@ -84,18 +74,15 @@ class AllHeadsAttention(GatheredDotProductAttention):
 
     def _mask(self, given: Tensor | None, causal: bool, queries: int, keys: int) -> Tensor | None:
         """Build the attention mask for this rank's part of the queries."""
-        ranks, rank = self.tp_group.size(), get_pg_rank(self.tp_group)
-        each = -(-queries // ranks)
-        rows = torch.arange(each, device=torch.cuda.current_device()) + rank * each
-        rows = rows.clamp(max=queries - 1)  # padding
-        if given is not None and given.shape[-2] == queries:  # includes the causal mask
-            return given[..., rows, :]
-        hidden = given
-        if causal and queries > 1:
-            positions = token_positions(keys, self.cp_group)[-queries:][rows][:, None]
-            future = (torch.arange(keys, device=rows.device) > positions)[None, None]
-            hidden = future if hidden is None else hidden | future
-        return hidden
+        includes_causal = given is not None and given.shape[-2] == queries
+        if causal and not includes_causal:
+            future = self._causal_mask(queries, keys)
+            given = future if given is None else given | future
+        if given is None or given.shape[-2] == 1:
+            return given
+        each = -(-queries // self.tp_group.size())
+        rows = torch.arange(each, device=given.device) + get_pg_rank(self.tp_group) * each
+        return given[..., rows.clamp(max=queries - 1), :]  # clamped for padding
 
     def _shard_queries(self, x: Tensor) -> Tensor:
         """Reshard ``[queries, batch, h, head_dim]`` to ``[queries / tp, batch, H, head_dim]``."""

@@ -65,6 +65,8 @@ class GatheredDotProductAttention(DotProductAttention):
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
         given = getattr(pg_collection, "cp", None)
         self.cp_group: Any = given or parallel_state.get_context_parallel_group()
+        # undoes the scaling of --apply-query-key-layer-scaling, as Megatron's softmax does
+        self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
 
     def forward(
         self,
@@ -75,12 +77,9 @@ class GatheredDotProductAttention(DotProductAttention):
         attn_mask_type: AttnMaskType | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if self.cp_group.size() > 1:
-            key, value = self._gather(key), self._gather(value)
-            if attention_mask is None:
-                every = torch.arange(len(key), device=torch.cuda.current_device())
-                positions = token_positions(len(key), self.cp_group)[-len(query) :]
-                attention_mask = (every > positions[:, None])[None, None]
+        key, value = self._gather(key), self._gather(value)
+        if self.cp_group.size() > 1 and attention_mask is None:
+            attention_mask = self._causal_mask(len(query), len(key))
         options = [attention_mask, *kwargs.values()]  # mask, bias and packed sequences
         if self._is_plain(query, key, value) and all(option is None for option in options):
             query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -89,8 +88,7 @@ class GatheredDotProductAttention(DotProductAttention):
                 key,
                 value,
                 is_causal=True,
-                # undoes the scaling of --apply-query-key-layer-scaling, as Megatron's softmax does
-                scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1),
+                scale=self.logit_scale,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
             return output.permute(2, 0, 1, 3).flatten(2)
@@ -108,7 +106,15 @@ class GatheredDotProductAttention(DotProductAttention):
             and query.shape[-1] == value.shape[-1]  # otherwise torch has no fused kernel
         )
 
+    def _causal_mask(self, queries: int, keys: int) -> Tensor:
+        """Build the mask of this rank's last queries, ``[1, 1, queries, keys]``."""
+        positions = token_positions(keys, self.cp_group)[-queries:]
+        return (torch.arange(keys, device=positions.device) > positions[:, None])[None, None]
+
     def _gather(self, x: Tensor) -> Tensor:
+        """All-gather keys or values over context-parallel ranks, in the order of the sequence."""
+        if self.cp_group.size() == 1:
+            return x
         ranks = gather_from_sequence_parallel_region(x, group=self.cp_group)
         chunks = ranks.unflatten(0, (self.cp_group.size(), 2, -1))
         return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
