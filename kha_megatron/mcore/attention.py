@@ -337,20 +337,15 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
     Raises:
         ConfigError: If some attention layer was not built with ``kha``.
     """
+    knocked = len(attentions) if kha.mechanisms else 0
+    totals = torch.tensor([knocked, len(every), added, wrong], device=torch.cuda.current_device())
     layers = [layer for model in models for layer in model.decoder.layers]
     every = [a for x in layers if isinstance(a := getattr(x, "self_attention", None), Attention)]
     attentions = [attention for attention in every if isinstance(attention, KnockedAttention)]
     wrong = sum(not _is_as_requested(attention, kha) for attention in every)
     added = sum(
-        sum(row.size(sizes) for row in attention.kha.rows(sizes))
-        + sum(weight.tensor.size for weight in _weights(attention))
+        attention.kha.parameters(ModelConfig.from_config(attention.config).head_sizes)
         for attention in attentions
-        for sizes in (ModelConfig.from_config(attention.config, attention.kha).head_sizes,)
-    )
-    totals = torch.tensor(
-        [len(attentions) if kha.mechanisms else 0, len(every), added, wrong],
-        dtype=torch.int64,
-        device=torch.cuda.current_device(),
     )
     torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
     knocked, total, added, wrong = totals.tolist()
@@ -362,18 +357,8 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
     return f"knocks {kha} in {knocked} of {total} layers: {added:,} parameters added"
 
 
-def _weights(attention: Attention) -> list[MechanismWeight]:
-    return [module for module in attention.children() if isinstance(module, MechanismWeight)]
-
-
 def _is_as_requested(attention: Attention, kha: KHAConfig) -> bool:
     kha = kha.with_output_gate(attention.config.attention_output_gate)
     if not isinstance(attention, KnockedAttention):
         return not (_without_stock_gate(kha, attention.config).mechanisms or kha.attention)
-    sizes = ModelConfig.from_config(attention.config, kha).head_sizes
-    built = {(weight.tensor.name, *weight.tensor.matrices) for weight in _weights(attention)}
-    return (
-        built == {(tensor.name, *tensor.matrices) for tensor in kha.tensors(sizes)}
-        and attention.kha.rows(sizes) == kha.rows(sizes)
-        and attention.kind == kha.attention
-    )
+    return attention.kha == kha and attention.kind == kha.attention

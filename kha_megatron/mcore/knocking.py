@@ -8,7 +8,7 @@ Note: Megatron must not reduce the gradient again. It would do so if the paramet
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections import UserDict
 from typing import Any
 
 import torch
@@ -164,18 +164,11 @@ class MechanismWeight(MegatronModule):
         return f"{self.tensor.name}, weight={tuple(self.weight.shape)}"
 
 
-class MechanismWeights(Mapping[str, Tensor]):
-    def __init__(self, modules: Mapping[str, MechanismWeight]) -> None:
-        self._modules = dict(modules)
+class MechanismWeights(UserDict[str, Any]):
+    """Maps names to weights. Calls the :class:`MechanismWeight` when a weight is read."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._modules[name]()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
+        return super().__getitem__(name)()
 
 
 class KnockingHeads(MechanismWeight):
