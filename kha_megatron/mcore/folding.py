@@ -46,11 +46,7 @@ _LINEARS = (ColumnParallelLinear, TEColumnParallelLinear, TELayerNormColumnParal
 
 
 class Folding:
-    """Calls ``linear_qkv``, with folded matrices if that is faster.
-
-    Raises:
-        ConfigError: If ``kha.fold`` is ``always`` but the layer can't be folded.
-    """
+    """Calls ``linear_qkv``, with folded matrices if that is faster."""
 
     def __init__(
         self,
@@ -62,9 +58,6 @@ class Folding:
         self.attention, self.choice, self.heads = attention, kha.fold, layout.heads
         self.knockings = {p: knockings[p] for p, v in kha.variants.items() if v == "linear"}
         self.was_folded = False
-        self.obstacle = self._obstacle()
-        if self.choice == "always" and self.obstacle:
-            raise _refusal(self.obstacle)
         if self.choice != "never" and self.knockings and not self.obstacle:
             for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
                 if hasattr(attention.linear_qkv, name):
@@ -108,6 +101,11 @@ class Folding:
         return (1 + unfused / 3) * config.hidden_size * len(self.heads) / folded_heads
 
     def folds(self, hidden_states: Tensor) -> bool:
+        """Whether to fold this microbatch.
+
+        Raises:
+            ConfigError: If ``kha.fold`` is ``always`` but the layer can't be folded.
+        """
         if self.choice == "never" or not self.knockings:
             return False
         linear: Any = self.attention.linear_qkv
@@ -121,7 +119,9 @@ class Folding:
         ):
             obstacle = "folding has not been tested with FSDP"
         if obstacle and self.choice == "always":
-            raise _refusal(obstacle)
+            raise ConfigError(
+                f"--kha-fold always is not supported: {obstacle}. Use --kha-fold auto."
+            )
         if obstacle:
             announce(f"KHA-Linear is not folded because {obstacle}", once="unfolded")
             return False
@@ -138,7 +138,9 @@ class Folding:
             )
         return folds
 
-    def _obstacle(self) -> str | None:
+    @cached_property
+    def obstacle(self) -> str | None:
+        """What prevents folding in this layer, or None."""
         config, ranks = self.attention.config, self.attention.tp_group.size()
         if config.fp8_param or config.fp4_param:
             return "--fp8-param-gather keeps the QKV weight quantized"
@@ -151,7 +153,3 @@ class Folding:
         if len(self.heads) % ranks:
             return f"{len(self.heads)} heads of linear_qkv are not divisible by TP size {ranks}"
         return None
-
-
-def _refusal(obstacle: str) -> ConfigError:
-    return ConfigError(f"--kha-fold always is not supported: {obstacle}. Use --kha-fold auto.")

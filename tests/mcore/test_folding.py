@@ -278,9 +278,10 @@ def hindered(sizes, options):
     for name, value in options.items():  # Megatron accepts some of them with a GPU only
         setattr(built.config, name, value)
     folding = type(built.folding)(built, LINEAR, *parts)
+    inputs = torch.empty(1000, BATCH, HIDDEN)
     with pytest.raises(ConfigError) as caught:
-        type(built.folding)(built, replace(LINEAR, fold="always"), *parts)
-    return folding.folds(torch.empty(1000, BATCH, HIDDEN)), folding.obstacle, str(caught.value)
+        type(built.folding)(built, replace(LINEAR, fold="always"), *parts).folds(inputs)
+    return folding.folds(inputs), folding.obstacle, str(caught.value)
 
 
 class Adapter(torch.nn.Module):
