@@ -155,6 +155,8 @@ class Mechanism:
     own_projections: ClassVar[tuple[Projection, ...]] = ()
     """Projections that the mechanism computes itself instead of ``linear_qkv``, from its parameters
     ``{name}_{projection}``. All heads share them, and their size is :attr:`own_dim`."""
+    is_sparse: ClassVar[bool] = False
+    """Whether tokens use only a subset of the heads (so upcycling changes the outputs)."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __post_init__(self) -> None:
@@ -311,11 +313,6 @@ class Mechanism:
         """Whether a trained mechanism can be folded into the projections (see :meth:`fold`)."""
         return False
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether tokens use only a subset of the heads (so upcycling changes the outputs)."""
-        return False
-
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
         """Return the projections to double when the mechanism is added to a trained model.
 
@@ -369,8 +366,7 @@ class Mechanism:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
     def non_defaults(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in self.non_defaults().items())

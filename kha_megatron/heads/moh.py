@@ -17,14 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads.mechanism import (
-    Costs,
-    HeadFacts,
-    HeadSizes,
-    HeadTensor,
-    Mechanism,
-    Stage,
-)
+from kha_megatron.heads.mechanism import Costs, HeadFacts, HeadSizes, HeadTensor, Mechanism, Stage
 from kha_megatron.heads.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -47,6 +40,7 @@ class MixtureOfHeads(Mechanism):
 
     name: ClassVar[str] = "moh"
     stages: ClassVar[tuple[Stage, ...]] = ("qkv", "output")
+    is_sparse: ClassVar[bool] = True
     presets: ClassVar = MappingProxyType(
         {"moh_50": {"share": 0.5}, "moh_75": {"share": 0.75}, "moh_90": {"share": 0.9}}
     )
@@ -98,12 +92,6 @@ class MixtureOfHeads(Mechanism):
                 "moh.active must be at least 1 (a list of numbers cannot be combined with "
                 f"moh.share) and moh.share must be in (0, 1], got active={self.active} and "
                 f"share={share}."
-            )
-        if self.shared == 0 and self.router == "learned":
-            raise ConfigError(
-                "moh.shared=0 is not supported with a learned router, because the router weights "
-                "shared against routed heads (equation 6). Use at least one shared head or "
-                "moh.router=query_norm."
             )
 
     def shared_heads(self, heads: int) -> int:
@@ -193,10 +181,6 @@ class MixtureOfHeads(Mechanism):
         values = super().to_dict()
         return values | {"active": list(self.active)} if isinstance(self.active, tuple) else values
 
-    @property
-    def is_sparse(self) -> bool:
-        return True
-
     def projections_to_double(self) -> tuple[()]:
         if self.router == "learned" or not self.quantized:
             raise ConfigError(
@@ -220,6 +204,7 @@ class MixtureOfHeads(Mechanism):
             )
         if not heads:
             return None
+        # a learned router weights shared against routed heads (equation 6)
         shared, least = self.shared_heads(heads), int(self.router == "learned")
         active = per_layer or (self.active_heads(heads),)
         if shared < least or not 1 <= min(active) <= max(active) <= heads - shared:

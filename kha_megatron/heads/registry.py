@@ -11,7 +11,7 @@ Code in checkpoints and model directories is never executed.
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import cache, partial
 from importlib.metadata import entry_points
@@ -130,13 +130,7 @@ def _registered() -> Mapping[str, tuple[type[Mechanism], str | None]]:
 def _register(files: tuple[str, ...]) -> Mapping[str, tuple[type[Mechanism], str | None]]:
     found: dict[str, tuple[type[Mechanism], str | None]] = {k.name: (k, None) for k in _OWN}
     for kind, provider in [*_from_packages(), *(pair for f in files for pair in _from_file(f))]:
-        name = getattr(kind, "name", None)
-        is_mechanism = isinstance(kind, type) and issubclass(kind, Mechanism)
-        if not (is_mechanism and "__dataclass_fields__" in vars(kind) and isinstance(name, str)):
-            raise ConfigError(
-                f"{kind!r} in {provider} must be a frozen dataclass that inherits from Mechanism "
-                "and has a name."
-            )
+        name = kind.name
         if name in found or name in _RESERVED or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             raise ConfigError(
                 f"The mechanism name {name!r} in {provider} is invalid or already in use. Choose "
@@ -174,14 +168,8 @@ def _from_file(path: str) -> tuple[tuple[type[Mechanism], str], ...]:
     except Exception as error:
         del sys.modules[module_name]
         raise ConfigError(f"--heads-from {path} failed: {in_one_line(error)}.") from error
-    found = tuple((kind, Path(path).name) for kind in _mechanisms_in(module))
-    if not found:
+    defined = [v for v in vars(module).values() if getattr(v, "__module__", None) == module_name]
+    kinds = [v for v in defined if isinstance(v, type) and issubclass(v, Mechanism)]
+    if not kinds:
         raise ConfigError(f"--heads-from {path} contains no subclass of Mechanism.")
-    return found
-
-
-def _mechanisms_in(module: Any) -> Iterator[type[Mechanism]]:
-    for value in vars(module).values():
-        is_own = getattr(value, "__module__", None) == module.__name__
-        if is_own and isinstance(value, type) and issubclass(value, Mechanism):
-            yield value
+    return tuple((kind, Path(path).name) for kind in kinds)
