@@ -75,7 +75,6 @@ class KnockedAttention(Attention):
                 self.core_attention.set_mechanism(*self.mechanisms[-1])
         self.head_ranks = HeadRanks(
             config,
-            self.layer_number,
             self.pg_collection,
             is_training=lambda: self.training,
             adds_loss=any(mechanism.adds_loss for mechanism in kha.other_mechanisms),
@@ -163,7 +162,6 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         self,
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
-        layer_number: int,
         *args: Any,
         kha: KHAConfig,
         **kwargs: Any,
@@ -176,7 +174,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
             submodules = _set_key_width(submodules, config, model.normed_dim)
         if not (layout.is_stock and len(layout.extra) == config.attention_output_gate):
             submodules = replace(submodules, linear_qkv=_with_rows(submodules.linear_qkv, layout))
-        super().__init__(config, submodules, layer_number, *args, **kwargs)
+        super().__init__(config, submodules, *args, **kwargs)
         self.linear_qkv_out_dim, self.key_hidden_size = layout.rows, model.normed_dim
         self._add_knocking(kha)
         self.split = QKVSplit(layout, self.tp_group)
@@ -300,20 +298,14 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     model = ModelConfig.from_config(config, kha)
     kha.check(replace(build_head_facts(model), layers=layers))
     check_layout(model, Layout.from_config(config))
-    latent, rows = config.multi_latent_attention, model.qkv
-    groups, heads = config.num_query_groups, config.num_attention_heads
+    nonlinear = {kha.query, kha.key} - {None, "linear"}
+    own_rows = not config.multi_latent_attention and (model.qkv.extra or not model.qkv.is_stock)
     other_norm = config.qk_layernorm and config.normalization != "RMSNorm"
     mistakes = {
         "fused_single_qkv_rope is not supported, because KHA must be applied before RoPE. Remove "
         "fused_single_qkv_rope.": config.fused_single_qkv_rope,
-        f"--qk-clip does not support {kha}, because the QKV weight has a different row layout. "
-        "Remove --qk-clip.": config.qk_clip and not latent and (rows.extra or not rows.is_stock),
-        f"--qk-clip does not support {kha}, because scaling the QKV weight only scales queries and "
-        "keys if their matrices are linear. Remove --qk-clip.": (
-            config.qk_clip and {kha.query, kha.key} - {None, "linear"}
-        ),
-        f"num_query_groups ({groups}) must equal num_attention_heads ({heads}) with multi-latent "
-        "attention. Remove --num-query-groups.": latent and groups != heads,
+        f"--qk-clip does not support {kha}, because it requires the rows of Megatron's QKV weight "
+        "and linear matrices. Remove --qk-clip.": config.qk_clip and (nonlinear or own_rows),
         f"The projections of {kha} have no biases. Remove --add-qkv-bias and --add-bias-linear.": (
             kha.own_projections and (config.add_bias_linear or config.add_qkv_bias)
         ),
@@ -337,8 +329,6 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
     Raises:
         ConfigError: If some attention layer was not built with ``kha``.
     """
-    knocked = len(attentions) if kha.mechanisms else 0
-    totals = torch.tensor([knocked, len(every), added, wrong], device=torch.cuda.current_device())
     layers = [layer for model in models for layer in model.decoder.layers]
     every = [a for x in layers if isinstance(a := getattr(x, "self_attention", None), Attention)]
     attentions = [attention for attention in every if isinstance(attention, KnockedAttention)]
@@ -347,6 +337,8 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
         attention.kha.parameters(ModelConfig.from_config(attention.config).head_sizes)
         for attention in attentions
     )
+    knocked = len(attentions) if kha.mechanisms else 0
+    totals = torch.tensor([knocked, len(every), added, wrong], device=torch.cuda.current_device())
     torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
     knocked, total, added, wrong = totals.tolist()
     if wrong or ((kha.mechanisms or kha.attention) and not total):

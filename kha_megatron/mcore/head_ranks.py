@@ -28,7 +28,6 @@ class HeadRanks(Ranks):
     Args:
         config (TransformerConfig): The model's config. Don't pass a copy, because
             :class:`LossScale` is registered in this object.
-        layer_number (int): Global layer number, starting at 1.
         groups (ProcessGroupCollection): Must contain ``tp`` and ``cp``.
         is_training (callable): Returns whether the layer is in training mode.
         adds_loss (bool): Whether some mechanism calls :meth:`add_loss`.
@@ -37,13 +36,12 @@ class HeadRanks(Ranks):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
         groups: Any,
         *,
         is_training: Callable[[], bool],
         adds_loss: bool = False,
     ) -> None:
-        self.config, self.layer_number = config, layer_number
+        self.config = config
         self.tp, self.cp = groups.tp, groups.cp
         self.is_training = is_training
         self.loss_scale = LossScale.of(config) if adds_loss else None

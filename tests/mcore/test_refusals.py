@@ -47,7 +47,7 @@ def refusal(kha, overrides):
             "attention_output_gate.*Remove",
         ),
         (OUTPUT, {"qk_clip": True}, r"qk-clip.*gate\(output=element\).*Remove --qk-clip"),
-        (KHAConfig(key="gate"), {"qk_clip": True}, "qk-clip.*key=gate.*matrices are linear"),
+        (KHAConfig(key="gate"), {"qk_clip": True}, "qk-clip.*key=gate.*linear matrices"),
         (VALUE, {"tensor_parallel_num_weight_shards": 2}, "num-weight-shards 2 is.*Remove"),
         (
             KHAConfig(gate=Gate(query="head")),
