@@ -41,8 +41,8 @@ class _Finding(NamedTuple):
     text: str
 
 
-_Site = tuple[tuple[float, int], str]
-"""Order and name of a module whose output is checked."""
+_Watched = tuple[tuple[float, int], str, Any]
+"""Order, name and module whose output is checked."""
 
 
 def stop_before_non_finite_steps(models: list[_Model]) -> None:
@@ -55,10 +55,9 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
         With ``overlap_grad_reduce`` or FSDP2, gradients are checked after the data-parallel
         reduction. With CUDA graphs, layer outputs are not checked.
     """
-    watched = [pair for model in models for pair in _watched_modules(model)]
-    sites = [site for site, _ in watched]
-    largest = torch.zeros(len(sites), dtype=torch.float32, device=torch.cuda.current_device())
-    for index, (_, module) in enumerate(watched):
+    watched = [entry for model in models for entry in _watched_modules(model)]
+    largest = torch.zeros(len(watched), dtype=torch.float32, device=torch.cuda.current_device())
+    for index, (*_, module) in enumerate(watched):
         module.register_forward_hook(_recorder(largest, index))
 
     @contextmanager
@@ -70,7 +69,7 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
         summed_by = "--overlap-grad-reduce" if overlaps else None
         if any(isinstance(p, DTensor) for model in models for p in model.parameters()):
             summed_by = "--use-torch-fsdp2"
-        _check(models, sites, largest, summed_by)
+        _check(models, watched, largest, summed_by)
         largest.zero_()
         if not overlaps:
             yield
@@ -78,8 +77,8 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
     wrap_grad_finalization(models, checked)
 
 
-def _watched_modules(model: _Model) -> list[tuple[_Site, _Model]]:
-    found = [((_FIRST, 0), "embedding", getattr(model, "embedding", None))]
+def _watched_modules(model: _Model) -> list[_Watched]:
+    found: list[_Watched] = [((_FIRST, 0), "embedding", getattr(model, "embedding", None))]
     for layer in model.decoder.layers:
         number, name = layer.layer_number - 1, f"decoder.layers.{layer.layer_number - 1}"
         for inner, module in layer.named_modules():
@@ -92,7 +91,7 @@ def _watched_modules(model: _Model) -> list[tuple[_Site, _Model]]:
         found = []  # captured modules must not have hooks
     if model.post_process:
         found.append(((_LAST, 1), "the loss or the logits", model))
-    return [((order, name), module) for order, name, module in found if module is not None]
+    return [entry for entry in found if entry[2] is not None]
 
 
 def _recorder(largest: Tensor, index: int) -> Callable:
@@ -108,12 +107,12 @@ def _recorder(largest: Tensor, index: int) -> Callable:
 
 
 def _check(
-    models: list[_Model], sites: list[_Site], largest: Tensor, summed_by: str | None
+    models: list[_Model], watched: list[_Watched], largest: Tensor, summed_by: str | None
 ) -> None:
     gradients = [gradient for *_, gradient in _parameters(models) if gradient is not None]
     norm = torch.nn.utils.get_total_norm(gradients).to(largest)
     bad = ~torch.isfinite(torch.cat([largest, norm.view(1)])).all()
-    first = _first_on_any_rank(bad, lambda: _first_finding(models, sites, largest, summed_by))
+    first = _first_on_any_rank(bad, lambda: _first_finding(models, watched, largest, summed_by))
     if first is None:
         return
     kind, where = first
@@ -167,10 +166,10 @@ def _bad_parameters(models: list[_Model]) -> Iterator[_Finding]:
 
 
 def _first_finding(
-    models: list[_Model], sites: list[_Site], largest: Tensor, summed_by: str | None
+    models: list[_Model], watched: list[_Watched], largest: Tensor, summed_by: str | None
 ) -> _Finding | None:
     found = list(_bad_parameters(models))
-    for (order, name), peak in zip(sites, largest.tolist(), strict=True):
+    for (order, name, _), peak in zip(watched, largest.tolist(), strict=True):
         if not math.isfinite(peak):
             what = "NaN" if math.isnan(peak) else "Inf"
             found.append(_Finding(_ACTIVATION, order, f"{what} in the output of {name}"))
