@@ -101,9 +101,6 @@ class KHAHeads(KHAModule):
                 f"KHA_HEADS_FROM). Registered mechanisms: {', '.join(known)}."
             )
         latent = config.kv_lora_rank is not None
-        knocks = (config.kha_query, config.kha_key, config.kha_value)
-        if latent and not {*knocks} <= {None, "linear"}:
-            raise ValueError(f"MLA and GLA only support linear KHA, got {knocks}.")
         if config.kha_attention == "gta" and config.kha_key is not None:
             raise ValueError(
                 f"kha_key={config.kha_key!r} is not supported with GTA. Use kha_value."

@@ -183,15 +183,11 @@ KHA_ATTENTION_CLASSES: dict[str, Any] = {}
 def attention_class(config: KHAModelConfig) -> Any:
     if config.is_plain:
         return KHAAttention
-    kind = "latent" if config.kv_lora_rank is not None else config.kha_attention
-    classes = KHA_ATTENTION_CLASSES
-    kind = kind or "heads"
-    if kind not in classes:
-        raise ValueError(
-            f"The modeling code of this model does not include {kind!r} attention. Please install "
-            "kha_megatron from source and `import kha_megatron.hf`."
-        )
-    return classes[kind].for_config(config) if kind == "heads" else classes[kind]
+    if config.kv_lora_rank is not None:
+        return KHA_ATTENTION_CLASSES["latent"]
+    if config.kha_attention is not None:
+        return KHA_ATTENTION_CLASSES[config.kha_attention]
+    return KHA_ATTENTION_CLASSES["heads"].for_config(config)
 
 
 def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:

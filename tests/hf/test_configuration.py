@@ -18,7 +18,6 @@ GROUPS = MOE | {"num_experts": 6, "n_group": 3, "topk_group": 2}
         (GROUPS | {"num_experts_per_tok": 5}, "must be between 2 and 4 .* got 5"),
         ({"kha_attention": "gla"}, "kha_attention='gla' and kv_lora_rank=None"),
         (LATENT | GTA, "kha_attention='gta' and kv_lora_rank=12"),
-        (LATENT | {"kha_value": "mlp"}, "only support linear KHA"),
         (GTA | {"kha_key": "linear"}, "kha_key='linear' is not supported with GTA"),
         (
             GTA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
