@@ -9,10 +9,7 @@ from typing import Any
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.model_bridge import (
-    MegatronModelBridge,
-    WeightConversionTask,
-)
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, WeightConversionTask
 from megatron.bridge.models.conversion.utils import unwrap_model
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor

@@ -194,9 +194,7 @@ def use_forked_writers() -> None:
         AsyncCallsQueue,
         TemporalAsyncCaller,
     )
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import (
-        get_write_results_queue,
-    )
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
     get_write_results_queue("fork")
     AsyncCallsQueue.warmup_persistent_caller = lambda *args, **kwargs: None

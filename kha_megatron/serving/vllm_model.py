@@ -21,11 +21,7 @@ from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.glm4_moe import Glm4MoeAttention
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-from vllm.model_executor.models.qwen3_moe import (
-    Qwen3MoeDecoderLayer,
-    Qwen3MoeMLP,
-    Qwen3MoeModel,
-)
+from vllm.model_executor.models.qwen3_moe import Qwen3MoeDecoderLayer, Qwen3MoeMLP, Qwen3MoeModel
 from vllm.model_executor.models.utils import (
     AutoWeightsLoader,
     PPMissingLayer,
