@@ -274,19 +274,11 @@ def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[...,
     return build_linear
 
 
-_UNSUPPORTED: dict[str | None, dict[str, str]] = {
-    "gta": {
-        "attention_output_gate": "Remove --attention-output-gate.",
-        "add_bias_linear": "Add --disable-bias-linear.",
-        "add_qkv_bias": "Remove --add-qkv-bias.",
-        "no_rope_freq": "Remove --no-rope-freq.",
-    },
-    "gla": {
-        "layernorm_zero_centered_gamma": "Remove --apply-layernorm-1p.",
-        "cache_mla_latents": "Remove --cache-mla-latents.",
-    },
+_UNSUPPORTED: dict[str | None, tuple[str, ...]] = {
+    "gta": ("attention_output_gate", "add_bias_linear", "add_qkv_bias", "no_rope_freq"),
+    "gla": ("layernorm_zero_centered_gamma", "cache_mla_latents"),
 }
-"""Options that an attention kind doesn't support, and how to fix the command line."""
+"""Fields of ``TransformerConfig`` that an attention kind doesn't support."""
 
 
 def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
@@ -314,9 +306,11 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
         ),
     }
     raise_first(mistakes)
-    for option, remedy in _UNSUPPORTED.get(kha.attention, {}).items():
-        if getattr(config, option):
-            raise ConfigError(f"attention={kha.attention} does not support {option}. {remedy}")
+    for option in _UNSUPPORTED.get(kha.attention, ()):
+        if found := getattr(config, option):
+            raise ConfigError(
+                f"attention={kha.attention} does not support {option}={found}. Disable it."
+            )
 
 
 def describe_model(models: list[Any], kha: KHAConfig) -> str:

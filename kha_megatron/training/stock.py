@@ -79,20 +79,21 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
 
 def forward_flops_per_token(args: argparse.Namespace) -> int:
     """Extra forward FLOPs per token for KHA in one (causal) attention layer."""
-    kha, sizes = _kha(args), _sizes(args)
+    kha, sizes = _kha_and_sizes(args)
     costs = kha.costs(sizes)
     return costs.flops + args.seq_length * costs.pair_flops // 2
 
 
 def parameters_per_layer(args: argparse.Namespace) -> int:
     """Number of parameters that KHA adds to an attention layer."""
-    return _kha(args).parameters(_sizes(args))
+    kha, sizes = _kha_and_sizes(args)
+    return kha.parameters(sizes)
 
 
 def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     """Activation memory of KHA in bytes (per layer, rank and microbatch)."""
-    kha, sizes = _kha(args), _sizes(args).on_rank(args.tensor_model_parallel_size)
-    costs = kha.costs(sizes)
+    kha, sizes = _kha_and_sizes(args)
+    costs = kha.costs(sizes.on_rank(args.tensor_model_parallel_size))
     between = costs.sharded_activations
     if args.sequence_parallel:
         between //= args.tensor_model_parallel_size
@@ -100,12 +101,8 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     return _BYTES * elements * args.seq_length * args.micro_batch_size
 
 
-def _kha(args: argparse.Namespace) -> KHAConfig:
-    """Get the KHA config, except for the output gate, which Megatron counts itself."""
-    return (KHAConfig.from_entries(vars(args)) or KHAConfig()).without_output_gate()
-
-
-def _sizes(args: argparse.Namespace) -> HeadSizes:
-    model = ModelConfig.from_arguments(vars(args))
+def _kha_and_sizes(args: argparse.Namespace) -> tuple[KHAConfig, HeadSizes]:
+    """Get the KHA config (without the output gate, which Megatron counts itself) and head sizes."""
+    kha, model = KHAConfig.from_entries(vars(args)), ModelConfig.from_arguments(vars(args))
     assert model is not None, "Megatron has validated its sizes"
-    return model.head_sizes
+    return (kha or KHAConfig()).without_output_gate(), model.head_sizes
