@@ -33,7 +33,8 @@ ModelPath = Annotated[
 ]
 Out = Annotated[Path, typer.Argument(help="Output directory.")]
 Dtype = Annotated[
-    str | None, typer.Option(help="float32, bfloat16 or float16 (default: same as the input).")
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Dtype of the output (default: same as the input)."),
 ]
 AllowOverflow = Annotated[
     bool,

@@ -15,7 +15,6 @@ from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_output_folder
 from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import ModelSource
-from kha_megatron.conversion.table import tensor_slots
 from kha_megatron.conversion.transforms import count_not_finite
 from kha_megatron.errors import OutputError
 
@@ -101,14 +100,13 @@ class Plan(ABC):
         self, target: Path, architecture: str, shards: int, not_finite: dict[str, int], *flags: str
     ) -> Conversion:
         entries = self.entries
-        untrained = [slot for slot in tensor_slots(self.source.model) if not slot.row.trained]
+        trained = [held for slot, held in self.source.entries() if slot.row.trained]
         return Conversion(
             path=target,
             architecture=architecture,
             tensors=len(entries),
-            parameters=sum(math.prod(e.shape) for _, held in self.source.entries() for e in held)
-            - sum(math.prod(slot.row.shape(self.source.model)) for slot in untrained),
-            size=self.size,
+            parameters=sum(math.prod(entry.shape) for held in trained for entry in held),
+            size=sum(entry.nbytes for entry in entries),
             shards=shards,
             dtype=str(entries[0].dtype).removeprefix("torch."),
             tokenizer=self.source.tokenizer.origin,

@@ -285,8 +285,6 @@ def can_predict(model: Architecture, model_type: str) -> bool:
     ``glm4_moe`` and ``deepseek_v3`` always have experts in these layers. In ``qwen3_next``, vLLM
     builds them like the first layer, while Megatron builds them like the last one.
     """
-    if model_type not in FAMILIES:
-        return True  # to_hf_config raises an error
     files = FAMILIES[model_type].files
     kind = files.shared or model.is_moe(0)
     return model.is_moe(model.num_layers) == kind and model.predictions <= files.predictions
@@ -313,10 +311,6 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
 
     We parse the result again and compare it to ``model``, to make sure that nothing got lost.
     """
-    if model_type not in FAMILIES:
-        raise CheckpointError(
-            f"Unknown architecture {model_type!r}. Available architectures: {', '.join(FAMILIES)}."
-        )
     model = fill_missing_tensors(model, model_type)
     try:
         config = _build_config(model, FAMILIES[model_type], model_type)

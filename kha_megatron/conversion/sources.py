@@ -24,7 +24,7 @@ from kha_megatron.conversion.rows import EMBEDDING as HF_EMBEDDING
 from kha_megatron.conversion.rows import LM_HEAD, STANDARD, FileFormat, TensorSlot
 from kha_megatron.conversion.table import EH_PROJ, MODEL, locate_tensors, tensor_slots
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
-from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.errors import CheckpointError
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -184,9 +184,3 @@ def _check_tensors(
             f"{path} does not match its {config} ({len(problems)} tensors): "
             f"{', '.join(problems[:5])}."
         )
-
-
-def parse_dtype(name: str | None) -> torch.dtype | None:
-    if name is not None and name not in FLOAT_DTYPES:
-        raise ConfigError(f"Unknown dtype {name!r}. Available dtypes: {', '.join(FLOAT_DTYPES)}.")
-    return None if name is None else FLOAT_DTYPES[name]

@@ -24,7 +24,7 @@ from kha_megatron.conversion.hf_configs import (
 from kha_megatron.conversion.hf_families import FAMILIES
 from kha_megatron.conversion.model_card import CARD, model_card
 from kha_megatron.conversion.rows import FileFormat, TensorSlot
-from kha_megatron.conversion.sources import open_source, parse_dtype
+from kha_megatron.conversion.sources import FLOAT_DTYPES, open_source
 from kha_megatron.conversion.tokenizer_files import FILES
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
@@ -34,6 +34,7 @@ from kha_megatron.conversion.transforms import (
     remove_padding,
     upcycle_heads,
 )
+from kha_megatron.errors import ConfigError
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -131,7 +132,9 @@ def plan_export(
         CheckpointError: If the checkpoint is corrupted, or can't be exported to ``architecture``.
         ConfigError: If an argument is invalid.
     """
-    new_dtype = parse_dtype(dtype)
+    if architecture not in (None, "auto", *FAMILIES):
+        available = ", ".join(("auto", *FAMILIES))
+        raise ConfigError(f"Unknown architecture {architecture!r}. Available: {available}.")
     source = remove_padding(open_source(path, tokenizer=tokenizer))
     source = replace(source, model=replace(source.model, gpt_model=False))
     folded = source.model.kha if fold else None
@@ -139,8 +142,8 @@ def plan_export(
         source = fold_heads(source, folded)
     if upcycle is not None:
         source = upcycle_heads(source, upcycle)
-    if new_dtype is not None:
-        source = cast(source, new_dtype, allow_overflow=allow_overflow)
+    if dtype is not None:
+        source = cast(source, FLOAT_DTYPES[dtype], allow_overflow=allow_overflow)
     architecture = architecture or ("auto" if fold else "kha")
     if architecture == "auto":
         stock = fold or has_stock_heads(source.model)

@@ -24,9 +24,9 @@ from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_arguments import STOCK_SCALING, command_line, to_arguments
 from kha_megatron.conversion.rows import TensorSlot
-from kha_megatron.conversion.sources import open_source, parse_dtype
+from kha_megatron.conversion.sources import FLOAT_DTYPES, open_source
 from kha_megatron.conversion.table import MODEL, megatron_name, tensor_slots
-from kha_megatron.conversion.transforms import cast, pad_vocabulary, upcycle_heads
+from kha_megatron.conversion.transforms import cast, upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
 from kha_megatron.model.model_config import ModelConfig
 
@@ -112,15 +112,15 @@ def plan_import(
     size. ``gpt_model`` writes a checkpoint for GPTModel instead of HybridModel. The other arguments
     are the same as in ``to_hf.plan_export``.
     """
-    new_dtype = parse_dtype(dtype)
     source = open_source(path, tokenizer=tokenizer)
-    source = replace(source, model=replace(source.model, gpt_model=gpt_model))
+    multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel
+    rows = math.ceil(source.model.vocab_size / multiple) * multiple
+    model = replace(source.model, gpt_model=gpt_model, padded_vocab_size=rows)
+    source = replace(source, model=model)
     if upcycle is not None:
         source = upcycle_heads(source, upcycle)
-    multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel
-    source = pad_vocabulary(source, math.ceil(source.model.vocab_size / multiple) * multiple)
-    if new_dtype is not None:
-        source = cast(source, new_dtype, allow_overflow=allow_overflow)
+    if dtype is not None:
+        source = cast(source, FLOAT_DTYPES[dtype], allow_overflow=allow_overflow)
     first = source.read(TensorSlot(MODEL[0]), meta=True)[0].dtype
     args = to_arguments(source.model) | {
         "params_dtype": first,

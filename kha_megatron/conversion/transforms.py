@@ -265,10 +265,6 @@ def drop_predictions(source: ModelSource, why: str) -> ModelSource:
     return replace(source, model=replace(source.model, mtp_num_layers=None))
 
 
-def pad_vocabulary(source: ModelSource, rows: int) -> ModelSource:
-    return replace(source, model=replace(source.model, padded_vocab_size=rows))
-
-
 def remove_padding(source: ModelSource) -> ModelSource:
     """Remove Megatron's vocab padding, unless it doesn't explain the size of the embedding."""
     args, rows = source.padding_arguments, source.model.padded_vocab_size

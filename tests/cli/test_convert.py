@@ -220,7 +220,7 @@ def test_upcycle_to_either_side(run, qwen3, tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("to-hf --dtype int8", "Unknown dtype 'int8'"),
+        ("to-hf --dtype int8", "'int8' is not one of"),
         ("to-hf --tokenizer /nowhere", "Tokenizer directory /nowhere not found"),
         ("to-hf --architecture gpt2", "Unknown architecture 'gpt2'"),
         ("to-hf --architecture qwen3_moe", "cannot be exported as qwen3_moe"),
