@@ -99,11 +99,6 @@ def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     dense = config.first_k_dense_replace
     freq = tuple(int(layer >= dense) for layer in range(config.num_hidden_layers))
     groups, per_token = config.n_group or 1, config.num_experts_per_tok
-    if any(freq) and (config.n_routed_experts % groups or config.n_routed_experts < 2 * groups):
-        raise CheckpointError(
-            f"Invalid config.json: n_routed_experts ({config.n_routed_experts}) must be divisible "
-            f"by n_group={groups}, with at least two experts per group."
-        )
     if any(freq) and groups > 1 and per_token != 2 * config.topk_group:
         raise CheckpointError(
             f"n_group={groups} with topk_group={config.topk_group} and num_experts_per_tok="

@@ -158,8 +158,6 @@ def _experts(args: Mapping[str, Any], layers: int, sparse: Sequence[int]) -> dic
     score, balance = args["moe_router_score_function"], args["moe_router_load_balancing_type"]
     if score not in ("softmax", "sigmoid"):
         raise _unsupported("moe_router_score_function", score, "expected softmax or sigmoid")
-    if args["moe_router_enable_expert_bias"] and score != "sigmoid":
-        raise _unsupported("moe_router_enable_expert_bias", True, "it requires sigmoid scores")
     if balance in ("sinkhorn", "quantile_balancing"):
         raise _unsupported("moe_router_load_balancing_type", balance, "it affects expert selection")
     frequency = args["moe_layer_freq"]
@@ -304,19 +302,11 @@ _NOT_FROM_CHECKPOINT = (
     "qk_layernorm",
     "attention_output_gate",
     "use_rope_scaling",
-    "rope_scaling_factor",
-    "rope_low_freq_factor",
-    "rope_high_freq_factor",
-    "rope_original_max_position_embeddings",
+    *Llama3Scaling.arguments.values(),
     "multi_latent_attention",
     *LATENT,
     "rope_type",
-    "rotary_scaling_factor",
-    "mscale",
-    "mscale_all_dim",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
+    *Yarn.arguments.values(),
     "moe_router_dtype",
     "moe_router_num_groups",
     "moe_router_group_topk",
