@@ -7,7 +7,7 @@ import typer
 
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Device, HeadsFrom, ModelFolder
-from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
+from kha_megatron.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -81,39 +81,15 @@ def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
 
     Raises:
         CheckpointError: If the model cannot be loaded or the weights do not match the config.
+        ConfigError: If the tokenizer cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    import kha_megatron.hf  # noqa: F401 (registers the kha architecture)
-    from kha_megatron.checkpoint.hf_reader import HFCheckpoint, without_predictions
+    from kha_megatron.checkpoint.hf_reader import HFCheckpoint
+    from kha_megatron.conversion.tokenizer_files import load_hf_tokenizer
+    from kha_megatron.conversion.verify import load_hf_model
 
     HFCheckpoint.open(hf_dir)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    safe = {"trust_remote_code": False, "local_files_only": True}
-    try:
-        with console.log.status(f"Loading {hf_dir}"):
-            tokenizer = AutoTokenizer.from_pretrained(hf_dir, **safe)
-            model, info = AutoModelForCausalLM.from_pretrained(
-                hf_dir,
-                **safe,
-                use_safetensors=True,
-                dtype="auto",
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported below
-            )
-    except Exception as error:  # transformers raises many exception types
-        raise CheckpointError(
-            f"Could not load {hf_dir}: {type(error).__name__}: {in_one_line(error)}"
-        ) from error
-    info["unexpected_keys"] = without_predictions(info["unexpected_keys"], model.config)
-    for problem in ("missing", "unexpected", "mismatched"):
-        if names := [str(key) for key in info[f"{problem}_keys"]]:
-            raise CheckpointError(
-                f"The weights in {hf_dir} do not match its config.json: {len(names)} {problem} "
-                f"keys, e.g. {min(names)}."
-            )
+    with console.log.status(f"Loading {hf_dir}"):
+        tokenizer, model = load_hf_tokenizer(hf_dir), load_hf_model(hf_dir, dtype="auto")
     return tokenizer, model.to(device).eval()
 
 

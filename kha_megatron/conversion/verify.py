@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -275,18 +276,32 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
     """Run a checkpoint in float32. See :func:`run_megatron` for the arguments."""
     if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
+    # torch's grouped GEMM needs row sizes that are multiples of 16 bytes
+    model = load_hf_model(path, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(rounded_to))
+        layers = record_layers(model.model.layers)
+        return Outputs(model.eval()(tokens).logits, layers)
+
+
+def load_hf_model(path: Path, **settings: Any) -> Any:
+    """Load a Hugging Face model with transformers. Never executes remote code.
+
+    Raises:
+        CheckpointError: If the model cannot be loaded or the weights do not match the config.
+    """
     disable_progress_bar()
     set_verbosity_error()  # we check the loading report ourselves
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=torch.float32,
-            # torch's grouped GEMM needs row sizes that are multiples of 16 bytes
-            experts_implementation="eager",
+            use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # mismatches are in the report
             local_files_only=True,
             trust_remote_code=False,
+            **settings,
         )
     except Exception as error:  # transformers can raise almost anything
         raise CheckpointError(
@@ -294,13 +309,13 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
             f"{in_one_line(error)})."
         ) from error
     report["unexpected_keys"] = without_predictions(report["unexpected_keys"], model.config)
-    if problems := {kind: sorted(map(str, keys)) for kind, keys in report.items() if keys}:
-        raise CheckpointError(f"Some weights of {path} were not loaded by transformers: {problems}")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(rounded_to))
-        layers = record_layers(model.model.layers)
-        return Outputs(model.eval()(tokens).logits, layers)
+    for kind, keys in report.items():
+        if keys:
+            raise CheckpointError(
+                f"The weights in {path} do not match its config.json: {len(keys)} "
+                f"{kind.replace('_', ' ')}, e.g. {min(map(str, keys))}."
+            )
+    return model
 
 
 def compare_outputs(one: Outputs, other: Outputs) -> Agreement:
