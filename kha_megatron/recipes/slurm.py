@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -200,11 +200,9 @@ def _executor(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> A
     if slurm.chain > 1:  # start the next job even if the previous one failed
         values["dependency_type"] = "afterany"
     hints = get_type_hints(run.SlurmExecutor)
-    known = {item.name for item in fields(run.SlurmExecutor) if item.init}
     for name, text in slurm.settings.items():
-        if name not in known:
-            raise ConfigError(f"--set: SlurmExecutor has no field {name!r}.")
-        takes_text = str in (hints[name], *get_args(hints[name]))
+        hint = hints.get(name, str)
+        takes_text = str in (hint, *get_args(hint))
         try:
             values[name] = text if takes_text and text[:1] != "[" else json.loads(text)
         except ValueError:

@@ -166,7 +166,7 @@ def test_job_is_followed_to_its_end(
     ("slurm", "options", "match"),
     [
         (Slurm(time="4h"), {}, "--time must be HH:MM:SS"),
-        (Slurm(time="04:00:00", settings={"qso": "x"}), {}, "SlurmExecutor has no field 'qso'"),
+        (Slurm(time="04:00:00", settings={"qso": "x"}), {}, "Could not create .* 'qso'"),
         (
             Slurm(time="04:00:00", settings={"ntasks_per_node": "x"}),
             {},
