@@ -30,7 +30,7 @@ from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.compare.page import render_page, summarize
 from kha_megatron.compare.report import build_report
 from kha_megatron.compare.variants import parse_variants
-from kha_megatron.errors import ConfigError, KHAError
+from kha_megatron.errors import KHAError
 
 REPORT, NUMBERS = "report.html", "report.json"
 _POLL_SECONDS = 1.0  # wait with a timeout, so that the main thread can handle signals
@@ -80,7 +80,8 @@ def compare(
 
     To find out which differences are only noise, use --null. For each seed, it trains the reference
     a second time from initial weights that differ by rounding errors. On CPUs, --jobs defaults to
-    the number of cores divided by the ranks per run. The exit code is 1 if any run fails.
+    the number of cores divided by the ranks per run. On GPUs, it defaults to 1, and parallel runs
+    share the same GPUs. The exit code is 1 if any run fails.
 
     Examples:
       kha-megatron data prepare --vocab-size 512 --out data/python
@@ -106,11 +107,6 @@ def compare(
         held_out=held_out,
     )
     on_gpus = planned.runs[0].config.training.device != "cpu"
-    if on_gpus and jobs not in (None, 1):
-        raise ConfigError(
-            f"--jobs {jobs} is not supported on GPUs, because parallel runs would share the same "
-            "GPUs. Please remove --jobs or add --device cpu."
-        )
     cores = len(os.sched_getaffinity(0))
     parallel = jobs or (1 if on_gpus else max(1, cores // (nproc or chosen.ranks)))
     try:

@@ -23,11 +23,15 @@ def spikes(
         ),
     ],
     name: Annotated[str, typer.Option(help="Metric to check.")] = LOSS,
-    window: Annotated[int, typer.Option(max=10**6, help="Window size.")] = SpikeDefinition.window,
+    window: Annotated[
+        int, typer.Option(min=4, max=10**6, help="Window size.")
+    ] = SpikeDefinition.window,
     deviations: Annotated[
-        float, typer.Option(help="Threshold in standard deviations.")
+        float, typer.Option(min=0, help="Threshold in standard deviations.")
     ] = SpikeDefinition.deviations,
-    margin: Annotated[float, typer.Option(help="Threshold in nats.")] = SpikeDefinition.margin,
+    margin: Annotated[
+        float, typer.Option(min=0, help="Threshold in nats.")
+    ] = SpikeDefinition.margin,
     as_json: AsJSON = False,
 ) -> None:
     """Find loss spikes in a Megatron run and print their height and recovery time.
