@@ -516,8 +516,6 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
         for prefix in _prefixes(words):
             if "://" in prefix:  # in an object store
                 continue
-            if not Path(f"{prefix}.bin").is_file():
-                raise DataError(f"{flag} {prefix}: {prefix}.bin not found. {_PREPARE}")
             documents = count_documents(prefix)
             _check_tokenizer(Path(prefix), arguments)
             if flag == "--data-path":
