@@ -109,8 +109,6 @@ class HFCheckpoint:
 
         If there's a ``manifest.json``, this also verifies the SHA-256 of the tensor.
         """
-        if key not in self._tensors:
-            raise CheckpointError(f"Tensor {key} not found in {self.path}.")
         file, _ = self._tensors[key]
         tensor = read_tensor(file, key)
         if self._digests:

@@ -104,8 +104,6 @@ class MegatronCheckpoint:
 
     def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """Load a tensor (or a slice of it) to CPU. See :meth:`.TorchDistFolder.read`."""
-        if key not in self._folder.tensors:
-            raise CheckpointError(f"Tensor {key} not found in {self.path}.")
         return self._folder.read(key, index)
 
     def layer_tensors(self, suffix: str) -> list[Tensor]:
