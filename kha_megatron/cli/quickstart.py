@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import math
 import shlex
 import shutil
 import sys
@@ -170,13 +169,7 @@ def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> recipe
 
 
 def plot_loss_curve(history: History, out_png: Path) -> None:
-    """Plot the training and validation loss.
-
-    Raises:
-        DataError: If there is no finite training loss.
-    """
-    if not any(math.isfinite(value) for _, value in history.get(LOSS, ())):
-        raise DataError(f"No finite {LOSS!r} values found.")
+    """Plot the training and validation loss."""
     figure = require_matplotlib()(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
     for name, label in ((LOSS, "training"), (VALIDATION_LOSS, "validation")):

@@ -78,11 +78,6 @@ def run_app(app: typer.Typer) -> int:
         return 2
     except Exception as error:
         return _report(error)
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # raised by libraries written in Rust
-            raise
-        console.error(f"The tokenizers library failed: {in_one_line(error)[:200]}.")
-        return 2
 
 
 def _hint(app: typer.Typer, message: str, error: TyperException) -> str:
