@@ -69,19 +69,17 @@ def run(command: list[str], target: Path) -> tuple[float, float, int]:
     """
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    ended, staged, done = 0, 0.0, 0.0
+    ended, seen = 0, {}
     while not ended:
         time.sleep(0.02)
         ended, status, usage = os.wait4(process.pid, os.WNOHANG)
-        now, names = time.perf_counter(), os.listdir(target.parent)
-        if not staged and any(f".{target.name}.partial-" in name for name in names):
-            staged = now
-        if not done and target.name in names:
-            done = now
+        now = time.perf_counter()
+        seen = dict.fromkeys(os.listdir(target.parent), now) | seen
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(f"error: {' '.join(command)} ended with {process.returncode}")
-    return now - start, done - staged, usage.ru_maxrss * 1024
+    writing = seen[target.name] - seen[f".{target.name}.partial"]
+    return now - start, writing, usage.ru_maxrss * 1024
 
 
 def copy(source: Path, target: Path) -> float:
@@ -122,10 +120,8 @@ def measure(name: str, source: Path, target: Path, given: argparse.Namespace) ->
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    gigabytes, (copied, whole, writing, peaks) = (
-        result["bytes"] / 1e9,
-        zip(*result["runs"], strict=True),
-    )
+    copied, whole, writing, peaks = zip(*result["runs"], strict=True)
+    gigabytes = result["bytes"] / 1e9
     share = statistics.median(c / w for c, w in zip(copied, writing, strict=True))
     met = "met" if max(peaks) < LIMIT_GB * 1e9 and share >= SHARE else "MISSED"
     speeds = [Spread.of([gigabytes / s for s in seconds]).text(2) for seconds in (copied, writing)]
@@ -142,9 +138,7 @@ def options(add: Callable[..., Any]) -> None:
 def cells(given: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each direction and a function that measures it."""
     if (free := shutil.disk_usage(given.folder).free) < NEEDED:
-        raise SystemExit(
-            f"error: {given.folder} needs {NEEDED:,} bytes of free space, has {free:,}"
-        )
+        raise SystemExit(f"error: {given.folder} has {free:,} bytes, and {NEEDED:,} are needed")
     with tempfile.TemporaryDirectory(prefix="kha-benchmark-", dir=given.folder) as made:
         folder = Path(made)
         # a process of its own: the peak of a child process is at least that of its parent
@@ -156,7 +150,4 @@ def cells(given: argparse.Namespace, device: torch.device) -> Cells:
         if given.without_hashes:
             next(folder.glob("megatron/*/integrity.json")).unlink()
         for name, source, target in (("to-hf", "megatron", "hf"), ("to-megatron", "hf", "back")):
-            yield (
-                name,
-                functools.partial(measure, name, folder / source, folder / target, given),
-            )
+            yield name, functools.partial(measure, name, folder / source, folder / target, given)

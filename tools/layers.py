@@ -9,8 +9,6 @@ import io
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -64,11 +62,10 @@ class Variant:
     """Use the Triton kernels or raise an error; otherwise always torch."""
     fold: Fold = "never"
 
-    @contextmanager
-    def chosen(self) -> Iterator[None]:
-        """Run this variant in this process: each forward pass reads the environment."""
-        with mock.patch.dict(os.environ, {KERNELS_VARIABLE: "triton" if self.kernels else "torch"}):
-            yield
+    def chosen(self) -> contextlib.AbstractContextManager:
+        """Run this variant within a block: each forward pass reads the environment."""
+        implementation = "triton" if self.kernels else "torch"
+        return mock.patch.dict(os.environ, {KERNELS_VARIABLE: implementation})
 
 
 VARIANTS = {

@@ -11,25 +11,27 @@ passed.
 import argparse
 import json
 from collections.abc import Mapping
-from itertools import product
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from matplotlib.figure import Figure
+from measuring import ROOT, markdown_table
 
 from kha_megatron.checkpoint.staging import staged_file, write_json
+from kha_megatron.compare.page import format_estimate
 from kha_megatron.compare.report import find_verdict
-from kha_megatron.compare.statistics import Estimate, estimate, estimate_noise
+from kha_megatron.compare.statistics import estimate, estimate_noise
 from kha_megatron.compare.variants import NULL
 
-PAGE = Path(__file__).resolve().parents[1] / "benchmarks" / "reproduction.md"
+PAGE = ROOT / "benchmarks" / "reproduction.md"
 BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
 VARIANTS = "baseline", "kha_mlp", "kha_linear", "gate_output", "moh_75", "mea"
 TITLES = {"laptop/dense": "Dense model", "laptop/moe": "Mixture of experts"}
 _COLOUR = "#0b62c4"
 
-Runs = dict[str, dict[int, dict[str, Any]]]  # by variant and seed
+Losses = dict[str, dict[int, float]]  # held out, by variant and seed
 Floor = Mapping[str, float] | None
 
 
@@ -52,7 +54,7 @@ def main() -> None:
     for recipe, title in TITLES.items():
         rates = _rates(results, recipe)
         reports[title] = _compare(rates)
-        tables += f"### {title}\n\n{_sweep(rates)}\n{_differences(*reports[title])}\n"
+        tables += f"### {title}\n\n{_sweep(rates)}\n\n{_differences(*reports[title])}\n\n"
     if options.picture:
         with staged_file(options.page.with_suffix(".png")) as staged:
             _draw(reports, staged)
@@ -74,41 +76,37 @@ def _add(results: dict[str, Any], report: Mapping[str, Any]) -> None:
             runs.append({key: run[key] for key in keys})
 
 
-def _rates(results: Mapping[str, Any], recipe: str) -> dict[str, Runs]:
-    rates: dict[str, Runs] = {}
+def _rates(results: Mapping[str, Any], recipe: str) -> dict[str, Losses]:
+    rates: dict[str, Losses] = {}
     for result in results.values():
         if result["recipe"] == recipe and "lr" in result:
             for run in result["runs"]:
-                of_rate = rates.setdefault(result["lr"], {})
-                of_rate.setdefault(run["variant"], {})[run["seed"]] = run
+                losses = rates.setdefault(result["lr"], {}).setdefault(run["variant"], {})
+                losses[run["seed"]] = run["held_out"]
     return dict(sorted(rates.items(), key=lambda item: float(item[0])))
 
 
-def _best_rates(rates: Mapping[str, Runs]) -> dict[str, str]:
-    """Return the best rate of each variant that was trained with seed 1."""
-    losses: dict[str, dict[str, float]] = {name: {} for name in VARIANTS}
-    for (rate, runs), name in product(rates.items(), VARIANTS):
-        if 1 in runs.get(name, {}):
-            losses[name][rate] = runs[name][1]["held_out"]
-    return {name: min(found, key=found.__getitem__) for name, found in losses.items() if found}
-
-
-def _sweep(rates: Mapping[str, Runs]) -> str:
-    lines = [f"| held out, seed 1 | {' | '.join(rates)} |", "|---" * (1 + len(rates)) + "|"]
+def _sweep(rates: Mapping[str, Losses]) -> str:
+    rows = []
     for name in VARIANTS:
-        found = [runs.get(name, {}).get(1) for runs in rates.values()]
-        cells = [f"{run['held_out']:.3f}" if run else "not measured" for run in found]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+        found = [losses.get(name, {}).get(1) for losses in rates.values()]
+        rows.append([name, *("not measured" if x is None else f"{x:.3f}" for x in found)])
+    return markdown_table(["held out, seed 1", *rates], rows)
 
 
-def _compare(rates: Mapping[str, Runs]) -> tuple[list[dict[str, Any]], Floor]:
-    """Compare variants at their best rates with the baseline at its best rate, seed by seed."""
-    best = _best_rates(rates)
-    reference = _held_out(rates[best["baseline"]]["baseline"])
+def _compare(rates: Mapping[str, Losses]) -> tuple[list[dict[str, Any]], Floor]:
+    """Compare variants at their best rates with the baseline at its best rate, seed by seed.
+
+    The best rates are those of seed 1.
+    """
+    best = {}
+    for name in VARIANTS:
+        if trained := {r: x[name][1] for r, x in rates.items() if 1 in x.get(name, {})}:
+            best[name] = min(trained, key=trained.__getitem__)
+    reference = rates[best["baseline"]]["baseline"]
     variants, floor = [], None
     for name, rate in {NULL: best["baseline"], **best}.items():
-        losses = _held_out(rates[rate].get(name, {}))
+        losses = rates[rate].get(name, {})
         found = [loss - reference[seed] for seed, loss in losses.items() if seed in reference]
         if name == NULL and found:
             floor = estimate_noise(found)
@@ -120,29 +118,15 @@ def _compare(rates: Mapping[str, Runs]) -> tuple[list[dict[str, Any]], Floor]:
     return variants, floor
 
 
-def _held_out(runs: Mapping[int, Mapping[str, Any]]) -> dict[int, float]:
-    return {seed: run["held_out"] for seed, run in runs.items()}
-
-
 def _differences(variants: list[dict[str, Any]], floor: Floor) -> str:
-    lines = (
-        [f"The noise floor is {floor['rms']:.2g} (largest {floor['largest']:.2g}).", ""]
-        if floor
-        else []
-    )
-    lines += ["| variant | rate | seeds | held out | ΔL | verdict |", "|---" * 6 + "|"]
+    text, rows = "", []
+    if floor:
+        text = f"The noise floor is {floor['rms']:.2g} (largest {floor['largest']:.2g}).\n\n"
     for v in variants:
         mean = f"{fmean(v['losses'].values()):.3f}" if v["losses"] else "not measured"
-        cells = v["name"], v["rate"], str(len(v["losses"])), mean, _interval(v["delta"]), v["is"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
-def _interval(delta: Estimate | None) -> str:
-    if delta is None:
-        return "–"
-    half = "" if delta.half_width is None else f" ± {delta.half_width:.4f}"
-    return f"{delta.mean:+.4f}{half}".replace("-", "−")
+        delta = format_estimate(v["delta"] and asdict(v["delta"]), 4, "+").replace("-", "−")
+        rows.append([v["name"], v["rate"], str(len(v["losses"])), mean, delta, v["is"]])
+    return text + markdown_table(["variant", "rate", "seeds", "held out", "ΔL", "verdict"], rows)
 
 
 def _draw(reports: Mapping[str, tuple[list[dict[str, Any]], Floor]], file: Path) -> None:
@@ -154,10 +138,8 @@ def _draw(reports: Mapping[str, tuple[list[dict[str, Any]], Floor]], file: Path)
         shown = [v for v in variants if v["name"] != "baseline"]
         for y, delta in enumerate(v["delta"] for v in shown):
             if delta:
-                half = delta.half_width or 0
-                axis.errorbar(
-                    delta.mean, y, xerr=half, fmt="o", markersize=4, capsize=3, color=_COLOUR
-                )
+                style = {"fmt": "o", "markersize": 4, "capsize": 3, "color": _COLOUR}
+                axis.errorbar(delta.mean, y, xerr=delta.half_width or 0, **style)
         if floor:
             axis.axvspan(-floor["rms"], floor["rms"], color=_COLOUR, alpha=0.12, lw=0)
         axis.axvline(0, color="#1c1e21", linewidth=1)

@@ -66,24 +66,12 @@ class Work:
     """Bytes that are read or written in the GPU's memory, each once."""
     products: float
     """FLOPs."""
-    programs: int
-    """Programs, each of which has a multiprocessor."""
-    turns: int
-    """Tiles of one program, at most."""
-    tile_bytes: float
-    """Bytes that one program loads before its first product and stores after its last."""
-    tile_products: float
-    """FLOPs of one turn."""
+    tiled: float
+    """Seconds on an H200 for the tiles of one program, below which no kernel with them can be."""
 
     def floor(self, gpu: Gpu) -> float:
         """Return the seconds below which no kernel can be."""
         return max(self.memory / gpu.memory, self.products / gpu.products)
-
-    def as_tiled(self, gpu: Gpu) -> float:
-        """Return the seconds below which a kernel with this tiling cannot be."""
-        load = self.tile_bytes * self.programs / gpu.memory  # all programs share the memory
-        turn = max(self.tile_products * PROCESSORS / gpu.products, load)
-        return max(self.floor(gpu), load + self.turns * turn)
 
 
 PRODUCTS: dict[Variant, dict[Kernel, int]] = {
@@ -106,26 +94,27 @@ def knocks(heads: Heads, variant: Variant) -> Iterator[Work]:
     """Yield the work of the kernels that knock values."""
     rows = heads.tokens * heads.groups
     values = rows * heads.dim * BFLOAT16
+    h200 = GPUS["H200"]
     for kernel, count in PRODUCTS[variant].items():
         launch = Launch(kernel, variant, heads.dim, torch.bfloat16, tma=True)
         cut = launch.tiling
         tensors = TENSORS[kernel]
         tiles, blocks = ceil(rows / cut.rows), ceil(heads.dim / cut.columns)
-        splits = min(tiles, PROCESSORS)
+        splits = min(tiles, PROCESSORS)  # programs, each of which has a multiprocessor
         products = count * 2 * heads.dim**2
         tile_products = cut.rows * products
         if kernel == "backward_weight":
             splits = min(tiles, PROCESSORS // blocks)
             tile_products /= blocks  # the programs of a split share the products of its rows
+        # loads before the first product and stores after the last; all programs share the memory
+        load = tensors * cut.rows * heads.dim * BFLOAT16 * splits / h200.memory
+        turn = max(tile_products * PROCESSORS / h200.products, load)
         yield Work(
             name=f"{variant}: {WORDS[kernel]}",
             launch=launch,
             memory=tensors * values,
             products=products * rows,
-            programs=splits,
-            turns=ceil(tiles / splits),
-            tile_bytes=tensors * cut.rows * heads.dim * BFLOAT16,
-            tile_products=tile_products,
+            tiled=load + ceil(tiles / splits) * turn,
         )
 
 
@@ -157,7 +146,7 @@ def row(work: Work, report: Report) -> list[str]:
         f"{1e6 * work.floor(h100):.1f}",
         f"{1e6 * work.floor(h200):.1f}",
         "memory" if by_memory else "compute",
-        f"{1e6 * work.as_tiled(h200):.1f}",
+        f"{1e6 * max(work.floor(h200), work.tiled):.1f}",
         *map(str, (*compiled, sum(report.instructions.values()))),
     ]
 

@@ -22,7 +22,7 @@ def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str
     from markupsafe import Markup
 
     environment = Environment(autoescape=True)
-    environment.filters |= {"estimate": _estimate, "mean": _mean}
+    environment.filters |= {"estimate": format_estimate, "mean": _mean}
     environment.filters["range"] = lambda x: "–" if x is None else f"{x[0]:.3g} to {x[1]:.3g}"
     environment.filters["number"] = lambda x, form: "–" if x is None else f"{x:{form}}"
     colours = {v["name"]: f"C{i % 10}" for i, v in enumerate(report["variants"])}
@@ -62,12 +62,13 @@ def summarize(report: Mapping[str, Any]) -> list[str]:
     for variant in report["variants"]:
         for key, name in (("delta", "training loss"), ("held_out_delta", "held-out loss")):
             if delta := variant.get(key):
-                shown = _estimate(delta, 4, "+")
+                shown = format_estimate(delta, 4, "+")
                 lines.append(f"{variant['name']}: {name} {shown} ({delta['verdict']})")
     return lines
 
 
-def _estimate(found: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
+def format_estimate(found: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
+    """Format the fields of an ``Estimate``, e.g. as ``1.23 ± 0.04``."""
     if found is None:
         return "–"
     half = found["half_width"]
