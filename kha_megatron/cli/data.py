@@ -118,8 +118,8 @@ def show(
 ) -> None:
     """Check prepared data and print a summary.
 
-    Loads the dataset and the tokenizer the way training does, and compares
-    them (and the hashes of all files) with data.json.
+    Compares the tokenizer's vocabulary and the hashes of the dataset's files
+    with data.json.
 
     Examples:
       kha-megatron data show data/mine

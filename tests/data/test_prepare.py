@@ -1,6 +1,5 @@
 """Test that ``data prepare`` loses no text, leaves no partial output and is deterministic."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -190,13 +189,8 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(content, tmp_path):
     [
         ("data.json", lambda old: None, "No such file"),
         ("data.json", lambda old: b"[" * 100_000, "recursion depth"),
-        (
-            "data.json",
-            lambda old: json.dumps(json.loads(old) | {"tokens": 7}).encode(),
-            "tokens should be 7",
-        ),
         ("corpus.bin", lambda old: None, "corpus.bin"),
-        ("corpus.bin", lambda old: old[:-2], "file_bytes should be"),
+        ("corpus.bin", lambda old: old[:-2], "file_sha256 should be"),
         ("corpus.idx", lambda old: b"x" * len(old), "file_sha256 should be"),
         ("tokenizer/tokenizer.json", lambda old: None, "tokenizer"),
     ],
