@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,6 @@ _REMEDY = f"Copy the model again, or delete {MANIFEST} if you changed the model 
 def is_hf_folder(path: Path) -> bool:
     """Return True if ``path`` is a Hugging Face model directory."""
     return (path / CONFIG).is_file()
-
-
-def without_predictions(names: Iterable[str], config: Any) -> list[str]:
-    """Remove multi-token prediction layers, which transformers loads only when it drafts tokens."""
-    layers, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", 0)
-    prefixes = tuple(f"model.layers.{layer}." for layer in range(layers, layers + more))
-    return [name for name in names if not name.startswith(prefixes)]
 
 
 class HFCheckpoint:

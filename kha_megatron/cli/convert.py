@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 _ROWS, _LENGTH = 8, 256
 """Maximum batch size and sequence length for ``--text``."""
 
-convert_app = Commands(name="convert", help="Convert checkpoints.", no_args_is_help=True)
+convert_app = Commands(
+    name="convert",
+    help="Convert checkpoints between Megatron and Hugging Face.",
+    no_args_is_help=True,
+)
 
 ModelPath = Annotated[
     Path,
@@ -91,11 +95,6 @@ Examples:
   kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
   kha-megatron convert fold my-kha-model my-qwen3 --dtype bfloat16
 """
-
-
-@convert_app.callback()
-def _commands() -> None:
-    """Convert checkpoints between Megatron and Hugging Face."""
 
 
 @convert_app.command("fold", help=_FOLD_HELP)

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kha_megatron.heads import HeadTensor
@@ -26,14 +25,12 @@ class Scaling:
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling(Scaling):
     rope_type = "llama3"
-    arguments = MappingProxyType(
-        {
-            "factor": "rope_scaling_factor",
-            "low_freq_factor": "rope_low_freq_factor",
-            "high_freq_factor": "rope_high_freq_factor",
-            "original_max_position_embeddings": "rope_original_max_position_embeddings",
-        }
-    )
+    arguments: ClassVar = {
+        "factor": "rope_scaling_factor",
+        "low_freq_factor": "rope_low_freq_factor",
+        "high_freq_factor": "rope_high_freq_factor",
+        "original_max_position_embeddings": "rope_original_max_position_embeddings",
+    }
 
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -45,16 +42,14 @@ class Yarn(Scaling):
     """YaRN scaling. For multi-latent attention (MLA), Megatron has no ``yarn_*`` arguments."""
 
     rope_type = "yarn"
-    arguments = MappingProxyType(
-        {
-            "factor": "rotary_scaling_factor",
-            "mscale": "mscale",
-            "mscale_all_dim": "mscale_all_dim",
-            "original_max_position_embeddings": "yarn_original_max_position_embeddings",
-            "beta_fast": "yarn_beta_fast",
-            "beta_slow": "yarn_beta_slow",
-        }
-    )
+    arguments: ClassVar = {
+        "factor": "rotary_scaling_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+    }
 
     mscale: float = 1.0
     mscale_all_dim: float = 0.0

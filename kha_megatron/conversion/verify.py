@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder, without_predictions
+from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
@@ -308,7 +308,12 @@ def load_hf_model(path: Path, **settings: Any) -> Any:
             f"Could not load {path} with transformers ({type(error).__name__}: "
             f"{in_one_line(error)})."
         ) from error
-    report["unexpected_keys"] = without_predictions(report["unexpected_keys"], model.config)
+    # transformers loads layers for multi-token prediction only when it drafts tokens
+    first = model.config.num_hidden_layers
+    last = first + getattr(model.config, "num_nextn_predict_layers", 0)
+    drafting = tuple(f"model.layers.{layer}." for layer in range(first, last))
+    unexpected = report["unexpected_keys"]
+    report["unexpected_keys"] = [name for name in unexpected if not name.startswith(drafting)]
     for kind, keys in report.items():
         if keys:
             raise CheckpointError(

@@ -89,7 +89,7 @@ def test_missing_data_is_refused(data, tmp_path):
     refused(DataError, "No training data")
     good = str(data / "corpus")
     blend = f"--data-path 0.3 {tmp_path}/other 0.7 {tmp_path}/other"
-    refused(DataError, r"other\.bin", blend, data=data)
+    refused(DataError, r"other\.idx", blend, data=data)
     prepare_job(QUICKSTART, data=data, overrides=["--data-path", good, good])
     (data / "corpus.idx").unlink()
     refused(DataError, r"Could not read the index .*corpus\.idx", data=data, dry_run=True)
