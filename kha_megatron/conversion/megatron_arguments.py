@@ -126,9 +126,6 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
     if latent and given["q_lora_rank"] is None and given["qk_layernorm"]:
         # Megatron would then normalize the input of q_proj
         raise _unsupported("q_lora_rank", None, "qk_layernorm requires compressed queries")
-    if kha.attention == "gta" and not latent and given["rotary_percent"] != 0.5:
-        percent = given["rotary_percent"]
-        raise _unsupported("rotary_percent", percent, "kha_attention=gta requires 0.5")
     heads = given["num_attention_heads"]
     layers = len(pattern.moe) if pattern else args["num_layers"]
     predictions = (pattern.predictions if pattern else args.get("mtp_num_layers")) or None

@@ -296,11 +296,7 @@ OUTPUT_LAYER = VocabularyRow(
 
 MODEL: tuple[Row, ...] = (
     VocabularyRow(EMBEDDING, ("embedding.word_embeddings.weight",), _vocabulary),
-    Row(
-        "model.norm.weight",
-        (FINAL_NORM, _HYBRID_NORM),
-        _hidden,
-    ),
+    Row("model.norm.weight", (FINAL_NORM, _HYBRID_NORM), _hidden),
     OUTPUT_LAYER,
 )
 """Tensors outside of the decoder layers."""

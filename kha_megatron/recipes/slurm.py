@@ -19,13 +19,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.recipes.launching import create_experiment, import_nemo_run
 from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
 from kha_megatron.recipes.logs import Failure, find_failure_in_text
-from kha_megatron.recipes.prepare import (
-    SUBMISSION,
-    Job,
-    Slurm,
-    check_shared_paths,
-    owned_output,
-)
+from kha_megatron.recipes.prepare import SUBMISSION, Job, Slurm, check_shared_paths, owned_output
 
 _RENDEZVOUS_PORT = "$((10000 + SLURM_JOB_ID % 20000))"
 """Shell expression. Jobs that share a node need different ports, below the ephemeral range."""

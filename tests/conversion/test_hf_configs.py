@@ -30,11 +30,7 @@ REFUSED = {
     },
     "mistral": {"sliding_window": 8},
     "qwen3_moe": {"attention_bias": True, "shared_expert_gate": 2},
-    "glm4_moe": {
-        "norm_topk_prob": False,
-        "n_group": 5,
-        "yarn": YARN,
-    },
+    "glm4_moe": {"norm_topk_prob": False, "yarn": YARN},
     "deepseek_v3": {
         "rope_interleave": False,
         "q_lora_rank": None,
