@@ -122,14 +122,7 @@ class TorchDistWriter:
             version=CURRENT_DCP_VERSION,
         )
         (self.folder / METADATA).write_bytes(pickle.dumps(metadata))
-        tensors = {
-            key: {
-                "dtype": str(whole.properties.dtype).removeprefix("torch."),
-                "shape": list(whole.size),
-            }
-            for key, whole in sorted(self._tensors.items())
-        }
-        text = json.dumps({"source": dict(source), "tensors": tensors}, indent=2) + "\n"
+        text = json.dumps({"source": dict(source)}, indent=2) + "\n"
         (self.folder / CONVERTED_FROM).write_text(text, encoding="utf-8")
         (self.folder / COMMIT_MARK).write_text(json.dumps(_MARK))
         write_hashes(self.folder)

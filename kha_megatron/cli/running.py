@@ -20,7 +20,6 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
-from typer.main import get_command
 
 from kha_megatron import __version__
 from kha_megatron.cli import console
@@ -62,7 +61,7 @@ def run_app(app: typer.Typer) -> int:
     except TyperException as error:
         if message := error.format_message():  # empty if the help of a group was printed
             end = "" if message.endswith((".", "?")) else "."
-            console.error(f"{message}{end} {_hint(app, message, error)}".rstrip())
+            console.error(f"{message}{end} {_hint(message, error)}".rstrip())
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -80,7 +79,7 @@ def run_app(app: typer.Typer) -> int:
         return _report(error)
 
 
-def _hint(app: typer.Typer, message: str, error: TyperException) -> str:
+def _hint(message: str, error: TyperException) -> str:
     """Return advice for an invalid command line."""
     if (context := getattr(error, "ctx", None)) is None:
         return ""
@@ -88,11 +87,6 @@ def _hint(app: typer.Typer, message: str, error: TyperException) -> str:
         p.name for p in context.command.params
     ):
         return "Pass Megatron and --kha-* arguments after --, e.g. -- --kha-preset kha_mlp."
-    groups: Any = get_command(app)
-    for name, group in groups.commands.items():  # e.g. `upcycle` instead of `convert upcycle`
-        for command in getattr(group, "commands", ()):
-            if message == f"No such command '{command}'.":
-                return f"Did you mean `kha-megatron {name} {command}`?"
     return f"Try `{context.command_path} --help` for help."
 
 

@@ -47,12 +47,12 @@ def estimate_noise(differences: Sequence[float]) -> dict[str, float]:
     return {"rms": rms, "largest": max(map(abs, differences)), "seeds": len(differences)}
 
 
-def t_quantile(freedom: int, confidence: float = CONFIDENCE) -> float:
-    """Two-sided quantile of the t distribution, e.g. 12.71 for 1 degree of freedom."""
+def t_quantile(freedom: int) -> float:
+    """Two-sided 95% quantile of the t distribution, e.g. 12.71 for 1 degree of freedom."""
     low, high = 0.0, math.pi / 2
     for _ in range(60):  # bisection to float64 precision
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
     return math.sqrt(freedom) * math.tan(low)
 
 

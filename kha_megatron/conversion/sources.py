@@ -116,10 +116,9 @@ def _open_hf(path: Path) -> ModelSource:
         if not {copy, original} <= infos.keys():
             continue
         if not torch.equal(checkpoint.tensor(copy), checkpoint.tensor(original)):
-            why = f"although {CONFIG} sets tie_word_embeddings=True"
-            if copy != LM_HEAD:
-                why = "but Megatron shares it with the layers for multi-token prediction"
-            raise CheckpointError(f"{copy} differs from {original} in {path}, {why}.")
+            raise CheckpointError(
+                f"{copy} differs from {original} in {path}, but Megatron shares them in this model."
+            )
         spare.add(copy)
     missing, unexpected = wanted.keys() - infos.keys(), infos.keys() - wanted.keys() - spare
     _check_tensors(path, CONFIG, infos, wanted, missing, unexpected)

@@ -89,7 +89,7 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         ("compare --recipe quikstart", "Unknown recipe"),
         ("compare --nproc 2", "No training data"),
         ("launch quickstart --lr 1", "arguments after --, e.g. -- --kha-preset kha_mlp"),
-        ("upcycle a b", "Did you mean `kha-megatron convert upcycle`?"),
+        ("upcycle a b", "No such command 'upcycle'. Try `"),
         (f"{LAUNCH} -- --mock-data --kha-preset kha_mpl", "Did you mean kha_mlp?"),
         (f"{LAUNCH} --executor slurm", "--time must be HH:MM:SS"),
         (f"{LAUNCH} --nodes 2", "require --executor slurm"),
