@@ -495,14 +495,13 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
         raise DataError("--mock-data requires --vocab-size.")
     if arguments.get("mock_data"):
         return
-    blends = {flag: arguments.get(flag[2:].replace("-", "_")) or () for flag in BLENDS}
     if lacks_data(arguments):
         raise DataError(
             "No training data given. Pass --data-path PREFIX or --mock-data, or --data DIR to "
             "`kha-megatron launch`. Prepare the data with `kha-megatron data prepare`."
         )
-    for flag, words in blends.items() if look else ():
-        for prefix in _prefixes(words):
+    for flag in BLENDS if look else ():
+        for prefix in _prefixes(arguments.get(flag[2:].replace("-", "_")) or ()):
             if "://" in prefix:  # in an object store
                 continue
             documents = count_documents(prefix)
@@ -528,13 +527,12 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
             return
         given = load_tokenizer(Path(model)).get_vocab()
         own = load_tokenizer(folder / TOKENIZER).get_vocab()
-        if own.items() <= given.items():
-            return
-        raise DataError(
-            f"{made}, but the {len(given)} tokens of --tokenizer-model {model} have other ids. "
-            f"Pass --tokenizer-model {folder / TOKENIZER}, or prepare the data again with "
-            f"--tokenizer {model}."
-        )
+        if not own.items() <= given.items():
+            raise DataError(
+                f"{made}, but the {len(given)} tokens of --tokenizer-model {model} have other ids. "
+                f"Pass --tokenizer-model {folder / TOKENIZER}, or prepare the data again with "
+                f"--tokenizer {model}."
+            )
 
 
 def check_same_tokenizer(

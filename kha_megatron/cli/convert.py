@@ -257,11 +257,9 @@ def upcycle(
         plan = to_megatron.plan_import(model, gpt_model=gpt_model, **options)
     tokens = None
     if text is not None:
-        source = plan.source
-        length = min(_LENGTH, source.model.max_position_embeddings)
-        tokens = source.tokenizer.tokenize(
-            read_beginning(text, _ROWS * _LENGTH), _ROWS, length, entries=source.model.vocab_size
-        )
+        length = min(_LENGTH, plan.source.model.max_position_embeddings)
+        content = read_beginning(text, _ROWS * _LENGTH)
+        tokens = plan.source.tokenizer.tokenize(content, _ROWS, length)
     written = _write(plan, out, workers, overwrite, verify or text is not None)
     losses: dict[str, float] = {}
     if tokens is not None:

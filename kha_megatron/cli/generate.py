@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, Device, HeadsFrom, ModelFolder
+from kha_megatron.cli.options import AsJSON, Device, HeadsFrom
 from kha_megatron.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    hf_dir: ModelFolder,
+    hf_dir: Annotated[Path, typer.Argument(help="Path to a Hugging Face model directory.")],
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=2**31, help="Maximum number of tokens to generate.")

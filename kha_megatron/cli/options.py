@@ -64,7 +64,6 @@ MegatronArguments = Annotated[
         autocompletion=megatron_flags,
     ),
 ]
-ModelFolder = Annotated[Path, typer.Argument(help="Path to a Hugging Face model directory.")]
 DataFolder = Annotated[
     Path | None, typer.Option(help="Data directory, written by `kha-megatron data prepare`.")
 ]

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -48,8 +47,8 @@ def conclude(
     verification: "Verification | None",
     as_json: bool,
     *,
-    facts: Mapping[str, str] = MappingProxyType({}),
-    values: Mapping[str, Any] = MappingProxyType({}),
+    facts: Mapping[str, str] | None = None,
+    values: Mapping[str, Any] | None = None,
 ) -> None:
     """Print the result of a command. Exits with code 1 if the verification failed.
 
@@ -59,7 +58,7 @@ def conclude(
             the key ``verification``.
     """
     report = verification and asdict(verification) | {"agrees": verification.agrees}
-    rows = {**facts, **_facts(verification)}
+    rows = {**(facts or {}), **_facts(verification)}
     if as_json:
         console.print_json({**values, "verification": report} if values else report)
     else:

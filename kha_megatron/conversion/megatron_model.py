@@ -34,9 +34,7 @@ class Outputs(NamedTuple):
     """Output of each decoder layer, ``[batch, seq, hidden]``."""
 
 
-def run_megatron(
-    iteration: Path, tokens: Tensor, *, rounded_to: torch.dtype | None = None
-) -> Outputs:
+def run_megatron(iteration: Path, tokens: Tensor, *, rounded_to: torch.dtype) -> Outputs:
     """Run a Megatron checkpoint in a new process.
 
     Args:
@@ -46,7 +44,7 @@ def run_megatron(
     """
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=_exit_with_parent) as pool:
-        return Outputs(*pool.submit(_run_here, iteration, tokens, rounded_to).result())
+        return pool.submit(_run_here, iteration, tokens, rounded_to).result()
 
 
 def _exit_with_parent() -> None:
@@ -109,9 +107,7 @@ _UNSHARDED: dict[str, Any] = {
 rounding errors."""
 
 
-def _run_here(
-    iteration: Path, tokens: Tensor, rounded_to: torch.dtype | None
-) -> tuple[Tensor, list[Tensor]]:
+def _run_here(iteration: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
     # silence Megatron's warnings about missing CUDA kernels
     warnings.simplefilter("ignore")
     logging.getLogger("megatron").setLevel(logging.ERROR)
@@ -129,7 +125,7 @@ def _run_here(
     checkpoint = MegatronCheckpoint.open(iteration)
     model = load_model_weights(build_model(checkpoint), checkpoint)
     for parameter in model.parameters():  # expert biases are buffers and stay float32
-        parameter.data = parameter.data.to(rounded_to or torch.float32).float()
+        parameter.data = parameter.data.to(rounded_to).float()
     length = tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
@@ -138,7 +134,8 @@ def _run_here(
         logits = model.eval()(tokens, positions, mask)
     dist.destroy_process_group()
     step = 2 if checkpoint.args.get("hybrid_layer_pattern") else 1
-    return logits.float(), [hidden.transpose(0, 1).float() for hidden in layers[step - 1 :: step]]
+    outputs = [hidden.transpose(0, 1).float() for hidden in layers[step - 1 :: step]]
+    return Outputs(logits.float(), outputs)
 
 
 def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:

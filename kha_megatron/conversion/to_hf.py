@@ -23,7 +23,7 @@ from kha_megatron.conversion.hf_configs import (
 )
 from kha_megatron.conversion.hf_families import FAMILIES
 from kha_megatron.conversion.model_card import CARD, model_card
-from kha_megatron.conversion.rows import FileFormat, TensorSlot
+from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import FLOAT_DTYPES, open_source
 from kha_megatron.conversion.tokenizer_files import FILES
 from kha_megatron.conversion.transforms import (
@@ -52,10 +52,6 @@ class HFPlan(Plan):
     patterns = (MANIFEST, CONFIG, INDEX, CARD, *FILES, "model*.safetensors", "*_kha.py")
 
     @property
-    def files(self) -> FileFormat:
-        return FAMILIES[self.config.model_type].files
-
-    @property
     def entries(self) -> list[TensorEntry]:
         return [
             TensorEntry(name, part.dtype, tuple(part.shape))
@@ -64,7 +60,7 @@ class HFPlan(Plan):
         ]
 
     def _tensors(self, slot: TensorSlot, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        files, model = self.files, self.source.model
+        files, model = FAMILIES[self.config.model_type].files, self.source.model
         held = files.write(slot, model, parts)
         copies = [(name, held[0]) for name in files.copies(slot, model)]
         return [*zip(files.names(slot, model), held, strict=True), *copies]

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, copy_file, has_file, json_object
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
+from kha_megatron.errors import ConfigError, in_one_line
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
@@ -76,22 +76,14 @@ class TokenizerFiles:
         files = (_GENERATION,) if has_file(settings, _GENERATION) else ()
         return cls(_ids_of(loaded), str(folder), loaded, settings, files)
 
-    def tokenize(self, text: str, rows: int, length: int, *, entries: int) -> Tensor:
-        """Tokenize a text and return a batch of up to ``[rows, length]`` token IDs.
-
-        Raises an error if a token ID doesn't fit into a vocab of size ``entries``.
-        """
+    def tokenize(self, text: str, rows: int, length: int) -> Tensor:
+        """Tokenize a text and return a batch of up to ``[rows, length]`` token IDs."""
         if self.origin is None:
             raise ConfigError("The model has no tokenizer. Please pass one with --tokenizer.")
         tokenizer = self.loaded or load_hf_tokenizer(Path(self.origin))
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) < 2:
             raise ConfigError(f"The text must have at least 2 tokens, got {len(ids)}.")
-        if (largest := max(ids)) >= entries:
-            raise CheckpointError(
-                f"Token ID {largest} from the tokenizer {self.origin} is out of range for the "
-                f"vocabulary size {entries}. Please pass the model's tokenizer with --tokenizer."
-            )
         length = min(length, len(ids))
         rows = min(rows, len(ids) // length)
         return torch.tensor(ids[: rows * length]).view(rows, length)

@@ -20,7 +20,7 @@ def hold(*_):
 
 if __name__ == "__main__":
     megatron_model._run_here = hold
-    megatron_model.run_megatron(None, None)
+    megatron_model.run_megatron(None, None, rounded_to=None)
 """
 
 
