@@ -118,9 +118,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
 
 
 def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
-    text = repr(value)
-    text = text if len(text) < 300 else f"{text[:300]}..."
-    return CheckpointError(f"{name}={text} in config.json is not supported: {why}.")
+    return CheckpointError(f"{name}={value!r:.300} in config.json is not supported: {why}.")
 
 
 def _names(family: Family) -> tuple[str, ...]:
