@@ -1,14 +1,15 @@
 """Run test cases on ranks that stay alive for many cases.
 
-Importing Megatron takes seconds. The pool therefore spawns its workers once. Each case creates and
-destroys a process group of the first ``n`` workers: gloo on the CPU runtime, which is installed in
-the workers only, or NCCL.
+Importing Megatron takes seconds. Workers therefore live for many cases, and those on the CPU are
+forks of a process that has imported it. Each case creates and destroys a process group of the first
+``n`` workers: gloo on the CPU runtime, which is installed in the workers only, or NCCL.
 """
 
 import contextlib
 import gc
 import multiprocessing as mp
 import os
+import signal
 import sys
 import time
 import traceback
@@ -45,9 +46,9 @@ class RankPool:
     ) -> None:
         self._settings = device, prepare, install
         self._store: Any = None
+        self._server: Any = None
         self._cases = 0
-        self._workers: list[tuple[mp.process.BaseProcess, Any]] = []
-        self._context = mp.get_context("spawn")
+        self._workers: list[tuple[psutil.Process, Any]] = []
 
     def __call__(
         self, case: Callable[..., Any], n: int, *args: Any, timeout: float = 300, **kwargs: Any
@@ -62,10 +63,11 @@ class RankPool:
         Raises:
             RankError: with the traceback of the first rank that failed.
         """
-        new = [self._spawn() for _ in range(len(self._workers), n)]
+        new = [self._start() for _ in range(len(self._workers), n)]
         for connection in new:  # a busy machine may take a minute to import torch and Megatron
-            if not connection.poll(_START) or connection.recv() != "ready":
+            if not connection.poll(_START):
                 raise RankError(f"a rank did not start within {_START} s")
+            self._workers.append((psutil.Process(connection.recv()), connection))
         self._cases += 1
         for rank, (_, connection) in enumerate(self._workers[:n]):
             connection.send((case, args, kwargs, rank, n, f"case {self._cases}"))
@@ -76,7 +78,7 @@ class RankPool:
             silent = sorted(set(range(n)) - set(results))
             raise RankError("\n".join([*failures, f"ranks without an answer: {silent}"]))
         answers = [results[rank][1] for rank in range(n)]
-        if any(psutil.Process(worker.pid).num_threads() > _THREADS for worker, _ in self._workers):
+        if any(worker.num_threads() > _THREADS for worker, _ in self._workers):
             self.close()  # before a later test reaches the limit of the machine
         return answers
 
@@ -97,30 +99,39 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + 3)
         return results
 
-    def _spawn(self) -> Any:
+    def _start(self) -> Any:
+        """Start a worker and return the connection to it."""
         if self._store is None:  # one for all cases: a file store makes ranks poll a locked file
             from torch.distributed import TCPStore
 
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=_worker, args=(theirs, self._store.port, *self._settings), daemon=True
-        )
-        process.start()
+        ours, theirs = mp.Pipe()
+        if self._settings[0] == "cuda":  # a fork could not use CUDA
+            self._spawn(_prepare_and_work, theirs)
+        else:
+            if self._server is None:
+                self._server, requests = mp.Pipe()
+                self._spawn(_fork_workers, requests)
+            self._server.send(theirs)
         theirs.close()
-        self._workers.append((process, ours))
         return ours
+
+    def _spawn(self, function: Callable[..., None], connection: Any) -> None:
+        arguments = (connection, self._store.port, *self._settings)
+        mp.get_context("spawn").Process(target=function, args=arguments, daemon=True).start()
+        connection.close()
 
     def close(self) -> None:
         """Kill the workers; the next case starts new ones."""
         for process, connection in self._workers:
             connection.close()
-            process.kill()
-            process.join()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+                process.wait()
         self._workers.clear()
 
 
-def _worker(connection: Any, port: int, device: str, prepare: Any, install: Any) -> None:
+def _prepare(device: str, prepare: Any, install: Any) -> None:
     if prepare:
         prepare()
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -131,13 +142,39 @@ def _worker(connection: Any, port: int, device: str, prepare: Any, install: Any)
         if install:
             install()
         cpu.install(despite_cuda=True, quiet=True)
-    else:
-        import kha_megatron.mcore  # noqa: F401, which hides a Transformer Engine that is incomplete
-    import megatron.core.parallel_state  # noqa: F401, so that no case has to wait for it
+    import kha_megatron.mcore  # noqa: F401, which hides a Transformer Engine that is incomplete
+
+    # isort: split
+    import tests.distributed.models  # noqa: F401, so that no case has to wait for Megatron
+
+
+def _prepare_and_work(connection: Any, port: int, device: str, *settings: Any) -> None:
+    _prepare(device, *settings)
+    _work(connection, port, device)
+
+
+def _fork_workers(requests: Any, port: int, device: str, *settings: Any) -> None:
+    """Import Megatron, and fork a worker for each connection that is received."""
+    _prepare(device, *settings)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no worker becomes a zombie
+    with contextlib.suppress(EOFError):
+        while True:
+            connection = requests.recv()
+            if os.fork() == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                requests.close()
+                try:
+                    _work(connection, port, device)
+                finally:
+                    os._exit(0)
+            connection.close()
+
+
+def _work(connection: Any, port: int, device: str) -> None:
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", port, is_master=False)
-    connection.send("ready")
+    connection.send(os.getpid())
     while True:
         try:
             *request, name = connection.recv()
