@@ -22,6 +22,9 @@ from tests.test_fast import mark_fast
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # programs, not a package
 torch.set_num_threads(1)  # as in ranks; more would only wait for one another
 
+LONG = ("training", "distributed", "faults", "mcore", "conversion", "cli", "recipes")
+"""Directories that run first, so that the two processes of ``make test`` end at the same time."""
+
 
 def pytest_addoption(parser):
     group = parser.getgroup("kha_megatron")
@@ -41,6 +44,7 @@ def pytest_collection_modifyitems(config, items):
     if left_out and not config.getoption("--whole"):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+    items.sort(key=lambda item: item.path.parent.name not in LONG)
     mark_fast(config, items)
 
 
