@@ -8,6 +8,8 @@ In Python, build one with :func:`kha_layer_spec` or :func:`kha_hybrid_stack_spec
 :func:`with_kha` to convert an existing spec.
 """
 
+import difflib
+import sys
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -218,3 +220,19 @@ if transformer_block.LayerNormImpl is WrappedTorchNorm:
 for _name in (FROM_ENVIRONMENT, *PRESETS):
     globals()[_name] = ModuleSpec(module=KHATransformerLayer, params={"spec_name": _name})
     globals()[f"{_name}_hybrid"] = kha_hybrid_stack_spec(_name)
+
+
+def _check_spec_name(words: list[str]) -> None:
+    """Exit with an error message for ``--spec`` with an unknown name (Megatron: KeyError)."""
+    name = words[words.index(__name__) + 1 :][:1] if __name__ in words else []
+    if name and name[0] not in globals():
+        known = [f"{n}{end}" for n in (FROM_ENVIRONMENT, *PRESETS) for end in ("", "_hybrid")]
+        similar = difflib.get_close_matches(name[0], known, n=1)
+        hint = f"Did you mean {similar[0]}? " if similar else ""
+        sys.exit(
+            f"error: Unknown layer spec {name[0]!r} in {__name__}. {hint}Available specs: "
+            f"{', '.join(known)}."
+        )
+
+
+_check_spec_name(sys.argv)

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,16 @@ def test_a_spec_name_and_the_environment_configure_a_stock_script(stock):
     assert list(weights) == [(layer, "value") for layer in range(LAYERS)]
     trained = [m for weight in weights.values() for m in weight]
     assert not any(torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in trained)
+
+
+def test_a_mistyped_spec_name_ends_a_script_with_one_line():
+    script = "import sys, kha_megatron.mcore, megatron.core.transformer.spec_utils as specs\n"
+    script += "specs.import_module(sys.argv[2:4])"
+    command = [sys.executable, "-W", "ignore", "-c", script, *SPEC, "kha_mlpp", "--bf16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    error = f"error: Unknown layer spec 'kha_mlpp' in {SPEC[1]}. Did you mean kha_mlp? Available"
+    assert (done.returncode, done.stderr.splitlines()[-1][: len(error)]) == (1, error)
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.whole
