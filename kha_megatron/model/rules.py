@@ -37,6 +37,12 @@ def check_arguments(
     check_layout(model, layout, batch)
     training = Training(**read_arguments(Training, arguments))
     name = training.optimizer
+    is_distributed = name.startswith("dist_") or training.use_distributed_optimizer
+    if name not in _BUILT_IN and is_distributed and not training.bf16:
+        raise ConfigError(
+            f"--optimizer {name} requires --bf16 to distribute its state. Add --bf16, or use "
+            f"--optimizer {name.removeprefix('dist_')} without --use-distributed-optimizer."
+        )
     splits = name.endswith("muon") and training.muon_split_qkv
     if splits and not (model.multi_latent_attention or model.qkv.is_stock):
         raise ConfigError(

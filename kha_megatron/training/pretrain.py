@@ -56,6 +56,7 @@ from kha_megatron.training.recovery import (
     warn_of_a_fresh_start,
 )
 from kha_megatron.training.resume import (
+    check_model_class,
     check_same_kha,
     loads_fp8_scales,
     object_store,
@@ -94,6 +95,7 @@ def run(program_start: float) -> None:
     warn_of_a_fresh_start(early)
     kha = restored_kha(early) or kha_from_args(early)
     check_attention(vars(early), kha)
+    check_model_class(early)
     upcycled = path_to_upcycle(early, kha)
     if upcycled is None:
         check_same_kha(early, kha)

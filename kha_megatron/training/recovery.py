@@ -7,6 +7,7 @@ exits with code 0. If it's missing, Megatron starts from scratch.
 import ctypes
 import errno
 import os
+import re
 import shutil
 import signal
 import time
@@ -17,11 +18,20 @@ from pathlib import Path
 
 from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.torch_dist import reason
-from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest, repair, select_iteration
+from kha_megatron.checkpoint.tracker import (
+    RELEASE,
+    TRACKER,
+    newest,
+    repair,
+    select_iteration,
+)
 from kha_megatron.errors import CheckpointError, OutputError
 
 _WAIT = 60  # seconds until rank 0's changes must be visible on a shared file system
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_SCHEDULE = re.compile(
+    r"OptimizerParamScheduler: class input value (.+) and checkpoint\s*value (.+) for (.+) do not "
+)
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
@@ -86,7 +96,7 @@ def explain_failures(args: Namespace) -> Iterator[None]:
 
     Raises:
         OutputError: If a checkpoint can't be written, e.g. because the disk is full.
-        CheckpointError: If a checkpoint can't be read.
+        CheckpointError: If a checkpoint can't be read, or has another learning-rate schedule.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -102,6 +112,15 @@ def explain_failures(args: Namespace) -> Iterator[None]:
         if error.args[0] != "write" or not args.save:
             raise
         raise _not_written(args.save, "see the lines above") from error
+    except AssertionError as error:
+        if (found := _SCHEDULE.search(str(error))) is None:
+            raise
+        given, stored, name = found.groups()
+        raise CheckpointError(
+            f"The {name} is {given}, but {args.load} was saved with {stored}. Add "
+            "--override-opt-param-scheduler to use the new value, or "
+            "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
+        ) from error
     except OSError as error:
         if error.errno not in _DISK or not args.save:
             raise

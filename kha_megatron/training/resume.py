@@ -23,6 +23,7 @@ from kha_megatron.checkpoint.tracker import (
 )
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.recorded import check_same_heads, check_same_sizes, read_kha_config
 from kha_megatron.model.run import parse_kha_config
 
@@ -124,6 +125,24 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
         return None
     stored = _stored(path)[0]
     return stored and replace(stored, fold=args.kha_fold)
+
+
+def check_model_class(args: Namespace) -> None:
+    """Raise CheckpointError if Megatron can't load the checkpoint into this kind of model."""
+    if (path := path_to_load(args)) is None:
+        return
+    saved = _stored(path)[1]
+    if saved.get("hybrid_layer_pattern"):
+        if args.gpt_model:
+            raise CheckpointError(f"{path} contains a HybridModel. Remove --gpt-model.")
+        return
+    model = ModelConfig.from_arguments(saved)
+    if model and model.experts and model.has_dense_layers and not args.gpt_model:
+        raise CheckpointError(
+            f"{path} contains a GPTModel with both dense and MoE layers, which Megatron cannot "
+            "load into a HybridModel. Convert it with `kha-megatron convert to-megatron`, or add "
+            "--gpt-model."
+        )
 
 
 def check_same_kha(args: Namespace, kha: KHAConfig) -> None:

@@ -46,9 +46,17 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
         return
 
     @patch(training, "train_step")
-    def step_with_limit(train_step: Any, *arguments: Any, **options: Any) -> Any:
-        result = train_step(*arguments, **options)
-        optimizer, skipped, exits = arguments[3], result[1], result[3]
+    def step_with_limit(
+        train_step: Any,
+        forward: Any,
+        data: Any,
+        model: Any,
+        optimizer: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> Any:
+        result = train_step(forward, data, model, optimizer, *rest, **options)
+        skipped, exits = result[1], result[3]
         if not skipped or exits:
             return result
         if found := find_non_finite_parameter(models):

@@ -93,8 +93,11 @@ def test_a_run_resumes_with_another_learning_rate(entry, tmp_path, sharded):
     assert train(*until(2)).codes == [0]
     slower = ["--lr", "5e-3"]
     run = train(*until(4), *slower)
-    assert run.codes != [0]
-    assert "input value 0.005 and checkpointvalue 0.01 for learning rate do not match" in run.output
+    assert run.errors == [
+        f"error: The learning rate is 0.005, but {save} was saved with 0.01. Add "
+        "--override-opt-param-scheduler to use the new value, or "
+        "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
+    ]
     kept = shutil.copytree(save, tmp_path / "kept")
     assert rates(train(*until(4), *slower, "--override-opt-param-scheduler")) == {0.005}
     shutil.rmtree(save)

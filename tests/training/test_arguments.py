@@ -82,6 +82,8 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         ([], "Pass --kha-preset"),
         ([*MLP, "--spec", "a", "b"], "--spec is not supported"),
         ([*MLP, "--ckpt-format", "torch"], "Use torch_dist"),
+        ([*MLP, "--optimizer", "dist_muon"], "dist_muon requires --bf16"),
+        ([*MLP, "--optimizer", "soap", "--use-distributed-optimizer"], "soap requires --bf16"),
         ([*MLP, "--tensor-parallel-num-weight-shards", "4"], "weight-shards 4 is not supported"),
         ([*MLP, "--reset-attention-mask"], "requires --transformer-impl local"),
         (

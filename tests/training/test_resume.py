@@ -20,7 +20,8 @@ from kha_megatron.heads import MixtureOfHeads, registry
 from kha_megatron.model.recorded import read_kha_config
 from kha_megatron.training import resume
 from kha_megatron.training.arguments import add_model_arguments
-from kha_megatron.training.resume import check_same_kha, restored_kha
+from kha_megatron.training.resume import check_model_class, check_same_kha, restored_kha
+from tests.checkpoint.saved import save
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
 
 KHA = KHAConfig(value="mlp")
@@ -209,6 +210,17 @@ def test_optimizer_state_of_another_layout_is_refused(copy):
     select_iteration(copy).newest.rename(copy / "release")
     (copy / TRACKER).write_text("release")
     check(copy, KHA, **moved)
+
+
+def test_model_classes_that_megatron_cannot_load_are_refused(tmp_path):
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_experts": 4}
+    mixed = save(tmp_path / "gpt", 1, {}, **sizes, moe_layer_freq=[0, 1]).parent
+    with pytest.raises(CheckpointError, match=r"both dense and MoE layers.*add --gpt-model"):
+        check_model_class(arguments(mixed, gpt_model=False))
+    check_model_class(arguments(mixed, gpt_model=True))
+    hybrid = save(tmp_path / "hybrid", 1, {}, hybrid_layer_pattern="*-*E").parent
+    with pytest.raises(CheckpointError, match="Remove --gpt-model"):
+        check_model_class(arguments(hybrid, gpt_model=True))
 
 
 def test_the_same_configuration_is_accepted(saved, tmp_path):
