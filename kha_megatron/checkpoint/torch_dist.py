@@ -270,7 +270,7 @@ def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, places: Any)
         covered += math.prod(chunk.sizes)
         chunks.append(chunk)
     if len({chunk.offsets for chunk in chunks}) != len(chunks) or covered != math.prod(shape):
-        raise ValueError(f"{key} has {math.prod(shape)} elements, but only {covered} are stored")
+        raise ValueError(f"{key} has {math.prod(shape)} elements, but {covered} are stored")
     return StoredTensor(shape, dtype, tuple(chunks))
 
 
