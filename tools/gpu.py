@@ -29,7 +29,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 
 import torch
-from measuring import ROOT, describe_machine, machine_line, markdown_table
+from measuring import ROOT, describe_machine, markdown_table
 
 from kha_megatron.mcore.compat import cuda_versions, lacks_te_extension, version_of
 
@@ -115,9 +115,9 @@ class Session:
     """A run with its output directory, its time limit and its results."""
 
     folder: Path
-    scale: float = 1.0
-    """Of the times of the stages."""
+    scale: float = 1.0  # of the times of the stages
     results: list[Result] = field(default_factory=list)
+    tests: Counter[str] = field(default_factory=Counter)  # numbers by outcome
     started: float = field(default_factory=time.monotonic)
 
     def left(self, stage: Stage) -> float:
@@ -170,17 +170,18 @@ class Session:
     def report(self) -> str:
         """Write report.md and return a summary."""
         doctor = [sys.executable, "-m", "kha_megatron", "doctor"]
-        machine = subprocess.run(doctor, capture_output=True, text=True, check=False).stdout
-        counts = Counter(result.status for result in self.results)
+        found = subprocess.run(doctor, capture_output=True, text=True, check=False).stdout
+        counts = self.tests + Counter(r.status for r in self.results if r.status not in self.tests)
         summary = ", ".join(f"{count} {status}" for status, count in counts.items())
         summary += f" in {time.monotonic() - self.started:.0f} s"
         parts = [f"`{shlex.join(['python', *sys.argv])}`: {summary}."]
         for stage in dict.fromkeys(result.stage for result in self.results):
             mine = [result for result in self.results if result.stage == stage]
-            rows = [[r.name, r.status, f"{r.seconds:.0f}", r.detail] for r in mine]
+            rows = [[r.name, r.status, str(round(r.seconds) or ""), r.detail] for r in mine]
             parts += [f"## {stage}", markdown_table(["what", "result", "seconds", "detail"], rows)]
             parts += [result.table for result in mine if result.table]
-        parts += ["## Machine", f"```\n{machine}```"]
+        machine = describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        parts += ["## Machine", f"```\n{json.dumps(machine)}\n\n{found}```"]
         (self.folder / "report.md").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
         return f"{summary}: {self.folder / 'report.md'}"
 
@@ -189,30 +190,30 @@ def run_tests(session: Session, name: str, words: list[str]) -> None:
     """Run pytest and add failures, details by test, and the number of skips by reason."""
     found = session.folder / f"{name}.xml"
     found.unlink(missing_ok=True)  # of an earlier run
-    command = [*PYTEST, *words, f"--junitxml={found}"]
+    command = [*PYTEST, *words, "-o", "junit_family=xunit1", f"--junitxml={found}"]
     limit = session.left(CHECKS[name])
     code, seconds, log = session.run(name, command, limit, grace=30)  # trainings stop before
     counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
+    reasons: Counter[tuple[str, str]] = Counter()
     for case in ElementTree.parse(found).iter("testcase") if found.is_file() else ():
         details = {p.get("name"): p.get("value") for p in case.iter("property")}
         messages = {child.tag: child.get("message", "") for child in case}
-        bad = messages.get("failure", messages.get("error"))
-        word = "failed" if bad is not None else "skipped" if "skipped" in messages else "passed"
+        bad, why = messages.get("failure", messages.get("error")), messages.get("skipped")
+        skip = "not reached" if why and why.startswith("NOT REACHED") else "skipped"
+        word = "failed" if bad is not None else "passed" if why is None else skip
         counts[word] += 1
-        if word == "skipped":
-            reasons[messages["skipped"]] += 1
+        if why is not None:
+            reasons[word, why] += 1
         if "detail" in details or bad is not None:
-            why = details.get("detail") or bad or ""
-            session.add(name, case.get("name", ""), word, why, seconds=float(case.get("time", 0)))
+            session.add(name, case.get("name", ""), word, details.get("detail") or bad or "")
+    session.tests += counts
     detail = ", ".join(f"{count} {word}" for word, count in counts.items())
     status = "failed" if code else "passed" if counts["passed"] else "skipped"
     if code is None:
         status, detail = "stopped", f"not finished; {log}"
     session.add(name, "pytest", status, detail or f"exit code {code}; {log}", seconds=seconds)
-    for reason, count in reasons.items():
-        status = "not reached" if reason.startswith("NOT REACHED") else "skipped"
-        session.add(name, f"{count} of its tests", status, reason)
+    for (word, reason), count in reasons.items():
+        session.add(name, f"{count} of its tests", word, reason)
 
 
 def run_benchmark(session: Session, name: str) -> None:
@@ -230,7 +231,6 @@ def run_benchmark(session: Session, name: str) -> None:
         status = "not reached" if code is None else "failed"
         details.append(f"{len(rows)} rows, exit code {code}; {log}")
     table = markdown_table(found["header"], rows) if rows else ""
-    table = f"{machine_line(found['machine'])}\n\n{table}" if rows else ""
     return session.add(name, "bench.py", status, "; ".join(details), seconds=seconds, table=table)
 
 
