@@ -98,7 +98,7 @@ def model_card(
     """
     kha, is_kha = model.kha, written.architecture == "kha"
     name = os.path.basename(os.path.abspath(origin["path"]))  # also for "."
-    source = f"the {_FORMATS[origin['format']]} `{name}`"
+    source = f"the {_FORMATS[origin['format']]} {_code(name)}"
     if (iteration := origin.get("iteration")) is not None:
         source += f" at iteration {iteration:,}"
     heads = "standard attention"
@@ -131,3 +131,12 @@ def model_card(
             projections=list(projections), architecture=written.architecture
         ),
     )
+
+
+def _code(text: str) -> str:
+    """Format any text as inline code. Its fence is longer than any sequence of backticks in it."""
+    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    if "`" not in text:
+        return f"`{text}`"
+    fence = "`" * (1 + max(map(len, re.findall("`+", text))))
+    return f"{fence} {text} {fence}"

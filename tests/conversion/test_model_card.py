@@ -40,16 +40,18 @@ def test_the_card_of_a_fold(knocked, tmp_path):
     assert "base_model" not in card
 
 
-def test_only_hub_ids_are_base_models(knocked, tmp_path):
-    config = json.loads((knocked / "config.json").read_text())
+def test_the_header_of_a_hostile_directory(knocked, tmp_path):
+    hostile = knocked.rename(tmp_path / "a`` [x](y)\n---\nlicense: mit\n<b>{0}`")
+    config = json.loads((hostile / "config.json").read_text())
     for base, expected in (("Org/Model-1.5", "Org/Model-1.5"), ('a/b"\nlicense: mit', None)):
-        (knocked / "config.json").write_text(json.dumps(config | {"_name_or_path": base}))
+        (hostile / "config.json").write_text(json.dumps(config | {"_name_or_path": base}))
         target = tmp_path / f"{expected is None}"
-        to_hf.plan_export(knocked).write(target)
-        _, header, _ = (target / "README.md").read_text().split("---\n", 2)
+        to_hf.plan_export(hostile).write(target)
+        _, header, text = (target / "README.md").read_text().split("---\n", 2)
         parsed = yaml.safe_load(header)
         assert (parsed["library_name"], parsed.get("base_model")) == ("transformers", expected)
         assert "license" not in parsed
+        assert "model ``` a`` [x](y)�---�license: mit�<b>{0}` ``` with kha_megatron" in text
 
 
 def test_the_card_of_a_kha_model(knocked, tmp_path):
