@@ -30,10 +30,14 @@ SKIPPED: dict[str, str] = {
 
 UNSUPPORTED = {
     ".json": "Write one JSON object per line to a .jsonl file.",
+    ".arrow": "Convert it to .parquet.",
     **dict.fromkeys((".csv", ".tsv"), "Convert it to .jsonl or .parquet."),
-    ".tar": "Unpack it and pass the directory.",
+    **dict.fromkeys((".tar", ".tgz", ".zip"), "Unpack it and pass the directory."),
+    **dict.fromkeys((".bz2", ".xz"), "Decompress it, or use .gz or .zst."),
+    **dict.fromkeys((".pdf", ".docx"), "Extract its text."),
+    **dict.fromkeys((".bin", ".idx"), "Pass the prefix of a tokenized dataset to --data-path."),
 }
-"""Formats that would be read as plain text, and what to do instead. Binary files aren't UTF-8."""
+"""Formats that we refuse to read, and what to do instead."""
 
 _EXAMPLES = 5  # paths that a report names for each reason
 _BYTES_PER_TOKEN = 64  # for read_beginning

@@ -139,6 +139,19 @@ class TorchDistFolder:
                 f"Could not read {path / METADATA} ({reason(error)}). The file is missing, "
                 "corrupted or malicious. Load another checkpoint."
             ) from error
+        sizes: dict[str, int] = defaultdict(int)
+        for chunk in (
+            *(c for t in self.tensors.values() for c in t.chunks),
+            *self.objects.values(),
+        ):
+            sizes[chunk.file] = max(sizes[chunk.file], chunk.start + chunk.length)
+        for name, size in sorted(sizes.items()):
+            shard = path / name
+            if (found := shard.stat().st_size if shard.is_file() else 0) < size:
+                raise CheckpointError(
+                    f"{shard} is missing or truncated: expected at least {size} bytes, got "
+                    f"{found}. Copy it again, or load another checkpoint."
+                )
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """Load a tensor to CPU and assemble its chunks. Thread-safe.

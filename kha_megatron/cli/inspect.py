@@ -13,6 +13,7 @@ from kha_megatron.cli.options import AsJSON, Device, HeadsFrom
 from kha_megatron.compare.charts import draw_matrices, require_matplotlib
 from kha_megatron.config import KHAConfig
 from kha_megatron.documents import read_beginning
+from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 
@@ -60,6 +61,7 @@ def inspect(
     """
     from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+    from kha_megatron.conversion.sources import FLOAT_DTYPES
     from kha_megatron.heads.diagnostics import diagnose
 
     require_matplotlib()
@@ -69,6 +71,13 @@ def inspect(
     kha = read_kha_config(opened) or KHAConfig()
     # models without KHA matrices are only supported with --text
     weights = {} if content and not kha.variants else read_knock_weights(opened)
+    for (layer, projection), weight in weights.items():
+        if weight.dtype not in FLOAT_DTYPES.values():
+            raise CheckpointError(
+                f"{opened.path}: expected {', '.join(FLOAT_DTYPES)} for the matrices of the "
+                f"{projection} heads in layer {layer}, got {weight.dtype}. Inspect the model "
+                "before it was quantized."
+            )
     used = 0
     layers: list[LayerStatistics] = []
     if content is not None:

@@ -20,6 +20,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 from typer.exceptions import TyperException
+from typer.main import get_command
 
 from kha_megatron import __version__
 from kha_megatron.cli import console
@@ -61,7 +62,7 @@ def run_app(app: typer.Typer) -> int:
     except TyperException as error:
         if message := error.format_message():  # empty if the help of a group was printed
             end = "" if message.endswith((".", "?")) else "."
-            console.error(f"{message}{end} {_hint(message, error)}".rstrip())
+            console.error(f"{message}{end} {_hint(app, message, error)}".rstrip())
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -77,9 +78,14 @@ def run_app(app: typer.Typer) -> int:
         return 2
     except Exception as error:
         return _report(error)
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # raised by libraries written in Rust
+            raise
+        console.error(f"The tokenizers library failed: {in_one_line(error)[:200]}.")
+        return 2
 
 
-def _hint(message: str, error: TyperException) -> str:
+def _hint(app: typer.Typer, message: str, error: TyperException) -> str:
     """Return advice for an invalid command line."""
     if (context := getattr(error, "ctx", None)) is None:
         return ""
@@ -87,6 +93,11 @@ def _hint(message: str, error: TyperException) -> str:
         p.name for p in context.command.params
     ):
         return "Pass Megatron and --kha-* arguments after --, e.g. -- --kha-preset kha_mlp."
+    groups: Any = get_command(app)
+    for name, group in groups.commands.items():  # e.g. `upcycle` instead of `convert upcycle`
+        for command in getattr(group, "commands", ()):
+            if message == f"No such command '{command}'.":
+                return f"Did you mean `kha-megatron {name} {command}`?"
     return f"Try `{context.command_path} --help` for help."
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.ownership import has_files, owned
-from kha_megatron.checkpoint.tracker import iteration_of, newest, select_iteration
+from kha_megatron.checkpoint.tracker import RELEASE, iteration_of, newest, select_iteration
 from kha_megatron.data import check_data, check_same_tokenizer, lacks_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.rules import check_arguments, check_attention, check_optimizer_package
@@ -35,6 +35,13 @@ _OTHER_CHECKPOINT = (
 """Skip our checks of the checkpoint if any of these is set."""
 _NODE_LOCAL = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
 """Directories that nodes of a cluster do not share."""
+_SCHEDULE = ("lr", "min_lr", "lr_decay_style", "train_iters", "global_batch_size")
+_OTHER_SCHEDULE = (
+    *("--override-opt-param-scheduler", "--override-opt_param-scheduler", "--finetune"),
+    *("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
+    *("--no-load-optim",),
+)
+"""Skip our check of the learning rate schedule if any of these is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,12 +278,25 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
             recorded.check_same_heads(path, recorded.read_kha_config(checkpoint), run.kha)
             recorded.check_same_sizes(path, checkpoint.args, run.arguments)
             check_same_tokenizer(path, checkpoint.args, run.arguments)
+            if path.name != RELEASE and not any(name in run.arguments for name in _OTHER_SCHEDULE):
+                _check_schedule(path, checkpoint.args, run)
     elif not (verdict and verdict.named and run.training.ckpt_format != "torch_dist"):
         # for other formats than torch_dist, Megatron's tracker file has to be trusted
         raise CheckpointError(
             f"There is no complete checkpoint in {directory}. To start a new run, use an empty "
             "--output without --resume."
         )
+
+
+def _check_schedule(path: Path, saved: Mapping[str, Any], run: Run) -> None:
+    for name in _SCHEDULE:
+        old, new = saved.get(name), run.arguments.get(name)
+        if None not in (old, new) and old != new and not saved.get("no_save_optim"):
+            raise CheckpointError(
+                f"{run.given[name].flag} is {new}, but {path} was saved with {old}. Add "
+                "--override-opt-param-scheduler to use the new value, or "
+                "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
+            )
 
 
 def _environment(recipe: Recipe, run: Run, *, override: bool) -> dict[str, str]:

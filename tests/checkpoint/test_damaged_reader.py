@@ -27,6 +27,11 @@ def _truncate(file, by):
 DAMAGE = {
     "no mark": (lambda d: (d / ITER / "metadata.json").unlink(), r"metadata\.json is missing"),
     "torn mark": (lambda d: _truncate(d / ITER / "metadata.json", 9), r"metadata\.json is missing"),
+    "short shard": (
+        lambda d: _truncate(d / ITER / "__1_0.distcp", 1),
+        "__1_0.distcp is missing or truncated",
+    ),
+    "lost shard": (lambda d: (d / ITER / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "nothing": (lambda d: (shutil.rmtree(d), d.mkdir()), "no complete checkpoint in"),
     "a file": (lambda d: (shutil.rmtree(d), d.write_text("")), "is not a directory"),
 }

@@ -89,7 +89,7 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         ("compare --recipe quikstart", "Unknown recipe"),
         ("compare --nproc 2", "No training data"),
         ("launch quickstart --lr 1", "arguments after --, e.g. -- --kha-preset kha_mlp"),
-        ("upcycle a b", "No such command 'upcycle'. Try `"),
+        ("upcycle a b", "Did you mean `kha-megatron convert upcycle`?"),
         (f"{LAUNCH} -- --mock-data --kha-preset kha_mpl", "Did you mean kha_mlp?"),
         (f"{LAUNCH} --executor slurm", "--time must be HH:MM:SS"),
         (f"{LAUNCH} --nodes 2", "require --executor slurm"),
@@ -160,6 +160,21 @@ def test_data_show_does_not_print_escape_sequences(monkeypatch, capsys, tmp_path
         cli.main()
     assert "red" in (out := capsys.readouterr().out)
     assert "\x1b" not in out
+
+
+def test_a_panic_of_a_library_is_one_error(monkeypatch, capsys):
+    """A regular expression in ``tokenizer.json`` can raise it, which is not an Exception."""
+    panic = type("PanicException", (BaseException,), {})
+
+    def broken(*_):
+        raise panic("called `Result::unwrap()` on an `Err` value")
+
+    monkeypatch.setattr("kha_megatron.data.verify", broken)
+    monkeypatch.setattr(sys, "argv", ["kha-megatron", "data", "show", "directory"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert "error: The tokenizers library failed: called" in capsys.readouterr().err
 
 
 WORKING = """

@@ -190,6 +190,8 @@ def test_bad_input_is_refused_before_anything_is_written(
 ):
     plain = _write(tmp_path / "plain", matrices, kha_query=None, kha_value=None)
     stock = save_model(tmp_path / "stock", Qwen3Config(**SIZES), tokenizer)
+    float8 = {name: matrix.to(torch.float8_e4m3fn) for name, matrix in matrices.items()}
+    quantized = _write(tmp_path / "float8", float8)
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank").write_text(" \n")
     capsys.readouterr()  # progress of saving the model
@@ -198,6 +200,7 @@ def test_bad_input_is_refused_before_anything_is_written(
         ([tmp_path / "nowhere"], f"{tmp_path / 'nowhere'} is not a directory"),
         (["Some/Model-1"], "hf download Some/Model-1 --local-dir Model-1"),
         ([tmp_path / "empty"], f"{tmp_path / 'empty'} has no"),
+        ([quantized], "heads in layer 0, got torch.float8_e4m3fn. Inspect the model before"),
         ([stock, "--text", tmp_path / "nowhere"], "Cannot read"),
         ([stock, "--text", tmp_path / "blank"], "contains no text"),
         ([stock, "--text", text, "--tokens", 200], "1 to 128 tokens in total"),

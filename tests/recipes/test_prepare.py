@@ -153,12 +153,14 @@ def test_resume_without_a_complete_checkpoint_is_refused(trained, data, tmp_path
         ("--kha-preset baseline", "value=mlp.*nothing"),
         ("--num-layers 3", "--num-layers is 3, but .*iter_0000007 was trained with 4"),
         ("--num-experts 6", "--num-experts is 6, but .* was trained with 8"),
+        ("--lr 1e-3", "--lr is 0.001, but .* was saved with 0.002. Add --override-opt-param-sch"),
     ],
 )
 def test_checkpoint_of_another_run_is_refused(trained, data, words, match):
     options = {"data": data, "output": trained, "resume": True}
     refused(CheckpointError, match, words, **options)
     prepare_job(QUICKSTART, overrides=[*words.split(), "--use-checkpoint-args"], **options)
+    prepare_job(QUICKSTART, overrides=["--lr", "1", "--override-opt_param-scheduler"], **options)
 
 
 def test_paths_are_absolute(data, monkeypatch):
