@@ -76,8 +76,8 @@ def _change_chunks(change):
     ("edit", "message"),
     [
         (_set_path, "not a file name"),
-        (_change_chunks(lambda chunks: chunks.pop()), "elements, but only"),
-        (_change_chunks(lambda chunks: chunks.__setitem__(0, chunks[1])), "elements, but only"),
+        (_change_chunks(lambda chunks: chunks.pop()), "elements, but"),
+        (_change_chunks(lambda chunks: chunks.__setitem__(0, chunks[1])), "elements, but"),
         (
             _change_chunks(lambda chunks: setattr(chunks[0], "sizes", torch.Size((9, 1, 1)))),
             "lies outside",
