@@ -89,7 +89,7 @@ BENCHMARKS = {
         9, "a dense layer in bf16", ["layer", "--shapes", "dense", *_BF16, *_MAIN]
     ),
     "decode": Stage(
-        13, "decoding with transformers", ["decode", "--repetitions", "3", "--caches", "static"]
+        13, "decoding with transformers", ["decode", "--repetitions", "3", "--models", "mlp"]
     ),
     "layer-fp8": Stage(17, "the MoE layer in FP8", [*_MOE, *_FP8, *_MAIN]),
     "kernels-rest": Stage(20, "kernels of KHA-Gate", ["kernels", "--variants", "gate"]),
