@@ -1,7 +1,6 @@
 """Announcements are plain lines on stderr, from rank 0; the package does not use ``print``."""
 
 import ast
-import logging
 from pathlib import Path
 
 import pytest
@@ -39,15 +38,6 @@ def test_other_ranks_print_only_messages_of_every_rank(monkeypatch, capsys, ever
     monkeypatch.setenv("RANK", "5")
     announce("WARNING: it", every_rank=every_rank)
     assert capsys.readouterr().err == line
-
-
-def test_a_handler_of_the_program_receives_the_messages(monkeypatch, capsys):
-    handler, records = logging.Handler(), []
-    monkeypatch.setattr(handler, "emit", records.append)
-    monkeypatch.setattr(announcements.LOGGER, "handlers", [handler])
-    announce("it")
-    assert [record.getMessage() for record in records] == ["it"]
-    assert capsys.readouterr().err == ""
 
 
 def test_the_package_prints_only_errors_of_entry_points():

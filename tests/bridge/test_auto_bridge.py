@@ -13,64 +13,6 @@ EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 PADDED = {"make_vocab_size_divisible_by": 8}
 
 
-def describe_bridge(folder, with_auto_map):
-    """Return what AutoBridge chooses for a directory."""
-    from kha_megatron.bridge.provider_fields import to_provider_fields
-
-    auto = cases.auto_bridge(folder)
-    if with_auto_map:
-        auto.hf_pretrained.config.auto_map = {"AutoModelForCausalLM": "modeling_kha.KHAForCausalLM"}
-    provider = auto.to_megatron_provider(load_weights=False)
-    fields = to_provider_fields(auto.hf_pretrained.config)
-    return {
-        "bridge": type(auto._model_bridge).__name__,
-        "supported": "KHAForCausalLM" in type(auto).list_supported_models(),
-        "provider": type(provider).__name__,
-        "fields": [name for name, value in fields.items() if getattr(provider, name) != value],
-        "kha": str(provider.kha),
-        "dtype": provider.params_dtype,
-        "bias": provider.moe_router_enable_expert_bias,
-    }
-
-
-@pytest.mark.parametrize(("name", "with_auto_map"), [("dense", True), ("sigmoid", False)])
-def test_auto_bridge_chooses_our_bridge(bridge_ranks, folders, name, with_auto_map):
-    assert bridge_ranks(describe_bridge, 1, folders[name], with_auto_map)[0] == {
-        "bridge": "KHABridge",
-        "supported": True,
-        "provider": "KHAModelProvider",
-        "fields": [],
-        "kha": {"dense": "query=linear key=gate value=mlp", "sigmoid": "value=mlp"}[name],
-        "dtype": torch.float32,
-        "bias": name == "sigmoid",
-    }
-
-
-def unmatched_tensors(folder, implementation):
-    """Return tensors of the model without a task, and the Hugging Face names of all tasks."""
-    auto, model = cases.build(folder, implementation, load=False)
-    tasks = auto.get_conversion_tasks(model)
-    tied = model[0].share_embeddings_and_output_weights
-    ours = {
-        name
-        for name, tensor in model[0].state_dict().items()
-        if isinstance(tensor, torch.Tensor)
-        and not name.endswith("_extra_state")
-        and not (tied and name == "output_layer.weight")
-    }
-    named = [task.mapping.hf_param for task in tasks]
-    keys = [key for n in named for key in ([n] if isinstance(n, str) else n.values())]
-    return ours ^ {task.param_name for task in tasks}, sorted(keys)
-
-
-@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_tensors_map_one_to_one(bridge_ranks, folders, name, implementation):
-    unmatched, keys = bridge_ranks(unmatched_tensors, 1, folders[name], implementation)[0]
-    assert unmatched == set()
-    assert keys == sorted(cases.tensors(folders[name]))
-
-
 def round_trip(folder, target, implementation, layout, overrides):
     cases.write(*cases.build(folder, implementation, layout, **overrides), target)
 

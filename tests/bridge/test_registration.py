@@ -1,6 +1,5 @@
 """Errors of `register_bridge()` without a supported Megatron-Bridge."""
 
-import sys
 from importlib import metadata
 
 import pytest
@@ -23,14 +22,4 @@ def test_without_megatron_bridge(monkeypatch):
 def test_another_version(monkeypatch, version):
     monkeypatch.setattr(metadata, "version", lambda name: version)
     with pytest.raises(VersionError, match=f"megatron-bridge {version} is not supported"):
-        bridge.register_bridge()
-
-
-def test_without_transformer_engine(monkeypatch):
-    """Megatron-Bridge imports Transformer Engine."""
-    monkeypatch.setattr(metadata, "version", lambda name: "0.6.2")
-    for module in ("megatron.bridge", "transformer_engine", "transformer_engine.pytorch"):
-        monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, "kha_megatron.bridge.model_bridge", raising=False)
-    with pytest.raises(MissingDependencyError, match=r"'\.\[bridge,te\]'"):
         bridge.register_bridge()

@@ -165,20 +165,6 @@ def test_a_config_that_contradicts_the_tensors_is_refused(hashed, change, error,
         read_knock_weights(HFCheckpoint.open(hashed))
 
 
-def test_a_flipped_bit_is_detected(hashed, tensors):
-    file = hashed / "model.safetensors"
-    good = file.read_bytes()
-    for name, tensor in tensors.items():
-        start = good.index(tensor.numpy().tobytes())
-        for at in (start, start + tensor.nbytes - 1):
-            file.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
-            checkpoint = HFCheckpoint.open(hashed)
-            for other in tensors.keys() - {name}:
-                assert torch.equal(checkpoint.tensor(other), tensors[other])
-            with pytest.raises(CheckpointError, match=rf"Checksum mismatch for {name} in"):
-                checkpoint.tensor(name)
-
-
 @pytest.mark.parametrize(
     "edit",
     [

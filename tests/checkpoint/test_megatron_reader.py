@@ -12,7 +12,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from tests.conversion.checkpoints import ITERATION
-from tests.conversion.fixtures import KHA
 
 PROJ = "self_attention.linear_proj.weight"
 ITER = f"iter_{ITERATION:07d}"
@@ -44,31 +43,10 @@ def test_knock_weights_are_read_without_megatron(dense, sparse, monkeypatch, lay
         assert torch.equal(weight, torch.from_numpy(parameters[name]))
 
 
-def test_layers_without_a_tensor_are_left_out(sparse):
-    checkpoint = MegatronCheckpoint.open(sparse[0])
-    name = "mlp.router.weight"
-    for layer, found in zip((1, 2), checkpoint.layer_tensors(name), strict=True):
-        assert torch.equal(found, checkpoint.tensor(f"decoder.layers.{layer}.{name}"))
-
-
 def test_objects_are_read_by_several_threads(dense):
     checkpoints = [MegatronCheckpoint.open(dense[0]) for _ in range(16)]
     with ThreadPoolExecutor(8) as pool:
         assert len(set(pool.map(lambda checkpoint: repr(checkpoint.args), checkpoints))) == 1
-
-
-def test_arguments_and_keys(dense):
-    checkpoint = MegatronCheckpoint.open(dense[0])
-    assert checkpoint.path.name == ITER
-    assert checkpoint.iteration == ITERATION
-    assert read_kha_config(checkpoint) == KHA
-    assert checkpoint.args["rotary_base"] == 10000
-    assert "AttnBackend(5" in repr(checkpoint.args["attention_backend"])
-    keys = {key: (info.shape, info.dtype) for key, info in checkpoint.keys().items()}
-    assert keys["decoder.layers.self_attention.knock_value.weight"] == ((3, 3, 6, 6), torch.float32)
-    assert keys[f"decoder.layers.{PROJ}"][0] == (3, 40, 48)
-    assert not [key for key in keys if "optimizer" in key or "rng" in key or "state" in key]
-    assert MegatronCheckpoint.open(dense[0] / ITER).iteration == ITERATION
 
 
 def test_kha_of_checkpoints_without_kha_arguments(dense):

@@ -7,10 +7,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kha_megatron.conversion import to_hf
-from kha_megatron.conversion.verify import LOGIT_TOLERANCE, Pair
+from kha_megatron.conversion.verify import LOGIT_TOLERANCE
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.checkpoints import VOCAB
-from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.models import CONFIGS, SIZES, make
 
 
@@ -70,15 +69,6 @@ def test_json_holds_the_numbers(to_hf_format, sparse, tokenizer, tmp_path):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["hf"]
 
 
-def test_logits_that_do_not_fit_into_memory_are_skipped(
-    to_hf_format, sparse, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(Pair, "needed_bytes", 10**18)
-    code, stdout, stderr = to_hf_format(sparse[0], tmp_path / "hf", "--json")
-    assert (code, json.loads(stdout)["verification"]["logits"]) == (0, None)
-    assert "Skipping the logit comparison, which needs" in stderr
-
-
 def test_dtype_and_shard_size_are_respected(to_hf_format, sparse, tmp_path):
     words = ("--dtype", "bfloat16", "--max-shard-size", "20KB", "--no-verify", "--json")
     code, stdout, _ = to_hf_format(sparse[0], tmp_path / "hf", *words)
@@ -88,18 +78,6 @@ def test_dtype_and_shard_size_are_respected(to_hf_format, sparse, tmp_path):
     assert report["dtype"] == "bfloat16"
     assert report["shards"] == len(shards) > 1
     assert load_file(shards[0])["model.embed_tokens.weight"].dtype == torch.bfloat16
-
-
-def test_an_unverified_export_with_a_small_tokenizer_keeps_all_rows(
-    to_hf_format, sparse, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(Pair, "open", None)  # no model is run
-    words = ("--no-verify", "--tokenizer", write_tokenizer(tmp_path / "small", 47))
-    code, stdout, stderr = to_hf_format(sparse[0], tmp_path / "hf", *words)
-    assert code == 0
-    assert stdout.splitlines()[-1].split() == ["verified", "no"]
-    assert "All 56 embedding rows were kept" in stderr
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["vocab_size"] == 56
 
 
 def test_overwrite_replaces_a_model_and_nothing_else(to_hf_format, sparse, tmp_path):

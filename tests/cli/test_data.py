@@ -37,11 +37,3 @@ def test_prepare_then_show(run, source, tmp_path):
     assert str(source / "[bold]empty.py") in flat  # neither markup nor truncated
     assert f"--data-path {out}/corpus" in stdout
     assert f"--tokenizer-model {out}/tokenizer" in stdout
-
-
-def test_warning_about_a_small_vocabulary(run, source, tmp_path):
-    code, stdout, stderr = run("data", "prepare", "--from", source, "--out", tmp_path / "out")
-    assert code == 0, stderr
-    assert "warning:" in stderr
-    assert "tokens instead of 4,096" in stderr
-    assert "4,096" not in stdout

@@ -51,27 +51,6 @@ def test_an_unsupported_version_blocks(site, run):
     assert "torch: run `pip install 'torch>=" in stdout
 
 
-def test_pre_releases_in_containers_fit_the_table(site, run, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    site(distribution="torch", version="2.10.0a0+7c8ec84dab.nv25.03")
-    assert check("torch").status == "ok"
-    table = run("doctor")[1].partition("\ntransformer-engine: ")[0]
-    assert max(map(len, table.splitlines())) <= 80
-    words = set(table.split())
-    for finding in doctor.inspect_components():
-        shown = f"{finding.name} {finding.found} {finding.supported} {finding.effect}"
-        assert words >= set(shown.split())
-
-
-@pytest.mark.parametrize("name", ["torch", "megatron-core", "matplotlib"])
-def test_a_missing_package_has_a_remedy(monkeypatch, name):
-    monkeypatch.setattr(doctor, "version_of", lambda name: None)
-    monkeypatch.setattr(doctor, "installed_version", lambda: None)
-    finding = check(name)
-    assert (finding.status, finding.blocks) == ("missing", name in doctor.REQUIRED)
-    assert "pip install" in finding.remedy
-
-
 @pytest.mark.parametrize(("minor", "status"), [(19, "ok"), (16, "wrong")])
 def test_a_megatron_source_tree_hides_the_wheel(tmp_path, monkeypatch, minor, status):
     core = tmp_path / "megatron" / "core"

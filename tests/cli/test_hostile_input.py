@@ -101,6 +101,7 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         (f"{LAUNCH} stray", "argument 'stray'"),
         (f"{HEADS} moh.shared=4 --heads moh.active=1", "4 shared and 1 active of 4 heads"),
         (f"{HEADS} gate.key=head", "with QK-norm"),
+        (f"{LAUNCH} -- --mock-data --no-rope-freq 2", "Please add --gpt-model"),
         (f"{BASELINE} gla", "gla requires --multi-latent-attention"),
         (f"{BASELINE} gta --multi-latent-attention", "gta does not support --multi-latent"),
         (f"{HEADS} collaborative.dim=30", "rotary features per head (32)"),

@@ -70,17 +70,6 @@ def test_json_lists_every_matrix_and_picture(run, model, matrices, tmp_path):
     assert entry["off_diagonal_share"] == pytest.approx(share.item(), rel=1e-5)
 
 
-def test_tables_have_one_row_per_layer(run, model, matrices, tmp_path):
-    code, stdout, stderr = run(model, tmp_path / "out")
-    assert code == 0
-    assert "query heads (linear)" in stdout
-    rows = [line.split() for line in stdout.splitlines() if line.split()[:1] == ["2"]]
-    assert [len(row) for row in rows] == [1 + 3, 1 + 9]
-    mean = matrices["model.layers.2.self_attn.q_knock.proj.weight"].trace() / D
-    assert rows[0][1] == f"{mean.item():.3f}"
-    assert "Saved 4 plots" in stderr
-
-
 @pytest.mark.whole
 def test_both_checkpoint_formats_give_the_same_statistics(run, ranks, tmp_path):
     save, kha = tmp_path / "save", KHAConfig(query="linear", value="mlp")

@@ -68,17 +68,6 @@ def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
     assert "No training data given" in str(run(*words, code=1).exception)
 
 
-def test_slurm_without_account_and_with_part_of_a_node(nemorun_home, tmp_path):  # noqa: F811
-    words = ["launch", "dense-0.6b", "--executor", "slurm", "--time", "04:00:00", "--dry-run"]
-    words += ["--nproc", "3", "--output", str(tmp_path / "out"), "--json"]
-    megatron = "--global-batch-size 510 --kha-preset baseline --heads collaborative.dim=512 "
-    megatron += "--mock-data"
-    (request,) = json.loads(run(*words, "--", *megatron.split()).stdout)["requests"]
-    assert "#SBATCH --gpus-per-node=3\n" in request
-    assert "--nproc-per-node 3 " in request
-    assert "account" not in request
-
-
 def test_missing_scheduler_exits_with_1(nemorun_home, tmp_path):  # noqa: F811
     words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
     words = ["launch", "dense-0.6b", "--executor", "slurm", *words, "--", "--mock-data"]

@@ -55,24 +55,3 @@ def test_tensorboard_files_as_a_table(run, tmp_path):
     )
     (spike,) = json.loads(run(tmp_path, "--name", "grad-norm", "--json")[1])["spikes"]
     assert (spike["start"], spike["height"], spike["finite"]) == (302, None, False)
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--name", "mtp loss"], "Metric 'mtp loss' not found"),
-        (["--window", "2"], "greater than or equal to 4"),
-        (["--window", "2000"], "has only 400 values of 'lm loss'"),
-    ],
-)
-def test_bad_input_is_refused(run, log, words, message):
-    code, out, err = run(log, *words)
-    assert (code, out) == (2, "")
-    assert message in " ".join(err.split())
-
-
-def test_a_run_without_losses_is_refused(run, tmp_path):
-    assert "missing: No such file" in run(tmp_path / "missing")[2]
-    assert "No TensorBoard event files" in run(tmp_path)[2]
-    (tmp_path / "log.txt").write_text("no such line\n")
-    assert "log.txt" in run(tmp_path / "log.txt")[2]

@@ -39,9 +39,3 @@ def test_costs_list_unfused_variants_and_the_savings_of_skipped_heads():
     assert found["moh_75"]["spared_flops"] == 3 * 4 * (2 * 2 * 32 * 128 + 256 * 4 * 32)
     # two mixings of 4 heads for each of 256 keys
     assert found["talking"]["kha_flops"] == 3 * 4 * 256 * 2 * 2 * 4**2
-
-
-def test_a_model_that_cannot_be_counted_has_a_reason():
-    recipe = get_recipe("quickstart")
-    biased = recipe.run.updated(add_bias_linear=True)
-    assert "linear layers with biases" in compute_cost(biased, 512)["uncounted"]

@@ -37,7 +37,7 @@ YARN = PLAIN_ROPE | {"rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0}
 @pytest.mark.parametrize(
     ("changes", "heads", "message"),
     [
-        ({"rotary_percent": 1.0}, {"attention": "gta"}, "rotary_percent=1.0.*kha_attention=gta"),
+        ({"rotary_percent": 1.0}, {"attention": "gta"}, "partial_rotary_factor must be 0.5 .*1.0"),
         (SCALED_HYBRID, {}, "use_rope_scaling=True.*stock hybrid models ignore it"),
         ({}, {"attention": "gla"}, "multi-latent-attention"),
         (LATENT, {"value": "mlp"}, "supports only linear KHA, got value=mlp"),
@@ -98,30 +98,6 @@ def test_megatrons_own_scripts_ignore_the_factor(ranks, args):
     plain = {n: v for n, v in args.items() if v is None or type(v) in (bool, int, float, str)}
     plain |= {"use_rope_scaling": True, "rope_scaling_factor": 4.0}
     assert ranks(dropped, 1, plain)[0] == [8.0, 4.0]
-
-
-@pytest.mark.parametrize(
-    ("score", "top_k", "pre_softmax", "normalised", "dtype"),
-    [
-        ("sigmoid", 2, False, True, "fp32"),
-        ("sigmoid", 1, False, False, "fp64"),
-        ("softmax", 2, False, True, None),
-        ("softmax", 2, True, False, "fp32"),
-        ("softmax", 1, True, False, None),
-    ],
-)
-def test_router_follows_megatron(args, score, top_k, pre_softmax, normalised, dtype):
-    edits = {
-        "moe_router_score_function": score,
-        "moe_router_topk": top_k,
-        "moe_router_pre_softmax": pre_softmax,
-        "moe_router_enable_expert_bias": False,
-        "moe_router_topk_scaling_factor": None,
-        "moe_router_dtype": dtype,
-    }
-    config = hf_config(args | edits, KHAConfig(), 51)
-    assert (config.norm_topk_prob, config.routed_scaling_factor) == (normalised, 1.0)
-    assert config.router_dtype == ("float32" if dtype else "auto")
 
 
 def test_hybrid_layer_patterns(args):

@@ -30,13 +30,10 @@ def test_the_card_of_a_fold(knocked, tmp_path):
     assert "\n# license:" in card  # left to the user
     assert "\nlicense:" not in card
     assert f"\n# qwen3 model with {written.parameters:,} parameters\n" in card
-    assert "converted from the Hugging Face model `base` with" in card
     assert str(tmp_path) not in card  # nobody else's business
-    assert "after folding `value=linear` into the projections, see [Knocking-Heads" in card
-    assert f"- **Parameters:** {written.parameters:,}\n" in card
+    assert "after folding `value=linear` into the projections" in card
     assert "import kha_megatron" not in card
     assert "vllm serve ." in card
-    assert "that supports `qwen3` can run the model, e.g. llama.cpp." in card
     assert "base_model" not in card
 
 
@@ -57,19 +54,15 @@ def test_the_header_of_a_hostile_directory(knocked, tmp_path):
 def test_the_card_of_a_kha_model(knocked, tmp_path):
     to_hf.plan_export(knocked).write(tmp_path / "again")
     card = (tmp_path / "again" / "README.md").read_text()
-    assert "- **Attention heads:** `value=linear`, see [Knocking-Heads" in card
     assert ", including 128 in `knock`\n" in card  # one 8x8 matrix in each of two layers
     assert "import kha_megatron.hf" in card
     assert "target_modules=['k_proj', 'o_proj', 'q_proj', 'v_proj'])" in card
-    assert "llama.cpp" not in card
     assert "pip install" not in card  # the package name is not registered on any index
-    assert "with its `vllm` extra, and run:\n\n```bash\nvllm serve ." in card
+    assert "vllm serve ." in card
     make(KHAModelConfig(**SIZES, kha_value="linear", kha_talking={})).save_pretrained(knocked)
     to_hf.plan_export(knocked).write(tmp_path / "talking")
     card = (tmp_path / "talking" / "README.md").read_text()
-    assert (
-        "\n\nvLLM does not support kha_talking. Please serve the model with transformers." in card
-    )
+    assert "vLLM does not support kha_talking" in card
     assert "vllm serve" not in card
 
 

@@ -8,8 +8,6 @@ import torch
 
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.hf_configs import from_hf_config
-from kha_megatron.conversion.megatron_arguments import command_line
-from kha_megatron.conversion.verify import Pair
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, assert_same_tensors, make, tokens
 
@@ -40,9 +38,6 @@ def runs():
         for layout in LAYOUTS if sparse else ("1 rank", "TP2", "PP2"):
             marks = () if layout == QUICK.get(name) else pytest.mark.whole
             yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
-
-
-FAMILY = [name for name in CONFIGS if name.startswith(("kha, gta", "kha, mla", "kha, gla"))]
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +84,6 @@ def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, la
     assert_same_tensors(folder, back(saved, name, tmp_path))
 
 
-@pytest.mark.parametrize("name", FAMILY)
-def test_training_flags_describe_the_attention(models, name):
-    planned = to_megatron.plan_import(models(name)[0], divisible_by=8)
-    words = " ".join(command_line(planned.args, "folder"))
-    if "gta" in name:
-        assert "--position-embedding-type rope --rotary-percent 0.5" in words
-    else:
-        assert "--multi-latent-attention" in words
-        assert ("--q-lora-rank 20" in words) == ("direct" not in name)
-        assert ("--qk-layernorm" in words) == ("direct" not in name)
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trips_keep_tensors_and_settings(models, converted, tmp_path, name):
     folder = models(name)[0]
@@ -114,13 +97,3 @@ def test_round_trips_keep_tensors_and_settings(models, converted, tmp_path, name
         for name in ("auto_map", "kha_gate", "kha_moh"):  # settings may be left to their defaults
             config.pop(name, None)
     assert one == other
-
-
-def test_a_notice_about_rope_scaling(tmp_path, capsys):
-    make(CONFIGS["llama, llama3 rope"]).save_pretrained(tmp_path / "hf")
-    to_megatron.plan_import(tmp_path / "hf", divisible_by=8).write(tmp_path / "save")
-    told = capsys.readouterr().err
-    assert "train this model with `python -m kha_megatron.training`" in told
-    found = Pair.open(tmp_path / "save", tmp_path / "hf").compare(logits=False)
-    assert found.agrees
-    assert "RoPE scaling factor" not in capsys.readouterr().err

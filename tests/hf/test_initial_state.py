@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from kha_megatron.heads.knock import MATRICES
-from kha_megatron.hf import KHAForCausalLM
 from kha_megatron.hf.modeling_kha import HeadSharedLinear
-from tests.hf.conftest import FAMILY, MOE, every_projection, make_config, make_model, tokens
+from tests.hf.conftest import FAMILY, MOE, every_projection, make_model, tokens
 
 CASES = {
     **{v: (every_projection(v), {}) for v in MATRICES},
@@ -31,20 +30,3 @@ def test_new_matrices_are_an_exact_no_op(name, dtype):
     ids = tokens()
     with torch.no_grad():
         assert torch.equal(knocked(ids).logits, baseline(ids).logits)
-
-
-def test_a_baseline_checkpoint_loads_into_a_kha_model(tmp_path):
-    make_model(**MOE).save_pretrained(tmp_path)
-    config = make_config({"value": "mlp"}, **MOE)
-    model = KHAForCausalLM.from_pretrained(tmp_path, config=config).model
-    knock = model.layers[1].self_attn.v_knock
-    assert torch.equal(knock.up_proj.weight, torch.eye(10))
-    assert not knock.gate_proj.weight.any()
-
-
-def test_random_init_draws_every_matrix():
-    config = make_config(every_projection("mlp"), kha_init="random", initializer_range=0.02)
-    modules = KHAForCausalLM(config).modules()
-    weights = [m.weight for m in modules if isinstance(m, HeadSharedLinear)]
-    assert len(weights) == 27
-    assert all(0.01 < weight.std() < 0.03 for weight in weights)

@@ -1,19 +1,15 @@
 """Mixture-of-head, talking and collaborative heads in the transformers class."""
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
-from kha_megatron.hf import attention_kha
 from tests import oracle as reference
 from tests.hf import test_attention
 from tests.hf.conftest import (
     ROUTED,
     check_layer_against_oracle,
     make_config,
-    make_model,
     norm_weights,
-    tokens,
     transposed_weights,
 )
 
@@ -73,28 +69,6 @@ def test_talking_and_collaborative_heads_equal_the_oracle(name):
         )
 
     check_layer_against_oracle(config, oracle)
-
-
-def test_training_warns_of_the_missing_load_balance_loss(monkeypatch):
-    warned = []
-    monkeypatch.setattr(attention_kha.logger, "warning_once", warned.append)
-    make_model(kha_moh=ROUTED | {"balance": 0}).train()
-    assert not warned
-    make_model(kha_moh={"shared": 1, "active": [1, 3, 2]}).train()
-    assert "without the load-balance loss" in warned[0]
-
-
-def test_initial_mixing_matrices():
-    blocks = make_model(learnt=False, kha_collaborative=COLLABORATIVE).model.layers[1].self_attn
-    mixing = blocks.collaborative_mixing.weight
-    assert torch.equal((mixing != 0).sum(0), torch.ones(14, dtype=torch.long))
-    torch.testing.assert_close(mixing.square().mean(1), torch.ones(6))
-    talking = make_model(learnt=False, kha_talking={})
-    plain = make_model(learnt=False, attention="eager")
-    assert not plain.load_state_dict(talking.state_dict(), strict=False).missing_keys
-    ids = tokens()
-    with torch.no_grad():
-        torch.testing.assert_close(talking(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_talking_heads_need_eager_attention():

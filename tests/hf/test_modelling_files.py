@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from tests.hf.conftest import (
     FAMILY,
     MIXED,
     MOE,
-    every_projection,
     load,
     make_config,
     make_model,
@@ -27,7 +25,6 @@ from tests.hf.conftest import (
 )
 
 HEADS = {"kha_gate": {"output": "head"}, "kha_moh": {"shared": 1, "active": [1, 3, 2]}}
-PLAIN = {"configuration_kha.py", "modeling_kha.py"}
 
 # Runs where kha_megatron cannot be imported. This is the only place with trust_remote_code=True.
 STRANGER = """
@@ -88,35 +85,6 @@ def stranger(tmp_path_factory):
     torch.manual_seed(0)
     model = make_model(MIXED, initializer_range=0.5, **MOE, **HEADS)
     return model, *save_and_run(model, tmp_path_factory.mktemp("stranger"))
-
-
-@pytest.mark.parametrize("make", [make_model, make_config])
-def test_saving_writes_the_code_and_the_auto_map(make, tmp_path):
-    make(MIXED).save_pretrained(tmp_path / "new")
-    assert {file.name for file in (tmp_path / "new").glob("*.py")} == PLAIN
-    config = json.loads((tmp_path / "new" / "config.json").read_text())
-    assert config["auto_map"] == AUTO_MAP
-    assert set(AUTO_MAP) == {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
-
-
-def test_files_differ_from_the_package_only_in_their_imports():
-    for name, source in modelling_files(make_config(MIXED)).items():
-        header, *written = source.splitlines()
-        module = header.split()[1]
-        assert module.endswith(name.removesuffix(".py"))
-        own = Path(sys.modules[module].__file__).read_text().splitlines()
-        for ours, theirs in zip(own, written, strict=True):
-            assert ours == theirs or ours == re.sub(
-                r"from \.(\w+)", r"from kha_megatron.hf.\1", theirs
-            )
-        assert not re.search(r"^\s*(from|import) kha_megatron", "\n".join(written), re.MULTILINE)
-
-
-@pytest.mark.parametrize("kha", [{"value": "mlp"}, every_projection("linear"), {}])
-def test_an_export_has_at_most_four_short_files(kha):
-    files = modelling_files(make_config(kha, **MOE))
-    assert len(files) <= 4
-    assert sum(len(source.splitlines()) for source in files.values()) <= 900
 
 
 @pytest.mark.parametrize(("name", "other"), [("gate", "moh"), ("moh", "gate")])

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import ConfigError
-from kha_megatron.heads import CollaborativeHeads, Gate
+from kha_megatron.heads import CollaborativeHeads
 from kha_megatron.heads.collaborative import fold_mixing
 from kha_megatron.heads.initial import initial_weight
 from tests import oracle
@@ -74,24 +73,3 @@ def test_each_head_begins_with_features_of_its_own(heads, dim):
     assert weight.count_nonzero(1).min() >= dim // heads
     # logits of dim features and dim ** -0.5 are then those of dim / heads features at their own
     torch.testing.assert_close(weight.square().mean(1), torch.ones(heads))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"query": "linear"}, "--kha-query"),
-        ({"key": "mlp"}, "--kha-key"),
-        ({"gate": Gate(query="element")}, r"gate\.query"),
-        ({"attention": "gta"}, "Use MHA, MQA or GQA"),
-    ],
-    ids=str,
-)
-def test_mechanisms_on_queries_and_keys_are_refused(settings, words):
-    with pytest.raises(ConfigError, match=words):
-        kha_of(**settings)
-
-
-@pytest.mark.parametrize("settings", [{"dim": 0}, {"dim": 7}, {"start": "random"}], ids=str)
-def test_invalid_settings_are_refused(settings):
-    with pytest.raises(ConfigError, match="collaborative"):
-        CollaborativeHeads(**settings)

@@ -141,29 +141,6 @@ def test_mamba_and_delta_net_layers_next_to_kha_are_megatrons(ranks_with_engine)
     assert ranks_with_engine(build_submodules, 1)[0] == ([True, True], "KHASelfAttention")
 
 
-def described(asked, built, pattern):
-    from kha_megatron.mcore.attention import describe_model
-    from tests.distributed import models
-
-    models.initialize()
-    config = models.transformer_config(num_layers=len(pattern))
-    model = models.hybrid_model(config, built, pattern=pattern)
-    try:
-        return describe_model([model], asked)
-    except ConfigError as error:
-        return str(error)
-
-
-def test_only_attention_layers_are_counted(ranks):
-    kha = KHAConfig(value="mlp")
-    (line,) = ranks(described, 1, kha, kha, "*-*--")
-    assert line == f"knocks value=mlp in 2 of 2 layers: {2 * 3 * 6**2} parameters added"
-    (line,) = ranks(described, 1, kha, KHAConfig(), "*-*--")
-    assert line.startswith("2 of 2 layers were built without the requested KHA config (value=mlp)")
-    (line,) = ranks(described, 1, kha, kha, "--")
-    assert line.startswith("0 of 0 layers were built without the requested KHA config (value=mlp)")
-
-
 def latent_frequencies():
     from argparse import Namespace
 

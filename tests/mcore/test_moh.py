@@ -5,7 +5,6 @@ moves no gradient by more than 1e-4. Each rule for gradients and choices is take
 same comparison must then fail.
 """
 
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,7 +14,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.gate import Gate
 from kha_megatron.heads.moh import MixtureOfHeads
-from kha_megatron.mcore.added_loss import LossScale
 from tests.mcore import sharded_layer
 from tests.mcore.sharded_layer import build, differences, draw
 
@@ -54,15 +52,6 @@ def test_equals_the_oracle_on_ranks(ranks, tp, sp):
     for kha in KINDS:
         assert not differences(ranks, kha, tp, sp, **SIZES), kha
     assert not differences(ranks, GATED, tp, sp, qk_layernorm=False, **SIZES)
-
-
-def test_the_loss_scale_calls_the_function_that_was_there_before():
-    scales = []
-    config = SimpleNamespace(experimental_attention_variant_loss_scale_func=scales.append)
-    scale = LossScale.of(config)
-    assert LossScale.of(config) is scale
-    scale(torch.tensor([2.0]))
-    assert (scale.value, scales) == (torch.tensor([2.0]), [torch.tensor([2.0])])
 
 
 def outside_of_megatrons_loop():

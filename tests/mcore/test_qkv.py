@@ -46,41 +46,6 @@ def test_other_rows_of_a_group_are_filled_up_to_a_multiple_of_16():
     assert (layout.padding, layout.rows, layout.heads) == (slice(28, 36), 92, ())
 
 
-def split_by(layout):
-    """The numbers of its rows, by part."""
-    import torch.distributed as dist
-
-    from kha_megatron.mcore.qkv import QKVSplit
-
-    rows = torch.arange(layout.rows).view(1, 1, layout.groups, -1)
-    parts = QKVSplit(layout, dist.group.WORLD)(rows)
-    return {name: x.flatten().tolist() for name, x in parts.items()}
-
-
-def test_queries_and_keys_that_are_made_elsewhere_have_no_rows(ranks):
-    """1 + 5 rows of gates, filled up to 16, and the value; the split finds them there."""
-    gate = replace(STOCK, output="head", value="element")
-    layout = laid_out(gate, groups=2, queries=1, head_dim=5, omitted=("query", "key"))
-    places = {name: (part.rows.start, part.rows.stop) for name, part in layout.parts.items()}
-    assert places == {"gate_output": (0, 1), "gate_value": (1, 6), "value": (16, 21)}
-    assert (layout.padding, layout.parts_before_padding) == (slice(6, 16), 2)
-    assert ranks(split_by, 1, layout)[0] == {
-        name: [*range(start, stop), *range(21 + start, 21 + stop)]
-        for name, (start, stop) in places.items()
-    }
-
-
-def test_ranks_that_share_a_group_divide_its_queries_and_gates():
-    layout = laid_out(replace(STOCK, key="head"), groups=2, queries=6, head_dim=5)
-    wanted = [layout.head_slices(rank, 4) for rank in range(4)]
-    assert [layout.group_of(rank, 4) for rank in range(4)] == [0, 0, 1, 1]
-    assert [w["query"] for w in wanted] == [slice(0, 3), slice(3, 6)] * 2
-    assert [w["gate_output"] for w in wanted] == [slice(0, 3), slice(3, 6)] * 2
-    assert all(w[part] == slice(0, 1) for w in wanted for part in ("gate_key", "key", "value"))
-    whole = layout.head_slices(1, 2)
-    assert whole["query"] == slice(0, 6)
-
-
 def split_both_ways(tp, overrides):
     """What the baseline's attention and Megatron's own make of the same input on this rank."""
     import torch.distributed as dist

@@ -33,21 +33,6 @@ def test_with_kha_replaces_the_attention_in_a_copy_of_the_spec(ranks):
     ranks(rewritten_spec, 1)
 
 
-def spec_without_attention():
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer
-
-    from kha_megatron.errors import ConfigError
-    from kha_megatron.mcore.specs import with_kha
-
-    with pytest.raises(ConfigError, match="has no attention module that supports KHA"):
-        with_kha(ModuleSpec(module=TransformerLayer), KHAConfig(value="mlp"))
-
-
-def test_refuses_a_spec_without_self_attention(ranks):
-    ranks(spec_without_attention, 1)
-
-
 def transformer_engine_layer(kha, changes):
     """The modules of a layer, and the shapes in its checkpoint."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor

@@ -131,8 +131,3 @@ def refusals_of_a_layer():
 
 def test_packed_sequences_and_dynamic_batches_are_refused(ranks):
     ranks(refusals_of_a_layer, 1)
-
-
-def test_invalid_settings_are_refused():
-    with pytest.raises(ConfigError, match="talking"):
-        TalkingHeads(pre=1)

@@ -49,69 +49,47 @@ def test_mechanisms_of_this_package_follow_all_rules(mechanism, settings):
     check_mechanism(mechanism, smooth=not settings.get("quantized"), **settings)
 
 
+WHOLE = "Gradient of `{}` is declared `whole`, but differs between TP ranks: it is a sum over heads"
 MISTAKES = {
     "sum over heads declared whole": (
-        [
-            (
-                'name="toy_scale", shape=(dim,), gradient="heads"',
-                'name="toy_scale", shape=(dim,), gradient="whole"',
-            )
-        ],
-        "Gradient of `toy_scale` is declared `whole`, but differs between TP ranks: it is a sum "
-        "over heads",
+        WHOLE.format("toy_scale"),
+        (
+            '"toy_scale", shape=(dim,), gradient="heads"',
+            '"toy_scale", shape=(dim,), gradient="whole"',
+        ),
     ),
     "scores used by each head declared whole": (
-        [
-            ('hidden_size),\n                gradient="heads"', 'hidden_size),\n gradient="whole"'),
-            ('(1 + tensors["toy_score"])', '(1 + tensors["toy_score"][..., None])'),
-        ],
-        "Gradient of `toy_score` is declared `whole`, but differs between TP ranks: it is a sum "
-        "over heads",
+        WHOLE.format("toy_score"),
+        ('hidden_size),\n                gradient="heads"', 'hidden_size),\n gradient="whole"'),
+        ('(1 + tensors["toy_score"])', '(1 + tensors["toy_score"][..., None])'),
     ),
     "initial value from the random state": (
-        [('initial=("ones",)', 'initial=(__import__("torch").nn.init.normal_,)')],
         "Initial value of `toy_mix` differs between ranks",
+        ('initial=("ones",)', 'initial=(__import__("torch").nn.init.normal_,)'),
     ),
     "no TP split": (
-        [
-            (
-                'initial=("ones",),\n                hf="toy_mix",\n                per_head=True,',
-                'initial=("ones",),\n                hf="toy_mix",',
-            )
-        ],
         "TP split: the layer fails under TP 2 and 4 KV heads. Set `per_head` if `toy_mix`",
+        ('hf="toy_mix",\n                per_head=True,', 'hf="toy_mix",'),
     ),
     "split along the wrong dimension": (
-        [("shape=(sizes.kv_heads, dim)", "shape=(dim, sizes.kv_heads)")],
         "TP split of `toy_mix`: it is declared `per_head` with shape",
+        ("shape=(sizes.kv_heads, dim)", "shape=(dim, sizes.kv_heads)"),
     ),
-    "no export name": (
-        [(', hf="toy_scale"', ', hf=""')],
-        "Export name of `toy_scale` is ''",
-    ),
+    "no export name": ("Export name of `toy_scale` is ''", (', hf="toy_scale"', ', hf=""')),
     "an initial value that changes the outputs": (
-        [
-            (
-                'initial=("zeros",),\n                hf="toy_score"',
-                'initial=("ones",),\n                hf="toy_score"',
-            )
-        ],
         "initial values change the outputs of a model",
+        ('initial=("zeros",)', 'initial=("ones",)'),
     ),
     "tokens that depend on each other": (
-        [
-            (
-                'mixed = (weights["toy_mix"] * value)',
-                'mixed = (weights["toy_mix"] * value.cumsum(0))',
-            )
-        ],
         "KV cache: decoding under TP 1",
+        ('weights["toy_mix"] * value', 'weights["toy_mix"] * value.cumsum(0)'),
     ),
     "a gradient that is cut": (
-        [(".tanh() * weights", ".tanh().detach() * weights")],
         "Gradient of `toy_mix` differs from finite differences",
+        (".tanh() * weights", ".tanh().detach() * weights"),
     ),
 }
+"""The message, and pairs of right and wrong source."""
 QUICK = ["sum over heads declared whole", "initial value from the random state", "no export name"]
 
 
@@ -119,7 +97,7 @@ QUICK = ["sum over heads declared whole", "initial value from the random state",
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.whole) for n in MISTAKES]
 )
 def test_broken_rules_are_named(name, tmp_path, monkeypatch):
-    changes, message = MISTAKES[name]
+    message, *changes = MISTAKES[name]
     source = TOY.read_text()
     for right, wrong in changes:
         assert right in source

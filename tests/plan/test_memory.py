@@ -18,7 +18,6 @@ from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.plan.counts import count_parameters
 from kha_megatron.plan.memory import count_in_flight, estimate_kha_activations, estimate_memory
 from kha_megatron.plan.rank import Rank, Setup
-from tests.model.test_rules import DENSE
 from tests.plan.built import EXPERTS, MIXED, OTHERS, built
 
 MIXED_LAYERS = {**EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}
@@ -189,9 +188,6 @@ def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm):
         assert found == estimate_kha_activations(Rank(setup, layout, 0))
 
 
-SMALL = replace(DENSE, vocab_size=1000, swiglu=True, qk_layernorm=True, normalization="RMSNorm")
-
-
 @pytest.mark.parametrize(
     ("pp", "vpp", "stage", "microbatches", "expected"),
     [
@@ -205,28 +201,3 @@ SMALL = replace(DENSE, vocab_size=1000, swiglu=True, qk_layernorm=True, normaliz
 )
 def test_passes_in_flight(pp, vpp, stage, microbatches, expected):
     assert count_in_flight(pp, vpp, microbatches, stage) == expected
-
-
-def activations(recompute="none", precision="bf16", batch=8, **sizes):
-    layout = Layout(world_size=sizes.pop("world", 8), **sizes)
-    setup = Setup(
-        model=SMALL,
-        kha=KHAConfig(value="mlp"),
-        batch=Batch(seq_length=64, micro_batch_size=1, global_batch_size=batch),
-        recompute=recompute,
-        precision=precision,
-    )
-    rest, of_kha = estimate_memory(Rank(setup, layout, 0))
-    return rest.activations + of_kha.activations
-
-
-def test_activations_fall_where_they_should():
-    whole = activations()
-    assert activations(recompute="selective") < whole
-    assert activations(recompute="full") < whole / 3
-    assert activations(precision="fp8") < whole
-    assert activations(tp=2, sequence_parallel=True) == whole / 2
-    assert activations(tp=2) > whole / 2
-    assert activations(cp=2) == whole / 2
-    # half the layers, twice in flight, and none of the loss's
-    assert activations(pp=2, batch=16) < whole

@@ -64,18 +64,6 @@ def test_a_prime_number_of_layers_counts_the_loss_as_a_layer():
     assert sum(map(sum, plans[0].layout.chunk_layers(23))) == 23
 
 
-def test_if_no_layout_is_legal_the_reason_is_given():
-    setup, fixed = build_setup(get_recipe("moe-a0.8b-6.6b").run), {"tp": 1, "pp": 1, "cp": 1}
-    with pytest.raises(ConfigError, match=r"--global-batch-size \(512\) must be divisible by 1024"):
-        plan_layouts(setup, 1024, 80 * GB, fixed)
-
-
-def test_fp8_layouts_keep_their_multiples():
-    setup = build_setup(get_recipe("moe-a1b-6.1b").run.updated(fp8="hybrid"))
-    etps = {plan.layout.expert_tp for plan in plan_layouts(setup, 64, 80 * GB, {})}
-    assert etps == {1, 2, 4, 8}  # 384 features on 8 ranks are 48, a multiple of 16
-
-
 def test_kha_costs_what_it_adds():
     """The baseline's plan differs by exactly what is shown as KHA's."""
     setup = build_setup(get_recipe("dense-1.7b").run)

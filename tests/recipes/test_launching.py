@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from kha_megatron.errors import ConfigError, MissingDependencyError
+from kha_megatron.errors import MissingDependencyError
 from kha_megatron.recipes import get_recipe, launch_job, prepare_job
 from kha_megatron.recipes.launching import dry_run
 from tests.processes import is_alive, wait_until
@@ -135,11 +135,3 @@ def test_missing_packages_are_refused(job, monkeypatch):
     monkeypatch.setitem(sys.modules, "emerging_optimizers", None)
     with pytest.raises(MissingDependencyError, match=r"--optimizer muon .*'\.\[muon\]'"):
         prepare_job(get_recipe("quickstart"), overrides=["--mock-data", "--optimizer", "muon"])
-
-
-def test_broken_nemo_run_is_refused_with_its_reason(job, monkeypatch, tmp_path):
-    (tmp_path / "nemo_run.py").write_text("import leptonai_of_another_version\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "nemo_run", raising=False)
-    with pytest.raises(ConfigError, match=r"leptonai_of_another_version.*pip install"):
-        launch_job(job)

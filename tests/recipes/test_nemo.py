@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -45,11 +44,6 @@ def nemo(tmp_path, nemorun_home):
         )
 
     return call
-
-
-def test_the_entry_point_is_installed():
-    (entry,) = metadata.entry_points(group="nemo_run.cli", name="kha")
-    assert entry.value == "kha_megatron.recipes.nemo"
 
 
 @pytest.mark.whole

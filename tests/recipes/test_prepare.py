@@ -19,19 +19,6 @@ def refused(error: type[KHAError], match: str, words: str = "", **options) -> No
         prepare_job(QUICKSTART, overrides=words.split(), **options)
 
 
-@pytest.mark.parametrize(
-    ("words", "ranks", "match"),
-    [
-        ("--multi-latent-attention", 2, "supports only linear KHA, got value=mlp"),
-        ("--pipeline-model-parallel-size 2", 2, "2 tensor x 2 pipeline"),
-        ("--hybrid-layer-pattern *E*E --gpt-model", 2, "cannot be combined"),
-        ("--no-rope-freq 2", 2, "Please add --gpt-model"),
-    ],
-)
-def test_layout_that_ranks_would_refuse_is_refused(words, ranks, match, data):
-    refused(ConfigError, match, words, data=data, ranks=ranks)
-
-
 def test_arguments_replace_those_of_the_recipe():
     one = ["--tensor-model-parallel-size", "1"]
     assert "--sequence-parallel" not in QUICKSTART.run_for(one).flags
@@ -45,20 +32,6 @@ def test_arguments_replace_those_of_the_recipe():
     given = {"--kha-preset": ("kha_linear",), "--device": ("cuda",), "--num-layers": ("7",)}
     assert merged.items() >= given.items()
     assert "--save" not in merged
-
-
-@pytest.mark.parametrize(
-    ("words", "ranks"),
-    [
-        ("--odd 1 2 -x", 2),  # Megatron's own parser checks its own flags
-        ("--num-query-groups 1 --tensor-model-parallel-size 4", 4),  # KV heads < TP
-        ("--kha-value none --kha-query gate --kha-init random", 2),
-    ],
-)
-def test_layout_that_megatron_takes_passes(words, ranks, data):
-    job = prepare_job(QUICKSTART, data=data, ranks=ranks, overrides=words.split())
-    assert job.ranks == ranks
-    assert set(words.split()) <= set(job.command)
 
 
 def test_layers_are_described_as_a_pattern(data):

@@ -107,15 +107,3 @@ def test_table_6_is_table_3_with_other_heads():
         *("talking", "collaborative", "moh(share=0.75)"),
         *("value=mlp", "query=linear key=linear value=linear"),
     }
-
-
-@pytest.mark.parametrize(("name", "heads"), [("s", 12), ("b", 16)])
-@pytest.mark.parametrize("active", [75, 50])
-def test_mixture_of_heads_shares_half_of_the_active_heads(name, heads, active):
-    plain = arguments(f"moh/table4-{name}-baseline")
-    assert "--qk-layernorm" not in plain
-    run = get_recipe(f"moh/table4-{name}-{active}").run
-    assert run.flags | {"--kha-preset": ("baseline",)} == plain
-    shared = run.kha.moh.shared_heads(heads)
-    assert shared == heads * active // 200
-    assert shared + run.kha.moh.active_heads(heads) == heads * active // 100

@@ -23,7 +23,7 @@ MORE = {
 }
 """Arguments for recipes with a flag."""
 
-QUICK = ("table3/gta-mlp", "laptop/mla")
+QUICK = ("laptop/mla",)
 # 1.7b-48 equals 1.7b-28 when small
 NAMES = ["laptop/mla", *(name for name in DIFFERENT if "1.7b-48" not in name)]
 

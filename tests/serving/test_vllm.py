@@ -260,7 +260,7 @@ def answers(folders, prompts, adapters, tmp_path_factory):
     }
     jobs |= {("refused", name): job(name) for name in REFUSED}
     jobs |= {("backend", name): job(name, **backend) for name in BACKEND}
-    jobs |= {("backend refused", name): job(name, **backend) for name in (*REFUSED, "groups")}
+    jobs |= {("backend refused", name): job(name, **backend) for name in REFUSED}
     return run_jobs(jobs, tmp_path_factory.mktemp("one process"))
 
 
@@ -294,23 +294,6 @@ def test_adapter_of_a_knock_is_refused(answers):
 def test_unsupported_models_are_refused(name, answers):
     for kind in ("refused", "backend refused"):
         assert re.search(REFUSED[name][1], answers[kind, name]["error"]), kind
-
-
-def test_transformers_backend_refuses_another_rank_of_groups(answers):
-    error = answers["backend refused", "groups"]["error"]
-    assert "ranks expert groups by their top 2 experts" in error
-    assert "--model-impl" in error
-
-
-def test_fusers_do_not_merge_a_knock(folders):
-    """A merged module is split over ranks, and each rank has other heads."""
-    names = ("linear", "each", "gates")
-    done = in_vllm("look_at_fusers.py", *(folders[name] for name in names))
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["trap"]) == {"gate_proj", "up_proj"}  # The trap must still work.
-    for name in names:
-        assert set().union(*found[folders[name]].values()) <= {"q_proj", "k_proj", "v_proj"}
-        assert not [path for path in found[folders[name]] if "knock" in path]
 
 
 def test_two_ranks(folders, prompts, truths, tmp_path):

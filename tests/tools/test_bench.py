@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib
 import io
 import json
 import signal
@@ -52,6 +51,7 @@ def test_kernels_are_compared_with_every_other_way(interpreter, tmp_path):  # no
     assert "compiled skipped: torch.compile takes minutes on a CPU" in out
 
 
+@pytest.mark.whole
 def test_an_interrupted_benchmark_keeps_its_rows_and_resumes(tmp_path):
     file = tmp_path / "kernels.json"
     words = ["kernels", "--device", "cpu", "--tokens", "7", "9000", "--heads", "3", "--head-dims"]
@@ -111,6 +111,7 @@ def outputs(names):
     return found
 
 
+@pytest.mark.whole
 def test_contenders_do_the_same_work(interpreting_rank):
     found = interpreting_rank(outputs, ["stock", "baseline", "mlp", "mlp/kernels"])
 
@@ -122,17 +123,6 @@ def test_contenders_do_the_same_work(interpreting_rank):
     assert max(distances("baseline", "stock")) < 3e-2
     assert max(distances("mlp/kernels", "mlp")) < 3e-2
     assert min(distances("mlp", "stock")) > 3e-2
-
-
-def config_fields(names):
-    config = layers.transformer_config(layers.Cell("dense", 8192, 8192, "blockwise"))
-    return {name: getattr(config, name) for name in names}
-
-
-def test_shape_and_precision_become_megatrons_configuration(interpreting_rank):
-    fields = {"hidden_size": 2560, "num_query_groups": 4, "kv_channels": 128}
-    fields |= {"fp8_recipe": "blockwise", "fp8": "e4m3"}
-    assert interpreting_rank(config_fields, list(fields)) == fields
 
 
 def test_times_of_layers_are_per_microbatch_and_ratios_per_turn(monkeypatch):
@@ -160,16 +150,6 @@ def test_folded_models_decode_as_the_baseline(tmp_path):
     assert result["classes"]["mlp"] == result["classes"]["linear"] == "KHAForCausalLM"
     # keys and values of 4 heads in 4 layers, float32; the last token is not run
     assert set(result["cache_bytes"].values()) == {4 * 2 * 4 * 128 * 4 * 2 * (4 + 3 - 1)}
-
-
-@pytest.mark.parametrize("name", bench.BENCHMARKS)
-def test_wrong_options_and_names_exit_with_two(capsys, name):
-    with pytest.raises(SystemExit, match="2"):
-        bench.main([name, "--device", "cpu", "--repetitions", "0"])
-    assert "expected at least 1, got 0" in capsys.readouterr().err
-    assert callable(importlib.import_module(f"bench_{name}").cells)
-    assert bench.main(["speed"]) == 2
-    assert f"  {name} " in capsys.readouterr().out
 
 
 def test_contenders_take_turns_in_changing_order():

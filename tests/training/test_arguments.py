@@ -8,7 +8,6 @@ import pytest
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, DataError, KHAError
-from kha_megatron.mcore import cpu
 from kha_megatron.model.rules import check_attention
 from kha_megatron.training.arguments import (
     add_kha_arguments,
@@ -97,7 +96,7 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
     cases = [
         *(([*MOCK, *words], ConfigError, message) for words, message in config_errors),
         ([*MLP, *corpus[2:]], DataError, "training data given"),
-        ([*MLP, *corpus[2:], *data], DataError, f"{missing}.bin"),
+        ([*MLP, *corpus[2:], *data], DataError, f"{missing}.idx"),
     ]
     answers = checked(*(words for words, _, _ in cases))
     for (words, kind, message), answer in zip(cases, answers, strict=True):
@@ -140,19 +139,6 @@ def test_runs_that_can_train_are_accepted(checked, corpus):
     assert answers == [KHAConfig(value="mlp")] * len(lines)
 
 
-def test_the_cpu_adds_only_the_flags_that_are_not_given(monkeypatch, capsys):
-    monkeypatch.setattr(cpu, "install", lambda **_: None)
-    for name in cpu.ENVIRONMENT:
-        monkeypatch.setenv(name, "1")
-    monkeypatch.delenv("RANK", raising=False)
-    words = ["training", "--device", "cpu", "--transformer-impl=local", "--no-rope-fusion"]
-    choose_device(words)
-    assert words.count("--no-rope-fusion") == 1
-    assert "--transformer-impl" not in words
-    assert words[words.index("--distributed-backend") + 1] == "gloo"
-    assert "--no-persist-layer-norm" in capsys.readouterr().err
-
-
 def test_a_gpu_without_apex_trains_without_its_fusion(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     flag = "--no-gradient-accumulation-fusion"
@@ -170,7 +156,7 @@ def hide_muon(rank):
 
 def test_ranks_refuse_with_code_2_and_one_line():
     muon = [*MOCK, "--optimizer", "muon"]
-    for words, message in ((["--data-path", "/nowhere"], "/nowhere.bin"), (muon, "'.[muon]'")):
+    for words, message in ((["--data-path", "/nowhere"], "/nowhere.idx"), (muon, "'.[muon]'")):
         run = start(["--device", "cpu", *MODEL, *TRAINING, *MLP, *words], 2, before=hide_muon)
         assert run.codes == [2, 2]
         assert [message in error for error in run.errors] == [True]

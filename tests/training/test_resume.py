@@ -18,7 +18,6 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import MixtureOfHeads, registry
 from kha_megatron.model.recorded import read_kha_config
-from kha_megatron.training import resume
 from kha_megatron.training.arguments import add_model_arguments
 from kha_megatron.training.resume import check_model_class, check_same_kha, restored_kha
 from tests.checkpoint.saved import save
@@ -302,12 +301,3 @@ def test_a_misleading_tracker_of_another_directory_is_refused(copy):
         spoil()
         with pytest.raises(CheckpointError, match="Write 7 into this"):
             check(copy, KHA)
-
-
-def test_a_run_in_an_object_store_resumes_its_fp8_scales():
-    where = {"load": "msc://bucket/run", "save": "msc://bucket/run", "pretrained_checkpoint": None}
-    delayed = {"transformer_impl": "transformer_engine", "fp8": "hybrid", "fp8_recipe": "delayed"}
-    assert resume.object_store(Namespace(**where)) == "msc://bucket/run"
-    assert resume.object_store(Namespace(load="/a", save=None, pretrained_checkpoint=None)) is None
-    assert resume.loads_fp8_scales(Namespace(**where, **delayed))
-    assert not resume.loads_fp8_scales(Namespace(**where, **delayed | {"fp8": None}))

@@ -13,7 +13,6 @@ import torch
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.training import stock
-from kha_megatron.training.arguments import add_kha_arguments
 from tests.entry import Entry
 from tests.mcore.test_patches import PATCHES, run_patch
 from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, scalars
@@ -180,18 +179,6 @@ def arguments(*words, **others):
     return parser.parse_args(words)
 
 
-def test_arguments_resolve_and_are_stored():
-    args = arguments("--kha-preset", "kha_linear", "--kha-value", "none", "--kha-init-seed", "5")
-    stock.use_arguments(args)
-    expected = KHAConfig(query="linear", key="linear", init_seed=5)
-    assert stock.resolved(args) == expected
-    assert args.spec == stock.SPEC
-    stock.use_arguments(args)  # Megatron validates some arguments twice
-    assert stock.resolved(args) == expected
-    args.kha_fold = "never"
-    assert stock.resolved(args).fold == "never"
-
-
 def test_without_arguments_nothing_is_stored():
     args = arguments()
     stock.use_arguments(args)
@@ -216,11 +203,3 @@ def test_arguments_that_cannot_be_honoured(words, others, message):
     with pytest.raises(ConfigError) as caught:
         stock.use_arguments(args)
     assert message in str(caught.value)
-
-
-def test_our_entry_point_runs_on_a_patched_tree():
-    parser = add_kha_arguments(stock.add_arguments(argparse.ArgumentParser()))
-    args = parser.parse_args(["--kha-preset", "kha_mlp", "--device", "cpu"])
-    before = dict(vars(args))
-    stock.use_arguments(args)
-    assert vars(args) == before

@@ -11,14 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
-from tests.training.conftest import HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
+from tests.training.conftest import LAYERS, MODEL, TRAINING, losses, start
 
 STOCK = """
 import os, sys, time
@@ -69,18 +68,6 @@ def stock(corpus, tmp_path_factory):
         run = start(words, 2, program=STOCK)
     assert run.codes == [0, 0], run.output[-4000:]
     return run, folder
-
-
-@pytest.mark.whole
-def test_a_spec_name_and_the_environment_configure_a_stock_script(stock):
-    run, folder = stock
-    assert run.output.count("kha_megatron: using layer spec kha (value=mlp)\n") == 1
-    checkpoint = MegatronCheckpoint.open(folder / "save")
-    assert read_kha_config(checkpoint) == KHA
-    weights = read_knock_weights(checkpoint)
-    assert list(weights) == [(layer, "value") for layer in range(LAYERS)]
-    trained = [m for weight in weights.values() for m in weight]
-    assert not any(torch.equal(matrix, torch.eye(HEAD_DIM)) for matrix in trained)
 
 
 def test_a_mistyped_spec_name_ends_a_script_with_one_line():

@@ -72,6 +72,10 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
     return absent
 
 
+# Transformer Engine looks these up for models with RMSNorm, too
+layernorm_fwd, layernorm_bwd = __getattr__("layernorm_fwd"), __getattr__("layernorm_bwd")
+
+
 def _dtype(te_dtype: Any) -> torch.dtype:
     from transformer_engine.pytorch.constants import TE_DType_To_Torch
 
@@ -273,27 +277,12 @@ def rmsnorm_fwd(x, weight, eps, out, quantizer, dtype, sm_margin, zero_centered_
 def rmsnorm_bwd(dz, x, reciprocal, weight, sm_margin, zero_centered_gamma):
     """Return the gradients of ``x`` and ``weight``."""
     scale = reciprocal.view(*x.shape[:-1], 1)
-    return _norm_gradients(dz, x, x.float() * scale, scale, weight, zero_centered_gamma)[:2]
-
-
-@torch.no_grad()
-def layernorm_fwd(x, weight, bias, eps, out, quantizer, dtype, sm_margin, zero_centered_gamma):
-    """Return the normalised rows, their mean, and the reciprocal of their deviation."""
-    x32 = x.float()
-    mean = x32.mean(-1, keepdim=True)
-    reciprocal = torch.rsqrt((x32 - mean).square().mean(-1, keepdim=True) + eps)
-    y = (x32 - mean) * reciprocal * _gamma(weight, zero_centered_gamma)
-    y = y if bias is None else y + bias.float()
-    return [_normalised(y, out, quantizer, dtype), mean.reshape(-1), reciprocal.reshape(-1)]
-
-
-@torch.no_grad()
-def layernorm_bwd(dz, x, mean, reciprocal, weight, sm_margin, zero_centered_gamma):
-    """Return the gradients of ``x``, ``weight`` and ``bias``."""
-    rows = (*x.shape[:-1], 1)
-    scale = reciprocal.view(rows)
-    normalised = (x.float() - mean.view(rows)) * scale
-    return _norm_gradients(dz, x, normalised, scale, weight, zero_centered_gamma, centred=True)
+    normalised = x.float() * scale
+    dz32 = dz.float().view(x.shape)
+    inner = dz32 * _gamma(weight, zero_centered_gamma)
+    dx = inner - normalised * (inner * normalised).mean(-1, keepdim=True)
+    dweight = (dz32 * normalised).view(-1, x.shape[-1]).sum(0)
+    return [(dx * scale).to(x.dtype), dweight.to(weight.dtype)]
 
 
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -309,17 +298,6 @@ def _normalised(y: Tensor, out: Any, quantizer: Any, dtype: Any) -> Any:
     if out is None:
         return fp8.quantise(y, quantizer, _dtype(dtype))
     return quantize(y, quantizer, out)
-
-
-def _norm_gradients(dz, x, normalised, scale, weight, zero_centered, *, centred=False):
-    dz32 = dz.float().view(x.shape)
-    inner = dz32 * _gamma(weight, zero_centered)
-    dx = inner - normalised * (inner * normalised).mean(-1, keepdim=True)
-    if centred:
-        dx = dx - inner.mean(-1, keepdim=True)
-    rows = (-1, x.shape[-1])
-    dweight, dbias = (dz32 * normalised).view(rows).sum(0), dz32.view(rows).sum(0)
-    return [(dx * scale).to(x.dtype), dweight.to(weight.dtype), dbias.to(weight.dtype)]
 
 
 # The optimizer's arithmetic on lists of tensors, in float32. ``flag`` (one int32) is set if a value
