@@ -1,6 +1,6 @@
-"""Compile the knock kernels for Hopper on a machine without one, and report what ptxas says.
+"""Compile the knock kernels for a GPU on a machine without one, and report what ptxas says.
 
-    python -m tools.cross_compile     every launch on sm_90: registers, spills, shared memory
+    python -m tools.cross_compile sm_90 sm_120     every launch: registers, spills, shared memory
 
 Triton includes ptxas and nvdisasm, so nothing else is needed. The kernels are not run.
 """
@@ -10,6 +10,7 @@ import io
 import itertools
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +21,6 @@ from typing import NamedTuple, get_args
 import torch
 
 from kha_megatron.heads.kernels.tilings import (
-    ARCHITECTURE,
     HEAD_DIMS,
     KERNEL_VARIANTS,
     SHARED_MEMORY,
@@ -33,6 +33,8 @@ from kha_megatron.heads.knock import Variant
 
 TRITON_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ROWS_ARGUMENTS = ("X", "Y", "DX", "DY")
+TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}
+"""Instructions of one warp, of a warpgroup of Hopper, and of a multiprocessor of Blackwell."""
 
 
 class Launch(NamedTuple):
@@ -43,14 +45,15 @@ class Launch(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     tma: bool
+    arch: str = "sm_90"
 
     @property
     def tiling(self) -> Tiling:
-        return tiling(self.kernel, self.variant, self.head_dim, self.dtype)
+        return tiling(self.kernel, self.variant, self.head_dim, self.dtype, self.arch)
 
     def __str__(self) -> str:
         how = "tma" if self.tma else "pointers"
-        return "-".join(map(str, (*self[:3], TRITON_DTYPES[self.dtype], how)))
+        return "-".join(map(str, (self.arch, *self[:3], TRITON_DTYPES[self.dtype], how)))
 
 
 class Report(NamedTuple):
@@ -65,8 +68,7 @@ class Report(NamedTuple):
     threads: int
     """Per program."""
     instructions: dict[str, int]
-    """Count by the first word of the name: ``HGMMA`` multiplies in a warpgroup, ``HMMA`` in a
-    warp."""
+    """Count by the first word of the name."""
 
     @property
     def programs(self) -> int:
@@ -77,13 +79,13 @@ class Report(NamedTuple):
         return min(by_registers, 228 * 1024 // (self.shared + 1024), 2048 // self.threads, 32)
 
 
-def launches(dtypes: tuple[torch.dtype, ...]) -> list[Launch]:
+def launches(dtypes: tuple[torch.dtype, ...], arch: str = "sm_90") -> list[Launch]:
     """Return all launches of the package for these dtypes."""
     found = []
     for sizes in itertools.product(get_args(Kernel), KERNEL_VARIANTS, HEAD_DIMS, dtypes):
-        launch = Launch(*sizes, tma=False)
+        launch = Launch(*sizes, tma=False, arch=arch)
         found.append(launch)
-        if launch.tiling.allows_descriptors(launch.variant, launch.head_dim, launch.dtype):
+        if launch.tiling.allows_descriptors(launch.variant, launch.head_dim, launch.dtype, arch):
             found.append(launch._replace(tma=True))
     return found
 
@@ -123,7 +125,7 @@ def compile_launch(launch: Launch) -> Report:
         constexprs={(at(name),): value for name, value in constants.items()},
         attrs={(at(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    target = GPUTarget("cuda", int(ARCHITECTURE.removeprefix("sm_")), 32)
+    target = GPUTarget("cuda", int(launch.arch.removeprefix("sm_")), 32)
     options = {name: options[name] for name in ("num_warps", "num_stages")}
     with contextlib.redirect_stdout(io.StringIO()) as said:
         compiled = triton.compile(source, target=target, options=options)
@@ -155,11 +157,11 @@ def _instructions(cubin: bytes) -> dict[str, int]:
 def complaints(launch: Launch, report: Report) -> list[str]:
     """Return which bounds the report exceeds."""
     found = []
-    if report.spilled > launch.tiling.spills:
-        found.append(f"{report.spilled} bytes spilled, bound {launch.tiling.spills}")
-    if report.shared > SHARED_MEMORY:
-        found.append(f"{report.shared} bytes of shared memory, limit {SHARED_MEMORY}")
-    if launch.dtype.itemsize == 2 and not report.instructions.keys() & {"HGMMA", "HMMA"}:
+    if report.spilled:
+        found.append(f"{report.spilled} bytes spilled")
+    if report.shared > (limit := SHARED_MEMORY[launch.arch]):
+        found.append(f"{report.shared} bytes of shared memory, limit {limit}")
+    if launch.dtype.itemsize == 2 and not report.instructions.keys() & TENSOR_CORES:
         found.append("no tensor cores")
     return found
 
@@ -171,10 +173,11 @@ def compile_all(chosen: list[Launch]) -> dict[Launch, Report]:
 
 
 def main() -> None:
-    for launch, report in compile_all(launches(tuple(TRITON_DTYPES))).items():
+    chosen = [x for arch in sys.argv[1:] for x in launches(tuple(TRITON_DTYPES), arch)]
+    for launch, report in compile_all(chosen).items():
         print(
-            f"{launch!s:45} registers {report.registers:3}  spilled {report.spilled:4} "
-            f"(bound {launch.tiling.spills:3})  shared {report.shared / 1024:6.1f} KB  "
+            f"{launch!s:52} registers {report.registers:3}  spilled {report.spilled:4}  "
+            f"shared {report.shared / 1024:6.1f} KB  "
             f"{sum(report.instructions.values()):4} instructions",
             *complaints(launch, report),
         )

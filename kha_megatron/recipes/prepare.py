@@ -36,10 +36,8 @@ _OTHER_CHECKPOINT = (
 _NODE_LOCAL = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
 """Directories that nodes of a cluster do not share."""
 _SCHEDULE = ("lr", "min_lr", "lr_decay_style", "train_iters", "global_batch_size")
-_OTHER_SCHEDULE = (
-    *("--override-opt-param-scheduler", "--override-opt_param-scheduler", "--finetune"),
-    *("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-opt_param-scheduler"),
-    *("--no-load-optim",),
+_OTHER_SCHEDULE = re.compile(
+    "--(override|use-checkpoint)-opt[-_]param-scheduler|--finetune|--no-load-optim"
 )
 """Skip our check of the learning rate schedule if any of these is set."""
 
@@ -278,7 +276,7 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
             recorded.check_same_heads(path, recorded.read_kha_config(checkpoint), run.kha)
             recorded.check_same_sizes(path, checkpoint.args, run.arguments)
             check_same_tokenizer(path, checkpoint.args, run.arguments)
-            if path.name != RELEASE and not any(name in run.arguments for name in _OTHER_SCHEDULE):
+            if path.name != RELEASE and not any(map(_OTHER_SCHEDULE.fullmatch, run.arguments)):
                 _check_schedule(path, checkpoint.args, run)
     elif not (verdict and verdict.named and run.training.ckpt_format != "torch_dist"):
         # for other formats than torch_dist, Megatron's tracker file has to be trusted

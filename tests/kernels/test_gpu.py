@@ -81,6 +81,6 @@ def test_many_rows_fill_the_largest_gpu_more_than_twice(variant):
     for kernel in get_args(Kernel):
         for dtype in KERNEL_DTYPES:
             for head_dim in HEAD_DIMS:
-                cut = tiling(kernel, variant, head_dim, dtype)
+                cut = tiling(kernel, variant, head_dim, dtype, "sm_90")
                 assert count > 2 * PROCESSORS * cut.per_processor * cut.rows
                 assert count % cut.rows

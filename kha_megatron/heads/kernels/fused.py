@@ -26,11 +26,12 @@ from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import knock as knocking
 from kha_megatron.heads.kernels.tilings import (
-    ARCHITECTURE,
     HEAD_DIMS,
     KERNEL_DTYPES,
     KERNEL_VARIANTS,
     OLDEST_TRITON,
+    TILINGS,
+    architecture,
 )
 from kha_megatron.heads.kernels.verification import KnockCase, is_trusted
 from kha_megatron.heads.knock import Variant
@@ -81,10 +82,8 @@ def _reason(
         return f"the kernels do not support activations in {dtype} with matrices in {weight_dtype}"
     if head_dim not in HEAD_DIMS:
         return f"the kernels support head dims {HEAD_DIMS}, got {head_dim}"
-    if device.type == "cuda":
-        found = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-        if found != ARCHITECTURE:
-            return f"the kernels support GPUs of {ARCHITECTURE}, got {found}"
+    if (found := architecture(device)) not in TILINGS:
+        return f"the kernels have no tile sizes for {found}, only for {', '.join(TILINGS)}"
     return None
 
 

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kha_megatron.heads.kernels import knock_kernels as kernels
 from kha_megatron.heads.kernels.rows import Strides, rows_of
 from kha_megatron.heads.kernels.tiles import INTERPRETED
-from kha_megatron.heads.kernels.tilings import Kernel, padded, tiling
+from kha_megatron.heads.kernels.tilings import Kernel, architecture, padded, tiling
 from kha_megatron.heads.knock import Variant
 
 PROGRAMS_INTERPRETED = 3
@@ -79,9 +79,10 @@ def _launch(kernel: Kernel, variant: Variant, weight: Tensor, *tensors: Tensor) 
     count, head_dim = tensors[0].shape[:-1].numel(), weight.shape[-1]
     if count == 0:
         return None
-    sizes = tiling(kernel, variant, head_dim, weight.dtype)
+    arch = architecture(weight.device)
+    sizes = tiling(kernel, variant, head_dim, weight.dtype, arch)
     rows = [rows_of(t) for t in tensors]
-    tma = sizes.allows_descriptors(variant, head_dim, weight.dtype)
+    tma = sizes.allows_descriptors(variant, head_dim, weight.dtype, arch)
     tma = tma and all(_fits_a_descriptor(*r) for r in rows)
     arguments = [_arguments(*r, count, sizes.rows, tma) for r in rows]
     options = sizes.options(variant, head_dim) | {"TMA": tma}

@@ -1,7 +1,8 @@
-"""Tile sizes and launch options of the KHA kernels, tuned by compiling for Hopper (sm_90).
+"""Tile sizes and launch options of the KHA kernels, chosen by compiling for each architecture.
 
-After you change a row, run ``tools/cross_compile.py`` to check its register spills and shared
-memory. This module can be imported without Triton.
+Only those of Hopper (sm_90) have run on a GPU. After you change a row, run
+``tools/cross_compile.py``: no kernel may spill registers or exceed the shared memory. This module
+can be imported without Triton.
 """
 
 from dataclasses import dataclass
@@ -17,18 +18,21 @@ _TilingVariant = Variant | Literal["float32"]
 KERNEL_VARIANTS: tuple[Variant, ...] = ("mlp", "gate")
 """KHA-Linear always uses PyTorch, since cuBLAS is faster (see ``benchmarks/kernels.md``)."""
 
-HEAD_DIMS = (64, 96, 128, 192, 256)
-"""Head dims covered by the kernel tests."""
+HEAD_DIMS = (64, 96, 128)
+"""Larger ones use PyTorch, since cuBLAS is faster (see ``benchmarks/kernels.md``)."""
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 OLDEST_TRITON = (3, 5)
 """We need host-side tensor descriptors (Triton 3.4) and ``disable_licm`` (3.5)."""
 
-ARCHITECTURE = "sm_90"
-
-SHARED_MEMORY = 227 * 1024
-"""Shared memory per program in bytes."""
+SHARED_MEMORY = {
+    "sm_80": 163 * 1024,
+    "sm_90": 227 * 1024,
+    "sm_100": 227 * 1024,
+    "sm_120": 99 * 1024,
+}
+"""The architectures that have tilings, and their shared memory per program in bytes."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +44,14 @@ class Tiling:
     """Padded head dim, or the block size ``J`` if the matrices don't fit into shared memory."""
     warps: int
     stages: int  # depth of software pipelining, which also saves registers; 1 disables it
-    spills: int = 0  # maximum bytes of spilled registers per thread
     per_processor: int = 1  # programs that run concurrently on a multiprocessor
 
-    def allows_descriptors(self, variant: Variant, head_dim: int, dtype: torch.dtype) -> bool:
-        """Whether we can use TMA. It doesn't work with column blocks."""
+    def allows_descriptors(
+        self, variant: Variant, head_dim: int, dtype: torch.dtype, arch: str
+    ) -> bool:
+        """Whether we use TMA. It doesn't work with column blocks, and sm_120 then spills."""
         whole = variant == "mlp" or self.columns == padded(head_dim)
-        return whole and dtype.itemsize == 2
+        return whole and dtype.itemsize == 2 and TILINGS[arch] is _HOPPER
 
     def options(self, variant: Variant, head_dim: int) -> dict[str, Any]:
         return {
@@ -64,39 +69,52 @@ def padded(head_dim: int) -> int:
     return 1 << (head_dim - 1).bit_length()
 
 
-def tiling(kernel: Kernel, variant: Variant, head_dim: int, dtype: torch.dtype) -> Tiling:
+def architecture(device: torch.device) -> str:
+    """Return for example ``sm_90``. On a CPU, Triton interprets the kernels as for Hopper."""
+    if device.type != "cuda":
+        return "sm_90"
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+def tiling(
+    kernel: Kernel, variant: Variant, head_dim: int, dtype: torch.dtype, arch: str
+) -> Tiling:
     kind: _TilingVariant = variant if dtype.itemsize == 2 else "float32"
-    return TILINGS[kernel, kind, padded(head_dim)]
+    return TILINGS[arch][kernel, kind, padded(head_dim)]
 
 
-TILINGS: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
+_HOPPER: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
     ("forward", "mlp", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("forward", "mlp", 128): Tiling(128, 128, 8, 2),
-    ("forward", "mlp", 256): Tiling(128, 32, 8, 2, spills=8),  # no spills in bfloat16
     ("forward", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("forward", "gate", 128): Tiling(128, 128, 8, 2),
-    ("forward", "gate", 256): Tiling(128, 256, 8, 1, spills=176),  # no spills with descriptors
     ("backward_input", "mlp", 64): Tiling(128, 64, 8, 2),
     ("backward_input", "mlp", 128): Tiling(128, 64, 8, 2),
-    ("backward_input", "mlp", 256): Tiling(64, 32, 4, 2, spills=52),  # 48 with Triton 3.6
     ("backward_input", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),
     ("backward_input", "gate", 128): Tiling(128, 128, 8, 2),
-    ("backward_input", "gate", 256): Tiling(128, 32, 8, 2, spills=32),
     ("backward_weight", "mlp", 64): Tiling(128, 64, 8, 2),
     ("backward_weight", "mlp", 128): Tiling(128, 64, 8, 2),
-    ("backward_weight", "mlp", 256): Tiling(64, 32, 8, 2),
     ("backward_weight", "gate", 64): Tiling(128, 64, 8, 2),
     ("backward_weight", "gate", 128): Tiling(128, 128, 8, 2),
-    ("backward_weight", "gate", 256): Tiling(128, 64, 8, 2),
     # all variants in float32, where matmuls do not use tensor cores
     ("forward", "float32", 64): Tiling(32, 32, 8, 1),
     ("forward", "float32", 128): Tiling(32, 32, 8, 1),
-    ("forward", "float32", 256): Tiling(16, 16, 8, 1),
     ("backward_input", "float32", 64): Tiling(16, 16, 8, 1),
     ("backward_input", "float32", 128): Tiling(16, 16, 8, 1),
-    ("backward_input", "float32", 256): Tiling(16, 16, 8, 1, spills=288),
     ("backward_weight", "float32", 64): Tiling(16, 16, 8, 1),
     ("backward_weight", "float32", 128): Tiling(16, 16, 8, 1),
-    ("backward_weight", "float32", 256): Tiling(16, 16, 8, 1, spills=712),
 }
 """Keys are kernel, variant (``float32`` is for all variants) and padded head dim."""
+
+# matmul instructions of a single warp read their operands from registers
+_AMPERE = _HOPPER | {
+    ("forward", "mlp", 128): Tiling(128, 64, 8, 1),
+    ("forward", "gate", 128): Tiling(128, 128, 8, 1),
+    ("backward_input", "mlp", 128): Tiling(64, 64, 8, 2),
+    ("backward_input", "gate", 128): Tiling(64, 64, 8, 2),
+    ("backward_weight", "mlp", 64): Tiling(128, 32, 8, 2),
+    ("backward_weight", "mlp", 128): Tiling(128, 32, 8, 1),
+    ("backward_weight", "gate", 128): Tiling(128, 128, 8, 1),
+}
+
+TILINGS = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _HOPPER, "sm_120": _AMPERE}

@@ -20,7 +20,7 @@ from torch import Tensor
 from kha_megatron.announcements import announce
 from kha_megatron.heads import knock as knocking
 from kha_megatron.heads.kernels.rows import Strides, strides_of
-from kha_megatron.heads.kernels.tilings import Kernel, tiling
+from kha_megatron.heads.kernels.tilings import Kernel, architecture, tiling
 from kha_megatron.heads.knock import MATRICES, Variant
 
 MAX_RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
@@ -64,7 +64,8 @@ class KnockCase:
         generator = torch.Generator(self.device).manual_seed(0)  # keep the global RNG state
         draw = functools.partial(torch.randn, generator=generator, device=self.device)
         at_once = kernels.processors(self.device)
-        cuts = [tiling(k, self.variant, self.head_dim, self.dtype) for k in get_args(Kernel)]
+        sizes = self.variant, self.head_dim, self.dtype, architecture(self.device)
+        cuts = [tiling(kernel, *sizes) for kernel in get_args(Kernel)]
         turn = max(at_once * cut.per_processor * cut.rows for cut in cuts)
         rows = turn + max(cut.rows for cut in cuts) + 1
         tokens = -(-rows // self.strides.heads) | 1  # odd, so that the last tile is not full
