@@ -33,8 +33,7 @@ from kha_megatron.heads.knock import Variant
 
 TRITON_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 ROWS_ARGUMENTS = ("X", "Y", "DX", "DY")
-TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}
-"""Instructions of one warp, of a warpgroup of Hopper, and of a multiprocessor of Blackwell."""
+TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}  # instructions of Ampere, Hopper and Blackwell
 
 
 class Launch(NamedTuple):
@@ -177,8 +176,7 @@ def main() -> None:
     for launch, report in compile_all(chosen).items():
         print(
             f"{launch!s:52} registers {report.registers:3}  spilled {report.spilled:4}  "
-            f"shared {report.shared / 1024:6.1f} KB  "
-            f"{sum(report.instructions.values()):4} instructions",
+            f"shared {report.shared / 1024:6.1f} KB  {sum(report.instructions.values()):4} instructions",
             *complaints(launch, report),
         )
 
