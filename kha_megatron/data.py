@@ -356,11 +356,7 @@ def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
 
 
 def _train_tokenizer(
-    texts: Sequence[Source],
-    json_key: str,
-    vocab_size: int,
-    sample: int,
-    on_progress: OnProgress,
+    texts: Sequence[Source], json_key: str, vocab_size: int, sample: int, on_progress: OnProgress
 ) -> "tuple[PreTrainedTokenizerFast, int]":
     """Train a byte-level BPE tokenizer on a sample of about ``sample`` bytes.
 

@@ -78,18 +78,12 @@ SECTIONS = {
         "an error. After that, you can still resume from the first checkpoint.",
         ("failing write", "exit codes", "next run loads"),
     ),
-    "Writers": (
-        "Several processes try to write to one directory.",
-        ("situation", "result"),
-    ),
+    "Writers": ("Several processes try to write to one directory.", ("situation", "result")),
     "Rollbacks": (
         "A run goes back to an earlier iteration and trains on from there.",
         ("situation", "result"),
     ),
-    "Datasets": (
-        "The dataset does not fit the tokenizer.",
-        ("situation", "result"),
-    ),
+    "Datasets": ("The dataset does not fit the tokenizer.", ("situation", "result")),
     "Fuzz": (
         "We damage files at random, e.g. by inserting bytes or changing values. Each file must "
         "then be rejected with an error or read correctly.",

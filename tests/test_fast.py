@@ -53,10 +53,7 @@ _TESTS = {
         "test_upcycled_models_keep_every_bit",
     ),
     "conversion/test_verify.py": ("test_mutations_are_noticed",),
-    "data/test_prepare.py": (
-        "test_text_comes_back_from_the_dataset",
-        "test_verify_detects_damage",
-    ),
+    "data/test_prepare.py": ("test_text_comes_back_from_the_dataset", "test_verify_detects_damage"),
     "distributed/test_checkpoint_layouts.py": ("test_shared_matrices_are_stored_once",),
     "distributed/test_mutations.py": ("test_a_missing_rule_is_found",),
     "distributed/test_parallelism.py": (
@@ -113,18 +110,12 @@ _TESTS = {
     "mcore/test_qkv.py": ("test_splits_as_megatron_does", "test_heads_stand_group_by_group"),
     "mcore/test_specs.py": ("test_transformer_engine_latent_attention_constructs",),
     "mcore/test_talking.py": ("test_equals_the_oracle",),
-    "model/test_fields.py": (
-        "test_table_agrees_with_megatrons_parser",
-        "test_parse",
-    ),
+    "model/test_fields.py": ("test_table_agrees_with_megatrons_parser", "test_parse"),
     "model/test_rules.py": (
         "test_impossible_layouts_are_refused_with_the_nearest_sizes",
         "test_layouts_that_megatron_trains_are_accepted",
     ),
-    "plan/test_counts.py": (
-        "test_every_printed_count_is_ours",
-        "test_the_papers_worked_example",
-    ),
+    "plan/test_counts.py": ("test_every_printed_count_is_ours", "test_the_papers_worked_example"),
     "recipes/test_logs.py": (
         "test_parse_step",
         "test_failure_is_that_of_the_first_rank_that_failed",

@@ -66,7 +66,7 @@ class Report(NamedTuple):
     """Bytes per program."""
     threads: int
     """Per program."""
-    instructions: dict[str, int]
+    instructions: Counter[str]
     """Count by the first word of the name."""
 
     @property
@@ -139,7 +139,7 @@ def compile_launch(launch: Launch) -> Report:
     )
 
 
-def _instructions(cubin: bytes) -> dict[str, int]:
+def _instructions(cubin: bytes) -> Counter[str]:
     import triton
 
     nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
@@ -150,7 +150,7 @@ def _instructions(cubin: bytes) -> dict[str, int]:
         listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     # an address, an optional predicate, and the name up to its first dot
     lines = re.finditer(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", listing, re.M)
-    return dict(Counter(line[1] for line in lines))
+    return Counter(line[1] for line in lines)
 
 
 def complaints(launch: Launch, report: Report) -> list[str]:
@@ -176,7 +176,7 @@ def main() -> None:
     for launch, report in compile_all(chosen).items():
         print(
             f"{launch!s:52} registers {report.registers:3}  spilled {report.spilled:4}  "
-            f"shared {report.shared / 1024:6.1f} KB  {sum(report.instructions.values()):4} instructions",
+            f"shared {report.shared / 1024:6.1f} KB  {report.instructions.total():4} instructions",
             *complaints(launch, report),
         )
 

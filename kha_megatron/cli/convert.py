@@ -41,8 +41,7 @@ Dtype = Annotated[
     typer.Option(help="Dtype of the output (default: same as the input)."),
 ]
 AllowOverflow = Annotated[
-    bool,
-    typer.Option("--allow-overflow", help="Store values that overflow --dtype as inf."),
+    bool, typer.Option("--allow-overflow", help="Store values that overflow --dtype as inf.")
 ]
 Tokenizer = Annotated[Path | None, typer.Option(help="Tokenizer directory (default: the model's).")]
 Verify = Annotated[bool, typer.Option(help="Compare tensors and logits after the conversion.")]
@@ -82,8 +81,7 @@ TensorParallel = Annotated[
     ),
 ]
 VariantName = Annotated[
-    str | None,
-    typer.Option(help="KHA variant: linear, mlp, gate or none. Overrides --kha-preset."),
+    str | None, typer.Option(help="KHA variant: linear, mlp, gate or none. Overrides --kha-preset.")
 ]
 _FOLD_HELP = """Fold linear KHA into the projection weights and export a stock Hugging Face model.
 

@@ -87,8 +87,7 @@ def count_flops(
     recipe: RecipeName,
     megatron: MegatronArguments = None,
     seq: Annotated[
-        int | None,
-        typer.Option(min=1, max=2**31, help="Sequence length (default: set by recipe)."),
+        int | None, typer.Option(min=1, max=2**31, help="Sequence length (default: set by recipe).")
     ] = None,
     heads_from: HeadsFrom = None,
     as_json: AsJSON = False,

@@ -288,10 +288,7 @@ PREDICTION: tuple[Row, ...] = (
 embedding of the next token, followed by the normalized hidden state."""
 
 OUTPUT_LAYER = VocabularyRow(
-    LM_HEAD,
-    ("output_layer.weight",),
-    _vocabulary,
-    lambda model, layer: not model.tied_embeddings,
+    LM_HEAD, ("output_layer.weight",), _vocabulary, lambda model, layer: not model.tied_embeddings
 )
 
 MODEL: tuple[Row, ...] = (

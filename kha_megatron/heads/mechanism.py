@@ -38,9 +38,7 @@ class HeadSizes:
     def on_rank(self, tp: int) -> Self:
         """Divide the head counts by the TP size, with at least one head per rank."""
         return replace(
-            self,
-            query_heads=max(1, self.query_heads // tp),
-            kv_heads=max(1, self.kv_heads // tp),
+            self, query_heads=max(1, self.query_heads // tp), kv_heads=max(1, self.kv_heads // tp)
         )
 
 

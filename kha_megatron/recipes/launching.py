@@ -80,10 +80,7 @@ def dry_run(job: Job) -> Command:
 
 
 def launch_job(
-    job: Job,
-    *,
-    on_step: Callable[[Step], None] | None = None,
-    stop: threading.Event | None = None,
+    job: Job, *, on_step: Callable[[Step], None] | None = None, stop: threading.Event | None = None
 ) -> LaunchResult:
     """Run a job on this machine and wait for it. Can be called from several threads.
 

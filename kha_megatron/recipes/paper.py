@@ -140,11 +140,7 @@ VARIANTS: Mapping[str, HeadVariant] = {
 
 def grouped_query(heads: int, groups: int) -> dict[str, Any]:
     """Megatron arguments for GQA with ``heads`` query heads and ``groups`` KV heads."""
-    return {
-        "num_attention_heads": heads,
-        "group_query_attention": True,
-        "num_query_groups": groups,
-    }
+    return {"num_attention_heads": heads, "group_query_attention": True, "num_query_groups": groups}
 
 
 @dataclass(frozen=True)

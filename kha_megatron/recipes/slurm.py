@@ -134,10 +134,7 @@ def submit(
                     announce(end["reason"])
             end["stopped_at"] = job.stopped_at
     return SubmitResult(
-        jobs=job_ids,
-        seconds=time.monotonic() - start,
-        folder=str(experiment._exp_dir),
-        **end,
+        jobs=job_ids, seconds=time.monotonic() - start, folder=str(experiment._exp_dir), **end
     )
 
 

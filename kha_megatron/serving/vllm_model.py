@@ -73,11 +73,7 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
             for part in qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         )
         query, key, value = self.apply_heads(
-            "qkv",
-            seen,
-            query=self.q_knock(query),
-            key=self.k_knock(key),
-            value=self.v_knock(value),
+            "qkv", seen, query=self.q_knock(query), key=self.k_knock(key), value=self.v_knock(value)
         )
         if self.use_qk_norm:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())

@@ -18,13 +18,7 @@ from pathlib import Path
 
 from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.torch_dist import reason
-from kha_megatron.checkpoint.tracker import (
-    RELEASE,
-    TRACKER,
-    newest,
-    repair,
-    select_iteration,
-)
+from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest, repair, select_iteration
 from kha_megatron.errors import CheckpointError, OutputError
 
 _WAIT = 60  # seconds until rank 0's changes must be visible on a shared file system

@@ -112,10 +112,7 @@ REFUSED = {
         f"index to {name!r}": (_map({"model.norm.weight": name}), "Invalid weight_map")
         for name in ("../outside.safetensors", "..", "sub/x", 3, "a\0b")
     },
-    "no shard": (
-        lambda folder: (folder / SHARD.format(3)).unlink(),
-        "00003.safetensors not found",
-    ),
+    "no shard": (lambda folder: (folder / SHARD.format(3)).unlink(), "00003.safetensors not found"),
     "deep index": (_write("model.safetensors.index.json", "[" * 99_999), "recursion depth"),
     "deep config": (_write("config.json", '{"a":' * 99_999), "recursion depth"),
     "adapter": (

@@ -2,12 +2,7 @@
 
 import pytest
 
-from kha_megatron.compare.statistics import (
-    average_bins,
-    compute_final_loss,
-    estimate,
-    t_quantile,
-)
+from kha_megatron.compare.statistics import average_bins, compute_final_loss, estimate, t_quantile
 
 
 @pytest.mark.parametrize(

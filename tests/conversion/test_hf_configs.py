@@ -120,10 +120,7 @@ def test_every_pair_of_architectures_is_exact_or_refused(raw, name, target):
     [
         ({"num_hidden_layers": 3}, r"\(11 tensors\): missing model\.layers\.2"),
         ({"num_hidden_layers": 1}, r"\(11 tensors\): unexpected model\.layers\.1"),
-        (
-            {"num_key_value_heads": 3},
-            r"k_proj.weight has shape \(12, 36\) instead of \(18, 36\)",
-        ),
+        ({"num_key_value_heads": 3}, r"k_proj.weight has shape \(12, 36\) instead of \(18, 36\)"),
         ({"hidden_size": 42}, r"match its config\.json .*shape \(51, 36\) instead of \(51, 42\)"),
         ({"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight"),
         ({"vocab_size": 52}, r"instead of \(52, 36\)"),

@@ -50,9 +50,7 @@ EPSILON = {"rms_norm_eps": 1e-6}  # the only one of deepseek_v3
 FOLDED = {
     "qwen3": KHAModelConfig(**SIZES, **LINEAR),
     "qwen2, yarn": KHAModelConfig(
-        **SIZES | LINEAR | {"rope_parameters": SHORT_YARN},
-        attention_bias=True,
-        use_qk_norm=False,
+        **SIZES | LINEAR | {"rope_parameters": SHORT_YARN}, attention_bias=True, use_qk_norm=False
     ),
     "qwen3_moe": KHAModelConfig(**SOFTMAX, **LINEAR),
     "glm4_moe, biases": KHAModelConfig(**SIGMOID, **LINEAR, attention_bias=True),
@@ -71,10 +69,7 @@ FOLDED = {
     ),
     "qwen3, collaborative": KHAModelConfig(**SIZES, kha_collaborative={"dim": 6}),
     "qwen3_next, collaborative, wider keys": KHAModelConfig(
-        **SIZES,
-        kha_value="linear",
-        kha_gate={"output": "element"},
-        kha_collaborative={"dim": 14},
+        **SIZES, kha_value="linear", kha_gate={"output": "element"}, kha_collaborative={"dim": 14}
     ),
     "deepseek_v3, sparse, direct queries": KHAModelConfig(
         **SIGMOID | MLA | EPSILON | {"q_lora_rank": None}
@@ -169,10 +164,7 @@ def test_folding_a_megatron_checkpoint(ranks, tmp_path, kha):
             "No stock architecture supports .*in gta",
         ),
         (MLA, "as deepseek_v3: it has layernorm_epsilon=3e-05"),
-        (
-            MLA | EPSILON | {"use_qk_norm": False},
-            "as deepseek_v3: it has qk_layernorm=False",
-        ),
+        (MLA | EPSILON | {"use_qk_norm": False}, "as deepseek_v3: it has qk_layernorm=False"),
     ],
 )
 def test_unfoldable_heads_are_refused(tmp_path, changes, message):

@@ -14,15 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from kha_megatron.hf import KHAForCausalLM
 from kha_megatron.hf.modelling_files import AUTO_MAP, modelling_files
-from tests.hf.conftest import (
-    FAMILY,
-    MIXED,
-    MOE,
-    load,
-    make_config,
-    make_model,
-    tokens,
-)
+from tests.hf.conftest import FAMILY, MIXED, MOE, load, make_config, make_model, tokens
 
 HEADS = {"kha_gate": {"output": "head"}, "kha_moh": {"shared": 1, "active": [1, 3, 2]}}
 

@@ -143,8 +143,4 @@ def test_folding_needs_gates_with_rows_of_whole_heads(ranks):
         ranks(built, 1, replace(knock, gate=gate), 1, {})[0][1]
         for gate in (Gate(output="element"), Gate(output="head"), Gate(dense="element"))
     ]
-    assert obstacles == [
-        None,
-        "linear_qkv also contains rows of gates",
-        None,
-    ]
+    assert obstacles == [None, "linear_qkv also contains rows of gates", None]

@@ -6,13 +6,7 @@ import pytest
 import torch
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads import (
-    CollaborativeHeads,
-    Gate,
-    MixtureOfHeads,
-    TalkingHeads,
-    registry,
-)
+from kha_megatron.heads import CollaborativeHeads, Gate, MixtureOfHeads, TalkingHeads, registry
 from kha_megatron.testing import check_mechanism
 from tests.distributed.cases import FULL, case
 from tests.distributed.parallelism import train

@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kha_megatron.plan.counts import (
-    count_model,
-    format_like_paper,
-)
+from kha_megatron.plan.counts import count_model, format_like_paper
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
 from kha_megatron.recipes.paper import PAPER

@@ -156,11 +156,7 @@ def test_job_is_followed_to_its_end(code, slurm, scripted, nemorun_home, monkeyp
             {},
             "--set ntasks.* valid JSON",
         ),
-        (
-            CONTAINER,
-            {"output": Path("runs/one")},
-            "--output must be an absolute path .*, got",
-        ),
+        (CONTAINER, {"output": Path("runs/one")}, "--output must be an absolute path .*, got"),
         (CONTAINER, {"words": ["--load", "/other"]}, "--load /other is not supported here"),
         (PLAIN, {"output": Path("/tmp/one")}, "/tmp/one/ch.* because every node has its own /tmp"),
     ],

@@ -89,8 +89,7 @@ LINEAR = ("Linear", "RMSNormLinear", "GroupedLinear")
 
 
 @pytest.mark.parametrize(
-    ("kind", "scaling", "rows"),
-    [*itertools.product(LINEAR, BOUNDS, [56]), ("RMSNorm", "bf16", 7)],
+    ("kind", "scaling", "rows"), [*itertools.product(LINEAR, BOUNDS, [56]), ("RMSNorm", "bf16", 7)]
 )
 def test_outputs_and_gradients_equal_float64(ranks_with_engine, kind, scaling, rows):
     found = ranks_with_engine(errors, 1, kind, scaling, rows)[0]
