@@ -59,7 +59,7 @@ def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = Fals
 
 
 def fold_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
-    """Fold linear KHA and mechanisms with their own projections into ordinary projections."""
+    """Fold KHA-Linear and ``own_projections`` into the QKV weights of a stock model."""
     own = [m for m in kha.other_mechanisms if m.own_projections and m.is_foldable]
     if not (kha.variants or own):
         raise CheckpointError(

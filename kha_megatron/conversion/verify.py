@@ -114,7 +114,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two checkpoints, after making their tensors comparable.
+    """Two models whose tensors can be compared one by one.
 
     For example, if only one of the models uses KHA, :meth:`open` either folds it or upcycles the
     other model. It also removes vocab padding and adds optional tensors that are zero.

@@ -105,7 +105,7 @@ class Gate(Mechanism):
 
     @property
     def positions(self) -> dict[Position, Granularity]:
-        """Granularity of each enabled gate, in the order in which we apply them."""
+        """Enabled gates and their granularity, in the order in which the gates are applied."""
         order: tuple[Position, ...] = ("query", "key", "value", "output", "dense")
         return {p: found for p in order if (found := getattr(self, p)) is not None}
 
