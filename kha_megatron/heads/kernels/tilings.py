@@ -108,13 +108,13 @@ _HOPPER: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
 
 # matmul instructions of a single warp read their operands from registers
 _AMPERE = _HOPPER | {
-    ("forward", "mlp", 128): Tiling(128, 64, 8, 1),
+    ("forward", "mlp", 128): Tiling(64, 64, 8, 2),
     ("forward", "gate", 128): Tiling(128, 128, 8, 1),
     ("backward_input", "mlp", 128): Tiling(64, 64, 8, 2),
     ("backward_input", "gate", 128): Tiling(64, 64, 8, 2),
     ("backward_weight", "mlp", 64): Tiling(128, 32, 8, 2),
     ("backward_weight", "mlp", 128): Tiling(128, 32, 8, 1),
-    ("backward_weight", "gate", 128): Tiling(128, 128, 8, 1),
+    ("backward_weight", "gate", 128): Tiling(128, 64, 8, 2),
 }
 
 TILINGS = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _HOPPER, "sm_120": _AMPERE}
