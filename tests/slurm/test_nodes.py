@@ -117,7 +117,7 @@ def test_lost_network(launch, nodes, losses, nodes_table):
     after = snapshot(run.output)
     first.set_network("up")
     for rank in ranks:
-        rank.wait(60)
+        rank.wait(180)
     assert snapshot(run.output) == after
     nodes_table(
         "the first node loses its network",
