@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Run tests/slurm on a Slurm cluster of three nodes on this machine, without accounting and then with it.
+# Run tests/slurm on a Slurm cluster on this machine, without accounting and then with it. It has three nodes that
+# fail, and one for jobs on one node, which run at the same time.
 # Needs root and Debian's packages below, which are installed if they are missing.
 #
 # Each node has its own network, host name, processes, /tmp and slurmd. Nodes share one writable
@@ -8,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 checkout=$PWD
-nodes="kn1 kn2 kn3" # tests/slurm/cluster.py uses these names and addresses
+nodes="kn1 kn2 kn3 kn4" # tests/slurm/cluster.py uses these names and addresses
 network=10.77.0
 
 # Modes of this script: (none) -> cluster -> node -> slurmd
@@ -81,7 +82,7 @@ cluster() { # PLACE PYTEST_OPTION...
 }
 
 run_pytest() { # PYTEST_OPTION...
-  "$checkout/.venv/bin/python" -m pytest -m slurm tests/slurm --basetemp "$place/shared/tests" "$@"
+  "$checkout/.venv/bin/python" -m pytest -n 2 --dist loadfile -m slurm tests/slurm --basetemp "$place/shared/tests" "$@"
 }
 
 slurm() { # ACCOUNTING_LINES: starts the controller and all nodes
@@ -115,14 +116,16 @@ MinJobAge=10
 ReturnToService=2
 TreeWidth=65533
 $(for name in $nodes; do echo "NodeName=$name NodeAddr=$network.${name#kn} CPUs=2 State=UNKNOWN"; done)
-PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+PartitionName=DEFAULT MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
+PartitionName=three Nodes=kn[1-3] Default=YES
+PartitionName=one Nodes=kn4
 $1
 CONF
   printf '#!/bin/sh\n[ ! -e /tmp/late ] || sleep "$(cat /tmp/late)"\n' >"$place/prolog"
   chmod 755 "$place/prolog"
   slurmctld -f "$SLURM_CONF"
   for name in $nodes; do "$0" node "$name" & done
-  answers eval '[ "$(sinfo -h -N -t idle -o %N | wc -l)" = 3 ]'
+  answers eval '[ "$(sinfo -h -N -t idle -o %N | wc -l)" = 4 ]'
   sinfo
 }
 

@@ -28,14 +28,25 @@ class Launch:
     """A running ``kha-megatron launch`` of ``iterations`` steps, with its output and its log."""
 
     def __init__(
-        self, data: Path, *options: str, home: Path, output=None, iterations=24, save=8, ranks=2
+        self,
+        data: Path,
+        *options: str,
+        home: Path,
+        output=None,
+        iterations=24,
+        save=8,
+        ranks=2,
+        last=None,
     ):
         self.output, self._iterations = output or home / "run", iterations
         self._log = home / f"log{len(list(home.iterdir()))}"
         words = ["launch", "quickstart", "--data", data, "--output", self.output]
         words += ["--executor", "slurm", "--device", "cpu", "--time", "00:30:00"]
+        # other tests, which run at the same time, do not stop the only node of this partition
+        words += [] if "--nodes" in options else ["--partition", "one"]
         words += ["--nproc", ranks, *options, "--", *SMALL]
         words += ["--train-iters", iterations, "--save-interval", save]
+        words += ["--exit-interval", last] if last else []
         with self._log.open("w") as file:
             self.process = subprocess.Popen(
                 [KHA, *map(str, words)],

@@ -43,7 +43,7 @@ def launch(data, tmp_path, nodes):
     for run in started:
         run.process.kill()
         run.process.wait()
-    call("scancel", "--user", "root")
+    call("scancel", "--partition", "three", "--user", "root")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_lost_network(launch, nodes, losses, nodes_table):
     run.until(lambda: run.saved)
     first.set_network("down")
     ranks = first.ranks
-    time.sleep(5)  # the iteration and a save may go on for a moment
+    time.sleep(8)  # the iteration and a save may go on for a moment
     saved, written = run.saved, [rank.io_counters().write_bytes for rank in ranks]
     before = snapshot(run.output)
     run.until(lambda: run.state == "PENDING")
@@ -137,9 +137,9 @@ def test_slow_node_with_a_full_disk(launch, nodes, losses, nodes_table):
     assert first.run("hostname --ip-address").split() == ["10.77.0.1", "10.77.0.101"]
     second.delay(0.1)
     second.run("dd if=/dev/zero of=/tmp/full bs=1M 2>/dev/null || true")
-    run = launch()
+    run = launch(last=2)  # an iteration takes 20 s
     assert run.end() == 0, run.log
-    assert run.losses == losses
+    assert run.losses == losses[:2]
     nodes_table("`/tmp` of a node is full, its round trips take 200 ms; two addresses", SAME)
 
 
