@@ -121,7 +121,8 @@ PartitionName=three Nodes=kn[1-3] Default=YES
 PartitionName=one Nodes=kn4
 $1
 CONF
-  printf '#!/bin/sh\n[ ! -e /tmp/late ] || sleep "$(cat /tmp/late)"\n' >"$place/prolog"
+  # the first step asks for the node's address
+  printf '#!/bin/sh\n[ ! -e /tmp/late ] || [ "$SLURM_STEP_ID" = 0 ] || sleep "$(cat /tmp/late)"\n' >"$place/prolog"
   chmod 755 "$place/prolog"
   slurmctld -f "$SLURM_CONF"
   for name in $nodes; do "$0" node "$name" & done
