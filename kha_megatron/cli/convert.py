@@ -15,6 +15,7 @@ from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite
 from kha_megatron.config import KHAConfig
 from kha_megatron.documents import read_beginning
+from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import check_version
 from kha_megatron.model.model_config import ModelConfig
 
@@ -258,6 +259,11 @@ def upcycle(
         length = min(_LENGTH, plan.source.model.max_position_embeddings)
         content = read_beginning(text, _ROWS * _LENGTH)
         tokens = plan.source.tokenizer.tokenize(content, _ROWS, length)
+        if (largest := int(tokens.max())) >= (size := plan.source.model.vocab_size):
+            raise ConfigError(
+                f"Token ID {largest} from the tokenizer is out of range for the vocabulary size "
+                f"{size}. Pass the model's tokenizer with --tokenizer."
+            )
     written = _write(plan, out, workers, overwrite, verify or text is not None)
     losses: dict[str, float] = {}
     if tokens is not None:
