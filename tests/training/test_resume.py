@@ -102,7 +102,7 @@ def log_lines(run) -> dict[int, str]:
 @pytest.mark.parametrize(
     ("kha", "heads", "layout"),
     [
-        pytest.param(KHA, MLP, SHARDED, id="dense"),
+        pytest.param(KHA, MLP, SHARDED, marks=pytest.mark.whole, id="dense"),
         pytest.param(KHA, MLP, EXPERT_PARALLEL, id="experts"),
         pytest.param(KHA, MLP, MUON, id="muon"),
         pytest.param(KHA, MLP, DISTRIBUTED_MUON, marks=pytest.mark.whole, id="dist_muon"),
