@@ -1,6 +1,6 @@
 """Compile the knock kernels for a GPU on a machine without one, and report what ptxas says.
 
-    python -m tools.cross_compile sm_90 sm_120     every launch: registers, spills, shared memory
+    python -m tools.cross_compile [sm_90]     every launch: registers, spills, shared memory
 
 Triton includes ptxas and nvdisasm, so nothing else is needed. The kernels are not run.
 """
@@ -172,7 +172,7 @@ def compile_all(chosen: list[Launch]) -> dict[Launch, Report]:
 
 
 def main() -> None:
-    chosen = [x for arch in sys.argv[1:] for x in launches(tuple(TRITON_DTYPES), arch)]
+    chosen = [x for a in sys.argv[1:] or SHARED_MEMORY for x in launches(tuple(TRITON_DTYPES), a)]
     for launch, report in compile_all(chosen).items():
         print(
             f"{launch!s:52} registers {report.registers:3}  spilled {report.spilled:4}  "
