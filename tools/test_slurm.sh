@@ -78,7 +78,7 @@ cluster() { # PLACE PYTEST_OPTION...
   stop slurmctld $nodes
   start_accounting
   slurm "$accounting"
-  KHA_TEST_SLURM=accounts run_pytest -k "forgotten or fails" "$@"
+  KHA_TEST_SLURM=accounts run_pytest --dist load -k "forgotten or fails" "$@"
 }
 
 run_pytest() { # PYTEST_OPTION...

@@ -23,14 +23,12 @@ MORE = {
 }
 """Arguments for recipes with a flag."""
 
-QUICK = ("laptop/mla",)
 # 1.7b-48 equals 1.7b-28 when small
 NAMES = ["laptop/mla", *(name for name in DIFFERENT if "1.7b-48" not in name)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.whole) for n in NAMES]
-)
+@pytest.mark.whole
+@pytest.mark.parametrize("name", NAMES)
 def test_three_steps(name):
     recipe = get_recipe(name)
     words = SMALL + "".join(more for flag, more in MORE.items() if flag in recipe.run.flags)

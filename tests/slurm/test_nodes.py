@@ -147,11 +147,11 @@ def test_late_first_node_whose_ipv6_address_comes_first(launch, nodes, losses, n
     for node in nodes:
         node.set_hosts("".join(f"2001:db8::{n} kn{n}\n10.77.0.{n} kn{n}\n" for n in (1, 2, 3)))
     assert nodes[0].run("hostname --ip-address").startswith("2001:db8::1")
-    nodes[0].run("echo 70 >/tmp/late")  # by default, torchrun waits for one minute
+    nodes[0].run("echo 65 >/tmp/late")  # by default, torchrun waits for one minute
     run = launch()
     assert run.end() == 0, run.log
     assert run.losses == losses
-    nodes_table("the first node joins 70 s late; its IPv6 address comes first", SAME)
+    nodes_table("the first node joins 65 s late; its IPv6 address comes first", SAME)
 
 
 def test_first_node_without_address(launch, nodes, nodes_table):
