@@ -84,6 +84,7 @@ def ask(*words):
         (lambda: KHAConfig(attention="gla", value="mlp"), "only linear KHA, got value=mlp"),
         (lambda: KHAConfig(latent_heads=4), "only supported with kha_attention=gla, got 4"),
         (lambda: KHAConfig(attention="gla", latent_heads=0), "at least 1"),
+        (lambda: KHAConfig(value="mlp", fold="always"), "got value=mlp. Use kha_fold=auto"),
         (lambda: KHAConfig.from_preset("kha"), "Unknown KHA preset 'kha'.*kha_mlp"),
         (lambda: combine("kha_mlp", "kha_linear_v"), "more than one of them sets value"),
         (lambda: KHAConfig.from_dict({"values": "mlp"}), "Unknown KHA setting values"),

@@ -67,6 +67,10 @@ class KnockSettings:
 
     def __post_init__(self) -> None:
         check_fields(self, "kha_")
+        if self.fold == "always" and "linear" not in self.variants.values():
+            raise ConfigError(
+                f"kha_fold=always requires a linear variant, got {self}. Use kha_fold=auto instead."
+            )
 
     @property
     def variants(self) -> dict[Projection, Variant]:
@@ -139,6 +143,8 @@ class Knock(KnockSettings, Mechanism):
                 "Since queries, keys and values are not materialized at inference, the matrices "
                 "must be folded into the projections. Use linear instead."
             )
+        if self.fold == "always":
+            return "Multi-latent attention does not support kha_fold=always. Use --kha-fold auto."
         return None
 
     def __str__(self) -> str:

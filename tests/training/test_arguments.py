@@ -89,6 +89,7 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
             [*MLP, "--num-experts", "4", "--moe-router-bias-update-rms"],
             "requires --moe-router-enable-expert-bias",
         ),
+        ([*MLP, "--kha-fold", "always"], "fold=always"),
         ([*LINEAR, "--kha-attention", "gla"], "--multi-latent-attention"),
         ([*LINEAR, "--kha-latent-heads", "4"], "got 4"),
     ]
