@@ -22,7 +22,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from itertools import accumulate, batched, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -41,6 +40,7 @@ from kha_megatron.documents import (
     select_sources,
 )
 from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, in_one_line
+from kha_megatron.mcore.compat import installed_version, version_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -308,7 +308,6 @@ def prepare(
         tokenizing = _meter(on_progress, "tokenizing", size_of_text)
         written = _write_corpus(staged / CORPUS, texts, fast, workers, reader, tokenizing)
         sizes = {p.name: p.stat().st_size for p in sorted(staged.glob(f"{CORPUS}.*"))}
-        packages = ("megatron-core", "tokenizers", "transformers")
         report = DataReport(
             sources=names,
             globs=list(globs),
@@ -332,7 +331,9 @@ def prepare(
             versions={
                 "python": platform.python_version(),
                 "kha-megatron": kha_megatron.__version__,
-                **{name: metadata.version(name) for name in packages},
+                "megatron-core": installed_version(),
+                "tokenizers": version_of("tokenizers"),
+                "transformers": version_of("transformers"),
             },
         )
         (staged / REPORT).write_text(json.dumps(report.to_dict(), indent=2) + "\n")

@@ -24,7 +24,7 @@ ARROWS = {
     **dict.fromkeys(("model", "checkpoint", "hf", "documents"), NOTHING),
     "__main__": {"cli"},
     "mcore": {"model", "checkpoint"},
-    "data": {"checkpoint", "documents"},
+    "data": {"checkpoint", "documents", "mcore"},
     "training": {"mcore", "model", "checkpoint", "data"},
     "conversion": {"hf", "mcore", "model", "checkpoint", "data"},
     "recipes": {"model", "checkpoint", "data"},
@@ -166,7 +166,7 @@ MAY_READ = {
     "heads/kernels/fused.py": r"triton\.__version__",
     # these report versions
     "cli/doctor.py": r"packaging|importlib import metadata|installed_version",
-    "data.py": r"importlib import metadata",
+    "data.py": r"installed_version",
     "serving/__init__.py": r"vllm\.__version__",
 }
 """Modules other than compat.py that may read a version, and the names that they may use."""

@@ -1,5 +1,7 @@
 """Test that ``data prepare`` loses no text, leaves no partial output and is deterministic."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -182,6 +184,23 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(content, tmp_path):
     with pytest.raises(DataError, match=r"2\.txt changed while it was being read"):
         prepare(sorted(tmp_path.glob("*.txt")), tmp_path / "out", workers=1, on_progress=change)
     assert not list(tmp_path.glob("*out*"))
+
+
+PREPARE = """
+import sys
+from pathlib import Path
+from kha_megatron.data import prepare
+print(prepare([Path(sys.argv[1])], Path(sys.argv[2]), vocab_size=260).documents)
+"""
+
+
+def test_prepare_needs_no_other_import(tmp_path):
+    """An empty Transformer Engine is only hidden from Megatron by ``kha_megatron.mcore``."""
+    (tmp_path / "text.txt").write_text("one document")
+    words = [sys.executable, "-W", "ignore", "-c", PREPARE, tmp_path / "text.txt", tmp_path / "out"]
+    result = subprocess.run(words, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "1\n"
 
 
 @pytest.mark.parametrize(
