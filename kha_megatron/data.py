@@ -15,13 +15,14 @@ import math
 import os
 import platform
 import re
+import string
 import struct
 import sysconfig
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, batched, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
@@ -43,7 +44,7 @@ from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, 
 from kha_megatron.mcore.compat import installed_version, version_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 CORPUS, TOKENIZER, REPORT = "corpus", "tokenizer", "data.json"
 _FORMAT = 1  # version of data.json
@@ -90,7 +91,7 @@ class DataReport:
     """Size of the text in UTF-8."""
     documents: int
     tokens: int
-    """Total number of tokens, including an end-of-document token for each document."""
+    """Total number of tokens, including the special tokens of each document."""
     altered_documents: int
     """Number of documents that don't survive a tokenizer round trip (encode and decode)."""
     dtype: str
@@ -107,6 +108,10 @@ class DataReport:
     """Hash of the vocabulary, see :func:`vocabulary_hash`."""
     eod_token: str
     eod_id: int
+    tokens_before: list[str] = field(default_factory=list)
+    """Special tokens at the start of each document, e.g. BOS."""
+    tokens_after: list[str] = field(default_factory=list)
+    """Special tokens at the end of each document. The last one is the end-of-document token."""
     skipped: Skipped
     versions: dict[str, str | None]
     tokenizer_sample_bytes: int | None
@@ -177,6 +182,17 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
             "directory written by save_pretrained."
         ) from error
     return tokenizer
+
+
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
+    """Return the IDs of the special tokens that a tokenizer adds before and after each text."""
+    encoded = tokenizer(string.ascii_letters, return_special_tokens_mask=True)
+    ids, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
+    if 0 not in is_special:
+        raise DataError("The tokenizer has no tokens for ASCII letters. Pass another one.")
+    start = is_special.index(0)
+    end = len(ids) - is_special[::-1].index(0)
+    return ids[:start], ids[end:]
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
@@ -421,8 +437,9 @@ def _write_corpus(
 ) -> dict[str, Any]:
     """Tokenize all documents and write ``{prefix}.bin`` and ``{prefix}.idx``.
 
-    We append an EOS token to each document. If the text itself contains special tokens (e.g.
-    ``<|endoftext|>``), they are tokenized like any other text.
+    Each document gets the special tokens that the tokenizer adds (e.g. BOS), like in Megatron's
+    ``preprocess_data.py``, and ends with an EOS token. If the text itself contains special tokens
+    (e.g. ``<|endoftext|>``), they are tokenized like any other text.
 
     Returns:
         Some of the fields of :class:`DataReport`.
@@ -436,13 +453,16 @@ def _write_corpus(
     plain.no_truncation()  # a tokenizer.json may ask for truncation and padding
     plain.no_padding()
     plain.encode_special_tokens = True
+    before, after = special_tokens(tokenizer)
+    if after[-1:] != [tokenizer.eos_token_id]:
+        after.append(tokenizer.eos_token_id)
 
     def encode(document: tuple[str, bool]) -> tuple[int, bool, Any, bool]:
         text, ends_file = document
         ids = plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
         intact = plain.decode_batch([ids], skip_special_tokens=False)[0] == text
-        with_end = np.array([*ids, tokenizer.eos_token_id], dtype=dtype)
-        return len(text.encode()), ends_file, with_end, intact
+        document_ids = np.array([*before, *ids, *after], dtype=dtype)
+        return len(text.encode()), ends_file, document_ids, intact
 
     documents = (
         (text, number == file.documents)
@@ -468,6 +488,8 @@ def _write_corpus(
         "tokens": tokens,
         "altered_documents": altered,
         "dtype": np.dtype(dtype).name,
+        "tokens_before": tokenizer.convert_ids_to_tokens(before),
+        "tokens_after": tokenizer.convert_ids_to_tokens(after),
     }
 
 

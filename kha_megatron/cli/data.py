@@ -191,10 +191,12 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
     from kha_megatron.documents import SKIPPED
 
     sample = report.tokenizer_sample_bytes
+    tokens_after = report.tokens_after or [report.eod_token]  # not in older data.json files
     rows = {
         "sources": "\n".join(report.sources),
         "files": f"{report.files:,} ({report.split_files:,} split), {report.bytes:,} bytes",
         "documents": f"{report.documents:,}",
+        "each document": " ".join([*report.tokens_before, "text", *tokens_after]),
         "tokens": f"{report.tokens:,} as {report.dtype} "
         f"({report.bytes / report.tokens:.2f} bytes per token)",
         "vocabulary": f"{report.vocab_size:,}, end of document {report.eod_token} "

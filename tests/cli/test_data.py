@@ -37,3 +37,10 @@ def test_prepare_then_show(run, source, tmp_path):
     assert str(source / "[bold]empty.py") in flat  # neither markup nor truncated
     assert f"--data-path {out}/corpus" in stdout
     assert f"--tokenizer-model {out}/tokenizer" in stdout
+    assert "text <|endoftext|>" in stdout  # the tokens around each document
+
+    for name in ("tokens_before", "tokens_after"):  # of an older version
+        del report[name]
+    (out / "data.json").write_text(json.dumps(report))
+    code, older, _ = run("data", "show", out)
+    assert (code, older) == (0, stdout)

@@ -83,7 +83,7 @@ def test_report_counts_what_is_there(prepared, sources):
     assert DataReport.read(out) == report == verify(out)
 
 
-def make_tokenizer(folder, *, eos=True, normalizer=None):
+def make_tokenizer(folder, *, eos=True, normalizer=None, template="<s> $A </s>"):
     """Write a byte-level tokenizer that truncates, pads and adds special tokens."""
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -92,7 +92,7 @@ def make_tokenizer(folder, *, eos=True, normalizer=None):
     backend.decoder = decoders.ByteLevel()
     backend.normalizer = normalizer
     backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+        single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
     )
     backend.enable_truncation(16)
     backend.enable_padding(length=64, pad_id=1, pad_token="</s>")
@@ -101,17 +101,42 @@ def make_tokenizer(folder, *, eos=True, normalizer=None):
     return folder
 
 
-def test_a_given_tokenizer_is_used_without_truncation_padding_and_bos(sources, tmp_path):
+def test_a_given_tokenizer_is_used_without_truncation_and_padding(sources, tmp_path):
     folder = make_tokenizer(tmp_path / "mine")
     report = prepare([sources / "b"], tmp_path / "out", tokenizer=folder)
     assert (report.vocab_size, report.eod_id, report.vocab_size_asked) == (258, 1, None)
     assert report.tokenizer == str(folder)
-    assert report.tokens == report.bytes + report.documents  # bytes and ends, nothing else
+    assert report.tokens == report.bytes + 2 * report.documents  # bytes, BOS and EOS
     assert report.altered_documents == 0
     assert verify(tmp_path / "out") == report
     folder = make_tokenizer(tmp_path / "altering", normalizer=normalizers.NFC())
     report = prepare([sources / "b"], tmp_path / "altered", tokenizer=folder)
     assert report.altered_documents == 1  # the combining accent of b/odd.txt
+
+
+@pytest.mark.parametrize(
+    ("template", "before"),
+    [("<s> $A", ["<s>"]), ("<s> $A </s>", ["<s>"]), ("<s> <s> $A", ["<s>", "<s>"]), ("$A", [])],
+)
+def test_special_tokens_equal_those_of_megatron(template, before, tmp_path):
+    """``preprocess_data.py`` adds EOD to the tokens. We do so unless it is the last one."""
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    folder = make_tokenizer(tmp_path / "tokenizer", template=template)
+    megatron = MegatronTokenizer.from_pretrained(
+        tokenizer_path=str(folder), metadata_path={"library": "huggingface"}
+    )
+    texts = ["first", "second \N{PARROT}\n", "x" * 40]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    report = prepare(sorted(tmp_path.glob("*.txt")), tmp_path / "out", tokenizer=folder)
+    for text, ids in zip(texts, documents(tmp_path / "out"), strict=True):
+        expected = megatron.tokenize(text)
+        if expected[-1] != megatron.eod:
+            expected.append(megatron.eod)
+        assert list(ids) == expected
+    assert report.tokens_before == before
+    assert report.tokens_after == ["</s>"]
 
 
 @pytest.mark.parametrize(
