@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, copy_file, has_file, json_object
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+from kha_megatron.data import special_tokens
 from kha_megatron.errors import ConfigError, in_one_line
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -77,16 +78,23 @@ class TokenizerFiles:
         return cls(_ids_of(loaded), str(folder), loaded, settings, files)
 
     def tokenize(self, text: str, rows: int, length: int) -> Tensor:
-        """Tokenize a text and return a batch of up to ``[rows, length]`` token IDs."""
+        """Tokenize a text and return a batch of up to ``[rows, length]`` token IDs.
+
+        Special tokens are handled as in ``kha-megatron data prepare``: each row starts with those
+        that the tokenizer adds (e.g. BOS), and those in the text itself are ordinary text.
+        """
         if self.origin is None:
             raise ConfigError("The model has no tokenizer. Please pass one with --tokenizer.")
         tokenizer = self.loaded or load_hf_tokenizer(Path(self.origin))
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        before, _ = special_tokens(tokenizer)
+        options = {"add_special_tokens": False, "split_special_tokens": True}
+        ids = tokenizer(text, **options)["input_ids"]
         if len(ids) < 2:
             raise ConfigError(f"The text must have at least 2 tokens, got {len(ids)}.")
-        length = min(length, len(ids))
+        length = min(length - len(before), len(ids))
         rows = min(rows, len(ids) // length)
-        return torch.tensor(ids[: rows * length]).view(rows, length)
+        text_ids = torch.tensor(ids[: rows * length]).view(rows, length)
+        return torch.cat([torch.tensor(before, dtype=torch.long).expand(rows, -1), text_ids], dim=1)
 
     def write_tokenizer(self, target: Path) -> bool:
         """Write the tokenizer and generation config. Returns False if there's no tokenizer.

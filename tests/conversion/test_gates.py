@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Qwen3Config
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
@@ -117,6 +118,26 @@ def test_gates_after_a_trained_knock(tmp_path):
     found = Pair.open(tmp_path / "linear", tmp_path / "gated").compare()
     assert found.agrees
     assert found.logits.max_difference == 0.0
+
+
+def test_the_loss_of_a_text_includes_bos(run, tmp_path):
+    model = make(CONFIGS["qwen3"])
+    model.save_pretrained(tmp_path / "base")
+    folder = write_tokenizer(tmp_path / "tokenizer", 50)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    template = {"single": "w7 $A", "special_tokens": [("w7", 7)]}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**template)
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "text").write_text("w3 w17 w40 w5 w22")
+    words = ("--gate", "output=element", "--to", "hf", "--text", tmp_path / "text", "--json")
+    code, stdout, stderr = run("convert", "upcycle", tmp_path / "base", tmp_path / "out", *words)
+    assert code == 0, stderr
+    ids = torch.tensor([[7, 3, 17, 40, 5, 22]])
+    with torch.no_grad():
+        loss = model.float()(ids, labels=ids).loss
+    losses = json.loads(stdout)["loss"]
+    assert losses["tokens"] == ids.numel()
+    assert losses["before"] == pytest.approx(loss.item(), rel=1e-6)
 
 
 def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
