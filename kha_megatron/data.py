@@ -41,6 +41,7 @@ from kha_megatron.documents import (
     select_sources,
 )
 from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, in_one_line
+from kha_megatron.lfs import refuse_lfs_pointer
 from kha_megatron.mcore.compat import installed_version, version_of
 
 if TYPE_CHECKING:
@@ -168,6 +169,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     """
     from transformers import AutoTokenizer
 
+    refuse_lfs_pointer(folder / "tokenizer.json", DataError)
     try:
         if not folder.is_dir():  # transformers would look for the name in its cache of the Hub
             raise FileNotFoundError("no such directory")

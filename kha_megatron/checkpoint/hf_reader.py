@@ -21,6 +21,7 @@ from kha_megatron.checkpoint.safetensors_file import (
     read_tensor,
 )
 from kha_megatron.errors import CheckpointError, download_hint
+from kha_megatron.lfs import refuse_lfs_pointer
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -119,6 +120,7 @@ class HFCheckpoint:
 
 def json_object(file: Path) -> dict[str, Any]:
     """Like ``json.loads``, but raises CheckpointError unless the file is a JSON object."""
+    refuse_lfs_pointer(file, CheckpointError)
     try:
         return {**json.loads(file.read_bytes())}
     except (OSError, ValueError, TypeError, RecursionError) as error:

@@ -15,6 +15,7 @@ from typing import Any
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.errors import CheckpointError
+from kha_megatron.lfs import refuse_lfs_pointer
 
 INTEGRITY = "integrity.json"
 _REMEDY = "Copy it again, or load another checkpoint."
@@ -55,6 +56,7 @@ def is_file_name(name: Any) -> bool:
 
 def check_file(file: Path, digest: str) -> None:
     """Raise CheckpointError if the SHA-256 of a file doesn't match."""
+    refuse_lfs_pointer(file, CheckpointError)
     try:
         found = hash_file(file)
     except OSError as error:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kha_megatron.errors import CheckpointError
+from kha_megatron.lfs import refuse_lfs_pointer
 
 DTYPES = {
     "U64": torch.uint64,
@@ -83,6 +84,7 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
     """Read the header of a file. Raises CheckpointError if it's corrupted."""
+    refuse_lfs_pointer(file, CheckpointError)
     try:
         with safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118

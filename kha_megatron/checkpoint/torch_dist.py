@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from kha_megatron.checkpoint.integrity import FileChecks, is_file_name
 from kha_megatron.errors import CheckpointError
+from kha_megatron.lfs import refuse_lfs_pointer
 
 METADATA = ".metadata"
 
@@ -132,6 +133,7 @@ class TorchDistFolder:
     def __init__(self, path: Path, checks: FileChecks) -> None:
         self.path, self.checks = path, checks
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
+        refuse_lfs_pointer(path / METADATA, CheckpointError)
         try:
             self.tensors, self.objects = _index(_unpickle((path / METADATA).read_bytes()))
         except Exception as error:  # a damaged pickle can raise anything
@@ -147,6 +149,7 @@ class TorchDistFolder:
             sizes[chunk.file] = max(sizes[chunk.file], chunk.start + chunk.length)
         for name, size in sorted(sizes.items()):
             shard = path / name
+            refuse_lfs_pointer(shard, CheckpointError)
             if (found := shard.stat().st_size if shard.is_file() else 0) < size:
                 raise CheckpointError(
                     f"{shard} is missing or truncated: expected at least {size} bytes, got "

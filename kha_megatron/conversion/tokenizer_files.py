@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, copy_file, has_file, json_object
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.data import special_tokens
-from kha_megatron.errors import ConfigError, in_one_line
+from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
+from kha_megatron.lfs import refuse_lfs_pointer
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
@@ -72,7 +73,6 @@ class TokenizerFiles:
             return cls(ids, origin, folder=path, files=files)
         if not folder.name or not folder.is_dir():
             raise ConfigError(f"Tokenizer directory {folder} not found. Pass one with --tokenizer.")
-        _files(folder)  # raises if a symlink leaves the directory
         loaded = load_hf_tokenizer(folder)
         files = (_GENERATION,) if has_file(settings, _GENERATION) else ()
         return cls(_ids_of(loaded), str(folder), loaded, settings, files)
@@ -144,11 +144,15 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 def _files(folder: Path) -> tuple[str, ...]:
     templates = (f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*"))
-    return tuple(n for n in (*_TOKENIZER, *templates, _GENERATION) if has_file(folder, n))
+    names = tuple(n for n in (*_TOKENIZER, *templates, _GENERATION) if has_file(folder, n))
+    for name in names:
+        refuse_lfs_pointer(folder / name, CheckpointError)
+    return names
 
 
 def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from disk (never runs remote code)."""
+    _files(folder)  # raises for Git LFS pointers, and if a symlink leaves the directory
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # corrupted files can raise anything
