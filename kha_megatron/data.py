@@ -30,16 +30,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 import kha_megatron
 from kha_megatron.checkpoint.integrity import hash_file
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
-from kha_megatron.documents import (
-    SKIPPED,
-    Reader,
-    Skipped,
-    Source,
-    check_format,
-    find_files,
-    printable,
-    select_sources,
-)
+from kha_megatron.documents.files import Skipped, empty_skipped, find_files, select_sources
+from kha_megatron.documents.formats import printable
+from kha_megatron.documents.reader import Reader, Source
 from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, in_one_line
 from kha_megatron.lfs import refuse_lfs_pointer
 from kha_megatron.mcore.compat import installed_version, version_of
@@ -61,7 +54,7 @@ _HEADER = struct.Struct("<9sQBQ")
 """Header of an ``.idx`` file (magic number, version, dtype, number of sequences)."""
 
 DEFAULT_VOCAB_SIZE = 4096
-DEFAULT_EXCLUDE = ("__pycache__", ".git", ".hg", ".svn", "site-packages", "dist-packages")
+DEFAULT_EXCLUDE = ("__pycache__", "site-packages", "dist-packages")
 DEFAULT_SAMPLE_BYTES = 64 << 20
 """How much text to train a tokenizer on. The merges hardly change with more text."""
 DEFAULT_MAX_FILE_BYTES = 1 << 20
@@ -82,7 +75,7 @@ class DataReport:
     globs: list[str]
     exclude: list[str]
     json_key: str
-    """Name of the JSON Lines field or Parquet column with the text."""
+    """Name of the JSON Lines field, or Parquet or Arrow column, with the text."""
     max_file_bytes: int
     """Documents above this size were split."""
     files: int
@@ -263,15 +256,16 @@ def prepare(
         prepare([Path("books/")], Path("data"), vocab_size=32000, globs=["*.txt"])
 
     Args:
-        sources: Files or directories (text, JSON Lines or Parquet, see
+        sources: Files or directories (text, JSON Lines, Parquet or Arrow, see
             :mod:`kha_megatron.documents`). If None, use the source code of Python's standard
             library.
         out: Output directory. It only appears once everything has been written.
         vocab_size: Vocabulary size of the new tokenizer, a byte-level BPE (default: 4096).
         tokenizer: Directory of an existing tokenizer. If given, no tokenizer is trained.
-        globs: Which files in a directory to use (default: all of them).
+        globs: Which files in a directory to use. By default, use the JSON Lines, Parquet and Arrow
+            files, or all files if there are none of these. Hidden files are always ignored.
         exclude: Names of files and directories to ignore (default: :data:`DEFAULT_EXCLUDE`).
-        json_key: Name of the JSON Lines field or Parquet column with the text.
+        json_key: Name of the JSON Lines field, or Parquet or Arrow column, with the text.
         workers: Number of threads for tokenization (default: one per core).
         max_file_bytes: Longer documents are split, preferably at newlines.
         tokenizer_sample: How many bytes of text to train the tokenizer on. They are spread evenly
@@ -288,7 +282,7 @@ def prepare(
         sources = [standard_library()]
         globs = globs or ("*.py",)
         exclude = (*DEFAULT_EXCLUDE, "test", "tests", "idle_test") if exclude is None else exclude
-    globs, exclude = globs or ("*",), DEFAULT_EXCLUDE if exclude is None else exclude
+    exclude = DEFAULT_EXCLUDE if exclude is None else exclude
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
     sources, out = [Path(source).absolute() for source in sources], Path(os.path.realpath(out))
     if vocab_size is not None and tokenizer:
@@ -298,16 +292,15 @@ def prepare(
     for source in sources:
         if not os.path.exists(source):
             raise DataError(f"--from {printable(source)}: no such file or directory.")
-        check_format(source)
     held = (f"{CORPUS}.*", TOKENIZER, REPORT)
     check_output_folder(out, overwrite=overwrite, mark=REPORT, only=held)
     fast = load_tokenizer(Path(tokenizer)) if tokenizer else None
 
-    skipped: Skipped = {reason: {"count": 0, "examples": []} for reason in SKIPPED}
+    skipped = empty_skipped()
     found = find_files(sources, globs=globs, exclude=exclude, output=out, skipped=skipped)
     checking = _meter(on_progress, "checking", sum(found.values()))
     reader = Reader(max_file_bytes, json_key)
-    texts = select_sources(found, reader, skipped=skipped, advance=checking)
+    texts = select_sources(found, reader, given=sources, skipped=skipped, advance=checking)
     names = [printable(source) for source in sources]
     if not texts:
         counts = ", ".join(f"{s['count']} {reason}" for reason, s in skipped.items() if s["count"])
@@ -328,7 +321,7 @@ def prepare(
         sizes = {p.name: p.stat().st_size for p in sorted(staged.glob(f"{CORPUS}.*"))}
         report = DataReport(
             sources=names,
-            globs=list(globs),
+            globs=list(globs or ("*",)),
             exclude=list(exclude),
             json_key=json_key,
             max_file_bytes=max_file_bytes,

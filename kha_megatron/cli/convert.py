@@ -14,7 +14,7 @@ from kha_megatron.cli.options import AsJSON, HeadsFrom, Preset, Workers, parse_s
 from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite
 from kha_megatron.config import KHAConfig
-from kha_megatron.documents import read_beginning
+from kha_megatron.documents.reader import read_beginning
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import check_version
 from kha_megatron.model.model_config import ModelConfig

@@ -30,13 +30,13 @@ def prepare(
         list[Path] | None,
         typer.Option(
             "--from",
-            help="Input file or directory: UTF-8 text, .jsonl or .parquet. Text and .jsonl files "
-            "can be compressed (.gz, .zst). Can be repeated. Default: the source code of Python's "
-            "standard library.",
+            help="Input file or directory: UTF-8 text, JSON Lines (.jsonl, .ndjson, .json), "
+            ".parquet or .arrow. Text and JSON Lines can be compressed (.gz, .zst). Can be "
+            "repeated. Default: the source code of Python's standard library.",
         ),
     ] = None,
     json_key: Annotated[
-        str, typer.Option(help="Name of the text field (.jsonl) or text column (.parquet).")
+        str, typer.Option(help="Name of the field (JSON Lines) or column with the text.")
     ] = "text",
     vocab_size: Annotated[
         int | None, typer.Option(min=257, max=10**7, help="BPE vocabulary size. Default: 4096.")
@@ -47,14 +47,16 @@ def prepare(
     globs: Annotated[
         list[str] | None,
         typer.Option(
-            "--glob", help="Only read matching files from directories, e.g. '*.py'. Default: all."
+            "--glob",
+            help="Only read matching files from directories, e.g. '*.py'. Default: JSON Lines, "
+            ".parquet and .arrow files, or all files if there are none of these.",
         ),
     ] = None,
     exclude: Annotated[
         list[str] | None,
         typer.Option(
             help="Skip files and directories that match this pattern. "
-            "Default: __pycache__, .git, .hg, .svn, site-packages, dist-packages."
+            "Default: __pycache__, site-packages, dist-packages. Hidden files are always skipped."
         ),
     ] = None,
     workers: Workers = None,
@@ -71,10 +73,11 @@ def prepare(
 ) -> None:
     """Train a tokenizer and convert text to Megatron's indexed dataset format.
 
-    Each text file becomes one document, and so does each line of a .jsonl file
-    and each row of a .parquet file. Files that are empty, unreadable or not
-    UTF-8 are skipped and reported. To reuse the tokenizer for another dataset,
-    pass --tokenizer OUT/tokenizer.
+    Each text file becomes one document, and so does each row of a JSON Lines,
+    Parquet or Arrow file (also of directories that datasets wrote with
+    save_to_disk). Empty files, rows without text, binary files and metadata
+    are skipped and reported. Damaged files are errors. To reuse the tokenizer
+    for another dataset, pass --tokenizer OUT/tokenizer.
 
     Examples:
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
@@ -175,6 +178,11 @@ def describe_limitations(report: "DataReport") -> list[str]:
             f"The vocabulary has {report.vocab_size:,} tokens instead of "
             f"{report.vocab_size_asked:,}, because the text is too short."
         )
+    if count := report.skipped.get("metadata", {}).get("count"):
+        lines.append(
+            f"Skipped {count:,} files with metadata or text next to JSON Lines, Parquet or Arrow "
+            "files. To read text files, pass --glob."
+        )
     if report.altered_documents:
         lines.append(
             f"The tokenizer does not restore {report.altered_documents:,} of "
@@ -188,7 +196,7 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
         console.print_json(report.to_dict())
         return
     from kha_megatron.data import CORPUS, TOKENIZER
-    from kha_megatron.documents import SKIPPED
+    from kha_megatron.documents.files import SKIPPED
 
     sample = report.tokenizer_sample_bytes
     tokens_after = report.tokens_after or [report.eod_token]  # not in older data.json files
@@ -203,10 +211,11 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
         f"({report.eod_id})",
         "tokenizer": report.tokenizer + (f" on {sample:,} bytes of the text" if sample else ""),
     }
-    for reason, what in SKIPPED.items():
-        count, examples = (report.skipped[reason][key] for key in ("count", "examples"))
+    for reason, entry in report.skipped.items():
+        count, examples = entry["count"], entry["examples"]
         if count:
             more = ["..."] if count > len(examples) else []
+            what = SKIPPED.get(reason, reason)
             rows[f"skipped: {reason}"] = "\n".join([f"{count:,}, {what}:", *examples, *more])
     rows = {name: text.translate(console.VISIBLE) for name, text in rows.items()}  # from a file
     console.print_facts(rows, title=str(folder))

@@ -12,7 +12,7 @@ from kha_megatron.cli.attention import TOKENS, attention_tables, measure_attenti
 from kha_megatron.cli.options import AsJSON, Device, HeadsFrom
 from kha_megatron.compare.charts import draw_matrices, require_matplotlib
 from kha_megatron.config import KHAConfig
-from kha_megatron.documents import read_beginning
+from kha_megatron.documents.reader import read_beginning
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights

@@ -62,28 +62,105 @@ def test_long_records_are_split_and_empty_ones_are_counted(tmp_path):
     assert (report.split_files, report.skipped["empty"]["count"]) == (1, 1)
 
 
+def damaged_parquet(*, checksum, first, last):
+    """Return a Parquet file of 9 rows. One page is damaged."""
+    table = pa.table({"text": [letter * 99 for letter in "abcdefghi"]})
+    stream = pa.BufferOutputStream()
+    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    pq.write_table(table, stream, write_page_checksum=checksum, **options)
+    return stream.getvalue().to_pybytes().replace(b"e" * 9, first + b"e" * 7 + last)
+
+
+def arrow_stream():
+    """Return an Arrow stream of two batches. The last 8 bytes are the end of the stream."""
+    batch = pa.record_batch({"text": ["one", "two"]})
+    stream = pa.BufferOutputStream()
+    with pa.ipc.new_stream(stream, batch.schema) as writer:
+        writer.write_batch(batch)
+        writer.write_batch(batch)
+    return stream.getvalue().to_pybytes()
+
+
+def parquet(column, name="text", **others):
+    stream = pa.BufferOutputStream()
+    pq.write_table(pa.table({name: column, **others}), stream)
+    return stream.getvalue().to_pybytes()
+
+
+BROKEN_LINE = '{"text": "x"}\n{"text": "x\n{"text": "x"}'
+MESSAGES = [[{"role": "user", "content": "x"}]]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", '{"text": "x"}\n{"body": "x"}', r"a\.jsonl, line 2: .* 'text' .*--json-key"),
-        ("a.jsonl", '{"text": 7}', "line 1: not a JSON object with a string 'text'"),
-        ("a.jsonl", r'{"text": "\ud800"}', "line 1: not a JSON object"),
-        ("a.parquet", "not parquet", "has no text column 'text', or is damaged"),
+        ("a.jsonl", '{"body": "x"}\n' * 3, r"none of the first 3 rows .*'text'.*-key: body\."),
+        ("a.jsonl", '{"text": "x"}\n{"text": 7, "b": "x"}', r"line 2: field 'text' .* int .*: b\."),
+        ("a.jsonl", '{"text": ["x"]}', "field 'text' has type list instead of string. Convert it"),
+        ("a.jsonl", '["x"]', "line 1: expected a JSON object, but got list"),
+        ("a.jsonl", r'{"text": "\ud800"}', "line 1: invalid JSON"),
+        ("a.jsonl", BROKEN_LINE, "line 2: invalid JSON .* Copy the file again"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: invalid JSON"),
+        ("a.parquet", "not parquet", "a.parquet is damaged"),
+        ("a.parquet", "", "a.parquet is damaged"),
+        ("a.parquet", parquet(["x"])[:-1], "is damaged"),
+        ("a.parquet", damaged_parquet(checksum=True, first=b"x", last=b""), "is damaged"),
+        ("a.parquet", damaged_parquet(checksum=False, first=b"\xff", last=b"x"), "is damaged"),
+        ("a.parquet", parquet([b"x"]), "column 'text' has type binary instead of string. Convert"),
+        ("a.parquet", parquet([1], other=["x"]), r"has type int64 .*--json-key: other\."),
+        ("a.parquet", parquet([["x"]]), "has type list<element: string> instead of string"),
+        ("a.parquet", parquet(MESSAGES), "column 'text' has type list<element: struct<"),
+        ("a.parquet", parquet(["x"], "body"), r"no column 'text'.*--json-key: body\."),
+        ("a.arrow", arrow_stream()[:-8], "is damaged .*the file is truncated"),
+        ("a.arrow", arrow_stream()[:-16], "is damaged"),
+        ("a.arrow", "", "is damaged"),
         ("a.csv", "x,y", r"\.csv files are not supported\. Convert it to \.jsonl or \.parquet"),
         ("a.tar.gz", "", r"\.tar files are not supported\. Unpack it"),
         ("a.jsonl.gz", gzip.compress(TEXT, mtime=0)[:-1], "is damaged"),
         ("a.jsonl.gz", gzip.compress(TEXT, mtime=0)[:10] + b"\xff" * 9, "is damaged"),
+        ("a.jsonl.gz", "", "is damaged"),
         ("a.jsonl.zst", ZSTD[:-1], r"a\.jsonl\.zst is damaged"),
         ("a.jsonl.zst", "junk", "is damaged"),
+        ("a.txt", b"caf\xe9", "is not UTF-8"),
+        ("a.txt", b"x\n" * 5000 + b"\xff", "is not UTF-8"),
+        ("a.txt.gz", gzip.compress(b"x\n" * 5000 + b"\xff"), "is not UTF-8"),
     ],
 )
 def test_other_content_is_refused(run, tmp_path, name, content, message):
-    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    code, _, err = run("data", "prepare", "--from", tmp_path / name, "--out", tmp_path / "out")
-    (line,) = [line for line in err.splitlines() if line.startswith("error:")]
-    assert code == 2
-    assert re.search(message, line)
-    assert not (tmp_path / "out").exists()
+    """A damaged file in a directory is an error as well, so that no shard gets lost."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    (root / "good.txt").write_text("text")
+    is_skipped = content == b"caf\xe9"  # a small file in another encoding
+    for source in [root / name] if is_skipped else [root / name, root]:
+        code, _, err = run("data", "prepare", "--from", source, "--out", tmp_path / "out")
+        (line,) = [line for line in err.splitlines() if line.startswith("error:")]
+        assert code == 2
+        assert re.search(message, line)
+        assert not (tmp_path / "out").exists()
+
+
+ROWS = ["first", None, "", "second"]
+ARRAYS = {
+    "string": pa.array(ROWS),
+    "large_string": pa.array(ROWS, pa.large_string()),
+    "category": pa.array(ROWS).dictionary_encode(),
+}
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", *ARRAYS])
+def test_rows_without_text_are_skipped_and_counted(name, tmp_path):
+    if name == "a.jsonl":
+        rows = [{"text": "first"}, {"text": None}, {"other": 1}, {"text": "second"}]
+        content = "\n".join(map(json.dumps, rows)).encode()
+    else:
+        name, content = "a.parquet", parquet(ARRAYS[name])
+    (tmp_path / name).write_bytes(content)
+    report = prepare([tmp_path / name], tmp_path / "out", vocab_size=260)
+    assert decoded(tmp_path / "out") == ["first", "second"]
+    assert report.documents == 2
+    assert report.skipped["empty"] == {"count": 2, "examples": [str(tmp_path / name)] * 2}
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import random
 
 import pytest
 
-from kha_megatron.documents import SKIPPED, find_files, split_text
+from kha_megatron.documents.files import empty_skipped, find_files
+from kha_megatron.documents.reader import split_text
 
 ALPHABET = ["a", "é", "不", "🦜", "\n", "\r\n", "\t", "\0", "\ufeff", "\u2028", " "]
 
@@ -23,7 +24,7 @@ def test_every_path_is_used_or_counted(tmp_path):
     os.mkfifo(root / "b" / "pipe.py")  # opening it would wait for ever
     (root / os.fsdecode(b"\xff.py")).write_text("a name that is no UTF-8")
 
-    skipped = {reason: {"count": 0, "examples": []} for reason in SKIPPED}
+    skipped = empty_skipped()
     choice = {"globs": ["*.py"], "exclude": ["__pycache__"], "output": root / "out"}
     found = find_files([root], **choice, skipped=skipped)
     names = [str(path.relative_to(root)) for path in found]

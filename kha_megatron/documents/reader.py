@@ -1,0 +1,111 @@
+"""Iterate over the documents in a file."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from kha_megatron.documents.formats import Format, find_format, open_file, printable
+from kha_megatron.documents.rows import read_rows
+from kha_megatron.errors import DataError
+
+_BYTES_PER_TOKEN = 64  # for read_beginning
+
+
+class Source(NamedTuple):
+    """A text file, the size of its uncompressed text, and its number of documents."""
+
+    path: Path
+    bytes: int
+    documents: int
+    is_split: bool
+    """Whether any document was longer than the limit."""
+
+
+class Reader:
+    """Iterates over the documents in a file.
+
+    Args:
+        limit: Maximum document size in bytes (at least 4). Longer documents are split at newlines
+            if possible, otherwise between two characters.
+        json_key: Name of the JSON Lines field, or Parquet or Arrow column, with the text.
+    """
+
+    def __init__(self, limit: int, json_key: str = "text") -> None:
+        self.limit = limit
+        self.json_key = json_key
+
+    def documents(self, path: Path) -> Iterator[tuple[str, bool]]:
+        """Yield ``(text, continues)`` for each document in a file.
+
+        ``continues`` is True if the text is the continuation of a document that was split. The text
+        of rows without text is empty.
+
+        Raises:
+            DataError: See :func:`find_format` and :func:`read_rows`.
+            UnicodeDecodeError: If a text file isn't valid UTF-8.
+        """
+        file_format = find_format(path)
+        if file_format is Format.TEXT:
+            with open_file(path) as stream:
+                yield from self._split(stream)
+            return
+        for text in read_rows(path, file_format, self.json_key):
+            if text:
+                yield from self._split(io.BytesIO(text.encode()))
+            else:
+                yield "", False
+
+    def _split(self, stream: IO[bytes]) -> Iterator[tuple[str, bool]]:
+        for number, piece in enumerate(split_text(stream, self.limit)):
+            yield piece.decode(), number > 0
+
+    def read(self, source: Source) -> Iterator[str]:
+        """Yield the non-empty documents. Raises DataError if the file changed in the meantime."""
+        size = 0
+        try:
+            for text, _ in self.documents(source.path):
+                size += len(text.encode())
+                if text:
+                    yield text
+            if size != source.bytes:
+                raise ValueError(f"{size} bytes instead of {source.bytes}")
+        except (OSError, EOFError, ValueError) as error:
+            raise DataError(
+                f"{printable(source.path)} changed while it was being read ({error})."
+            ) from error
+
+
+def split_text(stream: IO[bytes], limit: int) -> Iterator[bytes]:
+    """Split a stream into chunks of at most ``limit`` bytes.
+
+    Prefers to split after a newline. If a line is too long, we split it between two characters.
+    """
+    rest = b""
+    while True:
+        block = rest + stream.read(limit + 1 - len(rest))
+        if len(block) <= limit:
+            if block:
+                yield block
+            return
+        cut = block.rfind(b"\n", 0, limit) + 1
+        if not cut:  # not before a continuation byte of UTF-8
+            ends = (at for at in range(limit, limit - 4, -1) if block[at] & 0xC0 != 0x80)
+            cut = next(ends, limit)
+        yield block[:cut]
+        rest = block[cut:]
+
+
+def read_beginning(file: Path, tokens: int) -> str:
+    """Read enough text from a file to get ``tokens`` tokens."""
+    try:
+        file_format = find_format(file)
+        if file_format is not Format.TEXT:
+            raise DataError(f"{file} contains {file_format.value}. Pass a UTF-8 text file.")
+        with open_file(file) as stream:
+            text = next(split_text(stream, tokens * _BYTES_PER_TOKEN), b"").decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"Cannot read {file} ({error}). Pass a UTF-8 text file.") from error
+    if not text.strip():
+        raise DataError(f"{file} contains no text.")
+    return text
