@@ -7,7 +7,7 @@ experts is increased. There are two update rules:
 - ``rms``: deviation from the mean load, divided by the RMS of all deviations (Su 2025; see also
   section 4.1 of the paper).
 
-Loads are exact in float32 up to 2^24 tokens, so biases are bitwise equal in all parallel layouts.
+Loads are counted and reduced as integers, so biases are bitwise equal in all parallel layouts.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,8 +25,8 @@ from kha_megatron.mcore.gradients import wrap_grad_finalization
 Update = Literal["sign", "rms"]
 
 Report = Callable[[list[int], Tensor, Tensor], None]
-"""Called with layer numbers (from 1), loads and updated biases of the local MoE layers. Loads and
-biases have shape ``[num_moe_layers, num_experts]``.
+"""Called with layer numbers (from 1), loads (float64) and updated biases (float32) of the local MoE
+layers. Loads and biases have shape ``[num_moe_layers, num_experts]``.
 """
 
 
@@ -36,12 +36,17 @@ def compute_bias_update(loads: Tensor, update: Update) -> Tensor:
     Args:
         loads (Tensor): Tokens per expert in the global batch, ``[..., num_experts]``.
         update (str): ``sign`` or ``rms``. With ``rms``, updates have mean 0 and RMS 1.
+
+    Returns:
+        Tensor: The change in float32, computed in float64.
     """
+    loads = loads.double()
     offset = loads.mean(dim=-1, keepdim=True) - loads
     if update == "sign":
-        return torch.sign(offset)
+        return offset.sign().float()
     tiny = torch.finfo(offset.dtype).tiny  # avoids 0 / 0 if all loads are equal
-    return offset / (offset.square().mean(dim=-1, keepdim=True) + tiny).sqrt()
+    rms = (offset.square().mean(dim=-1, keepdim=True) + tiny).sqrt()
+    return (offset / rms).float()
 
 
 def balance_experts(
@@ -77,7 +82,8 @@ def balance_experts(
             router.expert_bias.copy_(bias)
         if report is not None:  # layers for multi-token prediction have no number of their own
             shown = [n for n, (name, _) in enumerate(named) if "mtp." not in name]
-            report([routers[n].layer_number for n in shown], loads[shown], biases[shown])
+            layers = [routers[n].layer_number for n in shown]
+            report(layers, loads[shown].double(), biases[shown])
 
     wrap_grad_finalization(models, balanced)
 

@@ -440,6 +440,29 @@ def let_fsdp2_resume() -> None:
         return result
 
 
+_COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+
+
+@functools.cache  # once per process
+def count_tokens_in_integers() -> None:
+    """Count the tokens of each expert in int64.
+
+    Megatron registers these counters as float32 buffers, so ``Float16Module`` casts them to
+    bfloat16 or float16. Bfloat16 cannot hold all integers above 256, and float16 overflows at
+    65,520. Upstream pull request 7081 fixes this for expert biases. Remove this function when
+    :data:`OLDEST` contains the fix, also for the counters of ``global_aux_loss``.
+    """
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    @patch(TopKRouter, "__init__")
+    def build_with_integers(build: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        for name in _COUNTERS:
+            counter = getattr(self, name)
+            if counter is not None:
+                setattr(self, name, counter.long())
+
+
 @functools.cache  # once per process
 def build_output_layer_without_apex() -> None:
     """Disable gradient accumulation fusion in Megatron's own linear layers if apex is missing.

@@ -15,7 +15,7 @@ from typing import Any
 
 from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.compat import megatron_imports
+from kha_megatron.mcore.compat import count_tokens_in_integers, megatron_imports
 
 with megatron_imports():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -73,6 +73,7 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     Raises:
         ConfigError: If ``spec`` has no attention module that supports ``kha``.
     """
+    count_tokens_in_integers()  # before the routers are built
     rewritten: dict[int, Any] = {}  # by id, to copy shared objects only once
     replaced: list[Any] = []  # keeps objects alive so that ids stay unique
     found = False

@@ -26,14 +26,15 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
 
     Args:
         layers (list[int]): Numbers of the MoE layers on this rank, starting at 1.
-        loads (Tensor): Tokens per expert in the global batch, ``[num_layers, num_experts]``.
+        loads (Tensor): Tokens per expert in the global batch, in float64, of shape
+            ``[num_layers, num_experts]``.
         biases (Tensor): Updated expert biases, in the same shape.
     """
     args = get_args()
     iteration = args.curr_iteration + 1
     if iteration % args.tensorboard_log_interval:
         return
-    table = torch.zeros(args.num_layers, len(_NAMES) + 1, device=loads.device)
+    table = torch.zeros(args.num_layers, len(_NAMES) + 1, dtype=loads.dtype, device=loads.device)
     if layers:
         mean = loads.mean(dim=-1)
         spread = biases.amax(dim=-1) - biases.amin(dim=-1)

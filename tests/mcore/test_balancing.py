@@ -47,6 +47,7 @@ SKEWED = {
     "expert_tensor_parallel_size": 1,
 }
 SEQUENCES, STEPS = 4, 12
+MICROBATCHES = 3
 
 
 def biases(layout, update, sequence_parallel=False):
@@ -138,3 +139,109 @@ def test_the_sign_form_equals_megatrons_update(ranks):
     loads, bias = torch.randint(0, 9, (3, 5)).float(), torch.randn(3, 5)
     (theirs,) = ranks(signs_of_megatron, 1, loads, bias)
     assert torch.equal(theirs, bias + 1e-3 * compute_bias_update(loads, "sign"))
+
+
+def count_routed_tokens(router):
+    """Return a tensor to which the router adds its routing maps in int64."""
+    count = torch.zeros(6, dtype=torch.int64)
+
+    def add(module, inputs, outputs):
+        count.add_(outputs[1].sum(0))
+
+    router.register_forward_hook(add)
+    return count
+
+
+def half_precision_steps(precision, update):
+    """Train two steps of a model in ``Float16Module``, with the GPU recipes' expert biases.
+
+    Returns for each step the counts of this rank and the ones it read, the reported loads, and the
+    biases. ``update`` is None for Megatron's own update, as in a stock script.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
+    from megatron.core.transformer.module import Float16Module
+
+    from kha_megatron.config import KHAConfig
+    from kha_megatron.mcore.balancing import balance_experts
+    from tests.distributed import models, pieces
+
+    models.initialize()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    options = SKEWED | GLOBAL_LOSS | {precision: True, "params_dtype": dtype}
+    config = models.transformer_config(**options)
+    model = models.gpt_model(config, KHAConfig(value="mlp"), perturbed=False)
+    routers = [module for module in model.modules() if hasattr(module, "expert_bias")]
+    counts = [count_routed_tokens(router) for router in routers]
+    wrapped = Float16Module(config, model)
+    ddp = [DistributedDataParallel(config, DistributedDataParallelConfig(), wrapped)]
+    pieces.fill(ddp)
+    reported = []
+    if update:
+        balance_experts(ddp, update, lambda *report: reported.append(report[1].tolist()))
+    steps = []
+    for step in range(2):
+        for microbatch in range(MICROBATCHES):
+            seed = 100 * torch.distributed.get_rank() + 10 * step + microbatch
+            tokens, positions, mask = models.batch(seed, size=(256, models.SEQUENCE))
+            ddp[0](tokens, positions, mask, labels=tokens)
+        read = [router.local_tokens_per_expert.tolist() for router in routers]
+        read_globally = [router.global_tokens_per_expert.tolist() for router in routers]
+        assert [router.ga_steps.item() for router in routers] == [MICROBATCHES] * 2
+        exact = torch.stack(counts)
+        for count in counts:
+            count.zero_()
+        (config.finalize_model_grads_func or finalize_model_grads)(ddp, None)
+        biases = torch.stack([router.expert_bias for router in routers])
+        assert biases.dtype == torch.float32
+        assert not any(router.local_tokens_per_expert.any() for router in routers)
+        steps.append((exact, read, read_globally, biases))
+    return steps, reported
+
+
+GLOBAL_LOSS = {
+    "moe_router_load_balancing_type": ["global_aux_loss"],
+    "moe_aux_loss_coeff": [0.01],
+    "hidden_dropout": 0.0,
+}
+"""The loss over all ranks has counters of its own."""
+
+
+@pytest.mark.parametrize(
+    ("precision", "update"),
+    [
+        ("bf16", "rms"),
+        ("fp16", None),
+        pytest.param("bf16", None, marks=pytest.mark.whole),
+        pytest.param("fp16", "rms", marks=pytest.mark.whole),
+    ],
+)
+def test_half_precision_models_count_exactly(ranks, precision, update):
+    """The counts of Megatron's routing maps in int64 are those that move the biases.
+
+    Bfloat16 has no odd integers above 256 and float16 none above 2048.
+    """
+    found = ranks(half_precision_steps, 2, precision, update)
+    rate = SKEWED["moe_router_bias_update_rate"]
+    expected = torch.zeros(2, 6, dtype=torch.float64)
+    for step in range(2):
+        parts = [steps[step] for steps, _ in found]
+        for exact, read, _, _ in parts:
+            assert read == exact.tolist()
+        loads = parts[0][0] + parts[1][0]
+        assert loads.sum(-1).tolist() == [2 * MICROBATCHES * 256 * 12 * 2] * 2
+        assert (loads % 2).any()
+        assert loads.max() > 4096
+        offset = loads.double().mean(-1, keepdim=True) - loads.double()
+        rms = offset.square().mean(-1, keepdim=True).sqrt()
+        expected += rate * (offset / rms if update else offset.sign())
+        for _, _, read_globally, biases in parts:
+            if step == 0:  # this loss ignores the biases, which are still zero here
+                assert read_globally == loads.tolist()
+            # float32 of two steps of 0.02
+            torch.testing.assert_close(biases.double(), expected, rtol=0, atol=1e-8)
+        if update:
+            assert [reported[step] for _, reported in found] == [loads.tolist()] * 2
