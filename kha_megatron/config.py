@@ -98,35 +98,19 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
-        """Build a preset, e.g. ``KHAConfig.from_preset("kha_mlp", init="random")``."""
-        if name not in PRESETS:
-            similar = difflib.get_close_matches(name, PRESETS, n=1)
-            hint = f"Did you mean {similar[0]}? " if similar else ""
-            raise ConfigError(
-                f"Unknown KHA preset {name!r}. {hint}Available presets: {', '.join(PRESETS)}."
-            )
-        return cls.from_dict({**PRESETS[name], **overrides})
+        """Build a preset, e.g. ``KHAConfig.from_preset("kha_mlp", init="random")``.
 
-    @classmethod
-    def from_presets(cls, names: Sequence[str]) -> Self:
-        """Combine several presets, e.g. ``("kha_mlp", "gate_output")``.
+        Several presets are joined with ``+``, e.g. ``kha_mlp+gate_output``.
 
         Raises:
             ConfigError: If a preset doesn't exist, or if two presets conflict.
         """
-        values: dict[str, Any] = {}
-        for name in names:
-            cls.from_preset(name)  # raises if the preset is unknown
-            for setting, value in PRESETS[name].items():
-                earlier = values.get(setting, {})
-                is_mechanism = isinstance(value, Mapping)
-                if setting in values and not (is_mechanism and earlier.keys().isdisjoint(value)):
-                    raise ConfigError(
-                        f"Presets {', '.join(names)} cannot be combined, because more than one of "
-                        f"them sets {setting}."
-                    )
-                values[setting] = {**earlier, **value} if is_mechanism else value
-        return cls.from_dict(values)
+        return cls.from_dict(preset_settings(name) | overrides)
+
+    @classmethod
+    def from_presets(cls, names: Sequence[str]) -> Self:
+        """Combine several presets, e.g. ``("kha_mlp", "gate_output")``."""
+        return cls.from_preset("+".join(names))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
@@ -163,10 +147,11 @@ class KHAConfig(KnockSettings):
         if preset is None and not words.keys() & {*PROJECTIONS, *mechanism_types()}:
             return None
         words |= {name: None for name in PROJECTIONS if words.get(name) == "none"}
-        if preset in PRESETS:  # options override settings of the preset's mechanisms
-            for name in mechanism_types().keys() & words.keys() & PRESETS[preset].keys():
-                words[name] = words[name] and {**PRESETS[preset][name], **words[name]}
-        return cls.from_preset(preset or "baseline", **words)
+        settings = preset_settings(preset or "baseline")
+        # options override settings of the preset's mechanisms
+        for name in mechanism_types().keys() & words.keys() & settings.keys():
+            words[name] = words[name] and {**settings[name], **words[name]}
+        return cls.from_dict(settings | words)
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
@@ -185,7 +170,7 @@ class KHAConfig(KnockSettings):
         values = {name: entries[entry] for entry, name in names.items() if entry in entries}
         if not values.keys() & {*PROJECTIONS, *mechanism_types()}:
             module, name = (*(entries.get("spec") or ()), None, None)[:2]
-            is_preset = module == "kha_megatron.mcore.specs" and name in PRESETS
+            is_preset = module == "kha_megatron.mcore.specs" and is_preset_name(str(name))
             if not (is_preset or gated):
                 return None
             return cls.from_preset(name if is_preset else "baseline").with_output_gate(gated)
@@ -410,3 +395,38 @@ class _Presets(Mapping[str, Mapping[str, Any]]):
 
 PRESETS = _Presets()
 """All presets of the registered mechanisms by name, e.g. ``kha_mlp_gate_output``."""
+
+
+def is_preset_name(name: str) -> bool:
+    """Check that ``name`` is a preset or consists of several presets joined with ``+``."""
+    return set(name.split("+")) <= PRESETS.keys()
+
+
+def preset_settings(name: str) -> dict[str, Any]:
+    """Return the settings of a preset, or of several presets joined with ``+``.
+
+    Raises:
+        ConfigError: If a preset doesn't exist, or if two presets conflict.
+    """
+    names = name.split("+")
+    settings: dict[str, Any] = {}
+    for preset in names:
+        if preset not in PRESETS:
+            similar = difflib.get_close_matches(preset, PRESETS, n=1)
+            hint = f"Did you mean {similar[0]}? " if similar else ""
+            raise ConfigError(
+                f"Unknown KHA preset {preset!r}. {hint}Available presets: {', '.join(PRESETS)}. "
+                "Join presets with + to combine them."
+            )
+        if names.count(preset) > 1:
+            raise ConfigError(f"{name} contains the preset {preset} more than once.")
+        for setting, value in PRESETS[preset].items():
+            earlier = settings.get(setting, {})
+            is_mechanism = isinstance(value, Mapping)
+            if setting in settings and not (is_mechanism and earlier.keys().isdisjoint(value)):
+                raise ConfigError(
+                    f"Presets {', '.join(names)} cannot be combined, because more than one of them "
+                    f"sets {setting}."
+                )
+            settings[setting] = {**earlier, **value} if is_mechanism else value
+    return settings

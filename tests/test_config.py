@@ -17,7 +17,7 @@ def test_presets_have_their_settings():
 @pytest.mark.parametrize(
     "kha",
     [
-        *(KHAConfig.from_preset(name, init="random", init_seed=5) for name in PRESETS),
+        *(KHAConfig.from_preset(name, init_seed=5) for name in PRESETS),
         KHAConfig(query="linear", value="gate", init="random", init_seed=7, fold="always"),
         KHAConfig(attention="gla", latent_heads=4, value="linear"),
     ],
@@ -64,8 +64,16 @@ def test_entries_name_a_preset_by_its_spec():
         assert KHAConfig.from_entries(other) is None
 
 
-def combine(*presets):
-    return KHAConfig.from_presets(presets)
+@pytest.mark.parametrize(
+    "name", ["kha_mlp+gate_output+gate_value", "gate_value+gate_output+kha_mlp"]
+)
+def test_presets_are_joined_with_a_plus(name):
+    both = KHAConfig(value="mlp", gate=Gate(output="element", value="element"))
+    assert KHAConfig.from_preset(name) == KHAConfig.from_presets(name.split("+")) == both
+    spec = {"spec": ["kha_megatron.mcore.specs", name]}
+    assert KHAConfig.from_entries(spec) == both
+    asked = KHAConfig.from_options({"preset": name, "heads": ["gate.output=head", "moh=none"]})
+    assert asked == KHAConfig(value="mlp", gate=Gate(output="head", value="element"))
 
 
 def ask(*words):
@@ -84,14 +92,19 @@ def ask(*words):
         (lambda: KHAConfig(attention="gla", value="mlp"), "only linear KHA, got value=mlp"),
         (lambda: KHAConfig(latent_heads=4), "only supported with kha_attention=gla, got 4"),
         (lambda: KHAConfig(attention="gla", latent_heads=0), "at least 1"),
+        (lambda: KHAConfig(init="random"), "kha_init=random .* no KHA variant is enabled"),
         (lambda: KHAConfig(value="mlp", fold="always"), "got value=mlp. Use kha_fold=auto"),
         (lambda: KHAConfig.from_preset("kha"), "Unknown KHA preset 'kha'.*kha_mlp"),
-        (lambda: combine("kha_mlp", "kha_linear_v"), "more than one of them sets value"),
+        (lambda: KHAConfig.from_preset("kha_mlp+gate_outpt"), "'gate_outpt'. Did you mean gate_"),
+        (lambda: KHAConfig.from_preset("kha_mlp+kha_linear_v"), "more than one of them sets value"),
+        (lambda: KHAConfig.from_preset("talking+talking"), "preset talking more than once"),
+        (lambda: KHAConfig.from_preset("kha_mlp+"), "Unknown KHA preset ''"),
         (lambda: KHAConfig.from_dict({"values": "mlp"}), "Unknown KHA setting values"),
         (lambda: ask("knok.value=mlp"), "'knok.value=mlp'.*NAME.FIELD=VALUE.*knock"),
         (lambda: ask("knock.values=mlp"), "Invalid value 'knock.values=mlp'"),
         (lambda: ask("gate.output=each"), "gate.output must be .*element.*got 'each'"),
         (lambda: ask("gate"), "at least one position .output.*gate.output=element"),
+        (lambda: ask("talking.pre=false", "talking.post=false"), "At least one of talking.pre and"),
         (lambda: ask("gate.g1=head", "gate.output=head"), "both gate.output and its alias gate.g1"),
         (lambda: ask("gate.g6=head"), "Unknown setting g6 for gate. Available settings: output"),
     ],

@@ -54,7 +54,7 @@ RecipeName = Annotated[
 ]
 Preset = Annotated[
     str | None,
-    typer.Option(help="Preset, e.g. kha_mlp or kha_linear.", autocompletion=preset_names),
+    typer.Option(help="Preset, or several joined with +.", autocompletion=preset_names),
 ]
 MegatronArguments = Annotated[
     list[str] | None,

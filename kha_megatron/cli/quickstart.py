@@ -47,8 +47,7 @@ def quickstart(
     variant: Annotated[
         str | None,
         typer.Option(
-            help="Preset, or several separated by commas (default: kha_mlp).",
-            autocompletion=preset_names,
+            help="Preset, or several joined with + (default: kha_mlp).", autocompletion=preset_names
         ),
     ] = None,
     output: Annotated[Path, typer.Option(help="Output directory.")] = Path("quickstart"),
@@ -67,13 +66,13 @@ def quickstart(
 
     Examples:
       kha-megatron quickstart
-      kha-megatron quickstart --variant kha_mlp,gate_output --output gated
+      kha-megatron quickstart --variant kha_mlp+gate_output --output gated
       kha-megatron quickstart --variant kha_linear --output linear -- --lr 1e-3
     """
     recipe = recipes.get_recipe("quickstart")
     if variant is not None:
-        names = [name.strip() for name in variant.split(",") if name.strip()]
-        recipe = recipe.with_heads(KHAConfig.from_presets(names))
+        presets = variant.replace(",", "+")  # commas were the separator at first
+        recipe = recipe.with_heads(KHAConfig.from_preset(presets))
     run = recipe.run_for(megatron or [])
     check_output_folder(output, overwrite=True, mark=SUMMARY_FILE, inside=True)
     require_matplotlib()
@@ -206,7 +205,7 @@ def _next_steps(output: Path) -> str:
     return f"""
 What to try next:
   {kha} generate {model} "import "
-  {kha} quickstart --output gated --variant kha_mlp,gate_output
+  {kha} quickstart --output gated --variant kha_mlp+gate_output
   {kha} launch quickstart --data {data} --dry-run
   {kha} data prepare --from my-text --out data/mine
   {kha} doctor"""

@@ -49,14 +49,13 @@ def _parse_variant(word: str) -> ModelVariant:
         return ModelVariant(name, _parse_flags(name, flags))
     if name == RANDOM_INIT:
         return ModelVariant(name, KHAConfig.from_preset("kha_mlp", init="random"))
-    presets = name.split("+")
-    if unknown := [preset for preset in presets if preset not in PRESETS]:
+    try:
+        return ModelVariant(name, KHAConfig.from_preset(name))
+    except ConfigError as error:
         raise ConfigError(
-            f"Unknown variant {unknown[0]!r}. Available variants: {', '.join(PRESETS)}, "
-            f"{RANDOM_INIT}. You can also combine presets with +, or define a variant with flags, "
-            "e.g. NAME=--kha-key linear --kha-value mlp."
-        )
-    return ModelVariant(name, KHAConfig.from_presets(presets))
+            f"Unknown variant {name!r}. {error} A variant can also be {RANDOM_INIT}, or NAME=FLAGS "
+            "such as NAME=--kha-key linear --kha-value mlp."
+        ) from error
 
 
 def _parse_flags(name: str, flags: str) -> KHAConfig:

@@ -38,8 +38,8 @@ _UNFUSED = "--no-gradient-accumulation-fusion"
 _CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS, "kha_fold": FOLDS}
 _HELP = {
     "kha_heads_from": "Python files with head mechanisms of your own, see `docs/own_mechanism.md`.",
-    "kha_preset": f"Named KHA configuration. Available presets: {', '.join(PRESETS)}. With Muon, "
-    "KHA matrices are updated by Adam.",
+    "kha_preset": "Named KHA configuration, or several joined with +, e.g. kha_mlp+gate_output. "
+    f"Available presets: {', '.join(PRESETS)}. With Muon, KHA matrices are updated by Adam.",
     **{
         f"kha_{p}": f"KHA variant to apply to {p} heads: {', '.join(MATRICES)}, or none to disable "
         "it. Overrides the preset."

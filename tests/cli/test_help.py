@@ -39,7 +39,7 @@ def test_examples_parse_and_fit_80_columns(name, monkeypatch):
         if variants := given.get("variants"):
             parse_variants(variants)
         if variant := given.get("variant"):
-            KHAConfig.from_presets(variant.split(","))
+            KHAConfig.from_preset(variant)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_examples_parse_and_fit_80_columns(name, monkeypatch):
     [
         ("plan table5/", [name for name in recipes.RECIPES if name.startswith("table5/")]),
         ("convert upcycle a b --kha-preset kha_mlp_q", ["kha_mlp_qkv"]),
-        ("quickstart --variant kha_mlp,gate_output_h", ["kha_mlp,gate_output_head"]),
+        ("quickstart --variant kha_mlp+gate_output_h", ["kha_mlp+gate_output_head"]),
         ("launch quickstart -- --kha-pre", ["--kha-preset"]),
     ],
 )

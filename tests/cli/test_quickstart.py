@@ -64,7 +64,7 @@ def _check(output, stdout, presets, mechanisms):
     bias = [size for name, size in sizes.items() if name.endswith("e_score_correction_bias")]
     assert bias == [4, 4]  # a buffer, no parameter
     assert summary["parameters"] == sum(sizes.values()) - sum(bias)
-    run = get_recipe("quickstart").with_heads(KHAConfig.from_presets(presets)).run_for(SMALL)
+    run = get_recipe("quickstart").with_heads(KHAConfig.from_preset(presets)).run_for(SMALL)
     assert summary["parameters"] == count_model(run.model, run.kha).total
     for picture in summary["files"]["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
@@ -84,7 +84,7 @@ def test_quickstart_on_an_earlier_text(run, tmp_path, nemorun_home):  # noqa: F8
     code, stdout, stderr = run("quickstart", "--output", output, "--", *SMALL, "--split", "4,1,0")
     assert code == 0, stderr[-4000:]
     assert "Reusing the dataset of an earlier run." in stderr
-    _check(output, stdout, ["kha_mlp"], "value=mlp")
+    _check(output, stdout, "kha_mlp", "value=mlp")
     assert (output / "pictures/loss.png").exists()
     assert not (output / "pictures/attention.png").exists()
 
@@ -92,7 +92,7 @@ def test_quickstart_on_an_earlier_text(run, tmp_path, nemorun_home):  # noqa: F8
 @pytest.mark.whole
 def test_quickstart_with_a_gate_in_a_process_of_its_own(tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "quick start"
-    words = ["quickstart", "--variant", "kha_mlp,gate_output", "--output", str(output), "--"]
+    words = ["quickstart", "--variant", "kha_mlp+gate_output", "--output", str(output), "--"]
     done = subprocess.run(
         [sys.executable, "-m", "kha_megatron", *words, *SMALL],
         capture_output=True,
@@ -101,7 +101,7 @@ def test_quickstart_with_a_gate_in_a_process_of_its_own(tmp_path, nemorun_home):
         timeout=1000,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    _check(output, done.stdout, ["kha_mlp", "gate_output"], "value=mlp gate(output=element)")
+    _check(output, done.stdout, "kha_mlp+gate_output", "value=mlp gate(output=element)")
     assert (output / "pictures/attention.png").exists()
     assert "gate-score" in done.stdout
     gate = json.loads((output / "hf/config.json").read_text())["kha_gate"]

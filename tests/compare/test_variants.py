@@ -31,7 +31,7 @@ def test_variants_are_presets_the_ablation_or_flags():
     ("text", "match"),
     [
         ("kha_mlp,kha_mlp", "two or more different"),
-        ("baseline,kha_mlp+kha_lin", "Unknown variant 'kha_lin'"),
+        ("baseline,kha_mlp+kha_lin", "'kha_mlp.kha_lin'. Unknown KHA preset 'kha_lin'"),
         ("baseline,../x=--kha-value mlp", r"Invalid variant name '\.\./x'"),
         ("baseline,null=--kha-value gate", "Invalid variant name 'null'"),
         ("baseline,a=--lr 1", "Invalid flags '--lr 1'"),

@@ -113,7 +113,9 @@ def _output(models, model):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_builders_make_what_kha_layer_spec_makes(ranks, layout):
     n, sizes, overrides = LAYOUTS[layout]
-    presets = list(PRESETS) if layout == "dense" else ["kha_mlp", "baseline"]
+    presets = ["kha_mlp", "baseline"]
+    if layout == "dense":
+        presets = [*PRESETS, "kha_mlp+gate_output", "gate_value+moh_75+kha_linear"]
     builders = ["as it is", "GPTModelBuilder"]
     answers = ranks(equal_builds, n, builders, presets, sizes, overrides)
     assert [wrong for wrong, _ in answers] == [[]] * n

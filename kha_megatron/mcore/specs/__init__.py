@@ -2,18 +2,17 @@
 
 With stock Megatron scripts, you can select a spec by name::
 
-    --spec kha_megatron.mcore.specs kha_mlp
+    --spec kha_megatron.mcore.specs kha_mlp+gate_output
 
 In Python, build one with :func:`kha_layer_spec` or :func:`kha_hybrid_stack_spec`, or use
 :func:`with_kha` to convert an existing spec.
 """
 
-import difflib
 import sys
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from kha_megatron.config import PRESETS, KHAConfig
+from kha_megatron.config import CONFIG_VARIABLE, PRESETS, KHAConfig, is_preset_name
 from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.compat import count_tokens_in_integers, megatron_imports
 
@@ -217,23 +216,43 @@ def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
 if transformer_block.LayerNormImpl is WrappedTorchNorm:
     transformer_block.LayerNormImpl = TorchNorm
 
-# --spec MODULE NAME looks up attributes of the module
+
+# --spec PACKAGE NAME looks up attributes of the package
+def _add_named_spec(name: str) -> None:
+    globals()[name] = ModuleSpec(module=KHATransformerLayer, params={"spec_name": name})
+    globals()[f"{name}_hybrid"] = kha_hybrid_stack_spec(name)
+
+
 for _name in (FROM_ENVIRONMENT, *PRESETS):
-    globals()[_name] = ModuleSpec(module=KHATransformerLayer, params={"spec_name": _name})
-    globals()[f"{_name}_hybrid"] = kha_hybrid_stack_spec(_name)
+    _add_named_spec(_name)
+
+
+def __getattr__(name: str) -> ModuleSpec:
+    """Add the specs of several presets, e.g. ``kha_mlp+gate_output_hybrid``.
+
+    Megatron calls ``__import__(package, fromlist=[name])``, for which Python looks up this
+    attribute, and then reads ``vars(package)[name]``. Python only does this for packages.
+    """
+    presets = name.removesuffix("_hybrid")
+    if not is_preset_name(presets):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _add_named_spec(presets)
+    return globals()[name]
 
 
 def _check_spec_name(words: list[str]) -> None:
     """Exit with an error message for ``--spec`` with an unknown name (Megatron: KeyError)."""
-    name = words[words.index(__name__) + 1 :][:1] if __name__ in words else []
-    if name and name[0] not in globals():
-        known = [f"{n}{end}" for n in (FROM_ENVIRONMENT, *PRESETS) for end in ("", "_hybrid")]
-        similar = difflib.get_close_matches(name[0], known, n=1)
-        hint = f"Did you mean {similar[0]}? " if similar else ""
-        sys.exit(
-            f"error: Unknown layer spec {name[0]!r} in {__name__}. {hint}Available specs: "
-            f"{', '.join(known)}."
-        )
+    names = words[words.index(__name__) + 1 :][:1] if __name__ in words else []
+    for name in names:
+        if name in globals():
+            return
+        try:
+            KHAConfig.from_preset(name.removesuffix("_hybrid"))
+        except ConfigError as error:
+            sys.exit(
+                f"error: Unknown layer spec {name!r} in {__name__}. {error} The spec "
+                f"{FROM_ENVIRONMENT} reads {CONFIG_VARIABLE}. For hybrid models, append _hybrid."
+            )
 
 
 _check_spec_name(sys.argv)
