@@ -71,6 +71,11 @@ class KnockSettings:
             raise ConfigError(
                 f"kha_fold=always requires a linear variant, got {self}. Use kha_fold=auto instead."
             )
+        if self.init != "identity" and not self.variants:
+            raise ConfigError(
+                f"kha_init={self.init} initializes only the matrices of KHA, but no KHA variant is "
+                "enabled. Remove kha_init, or set e.g. kha_value=mlp."
+            )
 
     @property
     def variants(self) -> dict[Projection, Variant]:

@@ -93,6 +93,21 @@ class MixtureOfHeads(Mechanism):
                 f"moh.share) and moh.share must be in (0, 1], got active={self.active} and "
                 f"share={share}."
             )
+        if why := self._setting_without_effect():
+            raise ConfigError(why)
+
+    def _setting_without_effect(self) -> str | None:
+        """Return an error message for a setting that other settings disable."""
+        if self.start != "normal" and self.router == "query_norm":
+            return f"moh.start={self.start} requires moh.router=learned. Remove moh.start."
+        if self.balance_scale != "code" and not self.balance:
+            return f"moh.balance_scale={self.balance_scale} has no effect with moh.balance=0."
+        if self.scale != "code" and self.quantized and self.router == "learned":
+            return (
+                f"moh.scale={self.scale} has no effect with moh.quantized=true, which gives all "
+                "selected heads the weight 1. Remove moh.scale."
+            )
+        return None
 
     def shared_heads(self, heads: int) -> int:
         if self.shared is not None:
@@ -213,6 +228,10 @@ class MixtureOfHeads(Mechanism):
                 f"least {least} shared and 1 active are required, and the sum must not exceed "
                 f"{heads}. Change moh.shared or moh.active."
             )
+        if self.router == "query_norm" and heads - shared == 1:
+            return f"{self} has no effect with a single routed head. Decrease moh.shared."
+        if self.anneal and min(active) == heads - shared:
+            return "moh.anneal has no effect if all heads are active. Remove moh.anneal."
         return None
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import Costs, HeadSizes, HeadTensor, Mechanism, Stage
 
 if TYPE_CHECKING:
@@ -32,6 +33,14 @@ class TalkingHeads(Mechanism):
     """Mix the logits, before masking and softmax (``P_l`` in the paper)."""
     post: bool = True
     """Mix the attention weights after the softmax (``P_w`` in the paper)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.mixings:
+            raise ConfigError(
+                "At least one of talking.pre and talking.post must be true. To disable talking "
+                "heads, use talking=none."
+            )
 
     @property
     def mixings(self) -> tuple[str, ...]:

@@ -49,6 +49,12 @@ def test_each_layer_may_have_its_own_number():
         ({"shared": 1, "active": 0}, "at least 1.*got active=0"),
         ({"shared": 1, "active": [2, 2.5]}, "a list of integers.*2.5"),
         ({"share": 0.5, "router": "noisy"}, "learned or query_norm, got 'noisy'"),
+        (
+            {"share": 0.5, "router": "query_norm", "start": "zeros"},
+            "start=zeros requires moh.router=learned",
+        ),
+        ({"share": 0.5, "balance": 0, "balance_scale": "paper"}, "no effect with moh.balance=0"),
+        ({"share": 0.5, "quantized": True, "scale": "paper"}, "no effect with moh.quantized=true"),
     ],
 )
 def test_invalid_settings_raise_an_error(settings, message):
@@ -64,6 +70,12 @@ def test_invalid_settings_raise_an_error(settings, message):
         ({"shared": 3, "active": [5, 5]}, {"layers": 3}, "each of the 3 layers, got 2"),
         ({"share": 0.1}, {"query_heads": 8}, "0 shared and .*at least 1 shared"),
         ({"shared": 0, "active": 2}, {"query_heads": 8}, "0 shared and .*at least 1 shared"),
+        (
+            {"shared": 7, "active": 1, "router": "query_norm"},
+            {"query_heads": 8},
+            "no effect with a single routed head",
+        ),
+        ({"share": 1, "anneal": 9}, {"query_heads": 8}, "anneal has no effect"),
         ({"share": 0.5}, {"multi_latent": True}, "multi-latent attention. Use MHA, MQA or GQA"),
     ],
 )
