@@ -28,6 +28,10 @@ _METRICS = {
 }
 """Maps a metric to the key for its difference from the reference, and a function to read it."""
 
+NO_EFFECT = "no effect: every loss is equal"
+"""Verdict for a variant with the losses of the reference in every iteration and for all seeds."""
+_LEAST_EQUAL_LOSSES = 3
+
 Results = Mapping[tuple[str, int], dict[str, Any]]
 """Maps (variant, seed) to the content of ``result.json``."""
 
@@ -126,14 +130,6 @@ def _describe_variant(
         "matrices": own[0]["matrices"],
         "matrices_of": f"{name}-seed{own[0]['seed']}",
     }
-    for key, (difference, _) in _METRICS.items():
-        if known := _known(runs, name, key):
-            entry[key] = asdict(estimate(known))
-        if differences := _known(runs, name, difference):
-            delta = estimate(differences)
-            entry[difference] = asdict(delta) | {
-                "verdict": find_verdict(name, delta, floors.get(key))
-            }
     bases = [results.get((reference, result["seed"])) for result in own]
     histories = [
         [
@@ -145,7 +141,21 @@ def _describe_variant(
     ]
     if histories:
         entry["delta_curve"] = _curve([average_bins(history) for history in histories])
+    has_no_effect = histories and name != NULL and all(map(_is_zero, histories))
+    for key, (difference, _) in _METRICS.items():
+        if known := _known(runs, name, key):
+            entry[key] = asdict(estimate(known))
+        if differences := _known(runs, name, difference):
+            delta = estimate(differences)
+            verdict = find_verdict(name, delta, floors.get(key))
+            entry[difference] = asdict(delta) | {"verdict": NO_EFFECT if has_no_effect else verdict}
     return entry
+
+
+def _is_zero(differences: Losses) -> bool:
+    """Whether all losses equal those of the reference. The first ones may, at the identity."""
+    known = [difference for difference in differences if difference is not None]
+    return len(known) >= _LEAST_EQUAL_LOSSES and not any(known)
 
 
 def _spikes(losses: Losses) -> list[Spike]:

@@ -39,7 +39,10 @@ def make_result(variant, seed: int, *, gain: float = 0.0) -> dict:
 
 @pytest.fixture
 def finished(tmp_path):
-    """Three seeds of kha_mlp, which gains 0.051, 0.052 and 0.053, kha_linear and the baseline."""
+    """Three seeds of kha_mlp, which gains 0.051, 0.052 and 0.053, kha_linear and the baseline.
+
+    kha_linear gains -0.001, 0 and 0.001.
+    """
     comparison = plan_comparison(
         get_recipe("quickstart"),
         parse_variants("baseline,kha_mlp,kha_linear"),
@@ -49,6 +52,7 @@ def finished(tmp_path):
     )
     results = {}
     for run in comparison.runs:
-        gain = 0.05 + 0.001 * run.seed if run.variant.name == "kha_mlp" else 0.0
+        gains = {"kha_mlp": 0.05 + 0.001 * run.seed, "kha_linear": 0.001 * (run.seed - 2)}
+        gain = gains.get(run.variant.name, 0.0)
         results[run.variant.name, run.seed] = make_result(run.variant, run.seed, gain=gain)
     return comparison, results

@@ -54,7 +54,7 @@ def test_the_tables_hold_the_numbers(finished):
     assert [mlp[0], *mlp[2:4], *mlp[7:]] == [
         *("kha_mlp", "-0.0520 ± 0.0025", "lower", "3", "value=mlp")
     ]
-    assert linear[2:4] == ["+0.0000 ± 0.0000", "no difference shown"]
+    assert linear[2:4] == ["+0.0000 ± 0.0025", "no difference shown"]
     assert baseline[2:4] == ["–", "reference"]
     finals = [compute_final_loss(results["baseline", seed]["losses"]) for seed in (1, 2, 3)]
     assert baseline[1].startswith(f"{sum(finals) / 3:.3f} ± ")
@@ -63,7 +63,7 @@ def test_the_tables_hold_the_numbers(finished):
     assert parsed.tables["Cost"][2][6] == "0.551 to 0.553"
     assert summarize(report) == [
         "kha_mlp: training loss -0.0520 ± 0.0025 (lower)",
-        "kha_linear: training loss +0.0000 ± 0.0000 (no difference shown)",
+        "kha_linear: training loss +0.0000 ± 0.0025 (no difference shown)",
     ]
     spikes = parsed.tables["Loss spikes"]
     assert [row[1] for row in spikes[1:]] == ["0", "0.333", "0"]
@@ -77,6 +77,18 @@ def test_the_tables_hold_the_numbers(finished):
     drawn = [name for name, _ in parsed.tags if name in ("svg", "img")]
     assert sorted(drawn) == ["img", "svg", "svg"]
     assert "of 9 runs" not in parsed.text
+
+
+def test_a_variant_with_the_losses_of_the_reference_has_no_effect(finished):
+    comparison, results = finished
+    for seed in (1, 2, 3):
+        results["kha_linear", seed]["losses"] = list(results["baseline", seed]["losses"])
+    results["kha_linear", 3]["losses"][5] = None
+    line = "kha_linear: training loss +0.0000 ± 0.0000 (no effect: every loss is equal)"
+    assert summarize(build_report(comparison, results))[1] == line
+    results["kha_linear", 2]["losses"][7] += 1e-6  # far from the final losses
+    line = "kha_linear: training loss +0.0000 ± 0.0000 (no difference shown)"
+    assert summarize(build_report(comparison, results))[1] == line
 
 
 def test_null_runs_are_the_floor_of_both_losses(tmp_path):
