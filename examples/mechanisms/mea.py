@@ -128,7 +128,8 @@ def _combine(x: "Tensor", weight: "Tensor", ranks: Ranks) -> "Tensor":
     heads = ranks.all_heads(x.mT).mT
     copies = heads.shape[-2] // weight.shape[0]
     combined = weight.mT.to(x.dtype) @ heads[..., ::copies, :]
-    return ranks.own_heads(combined.repeat_interleave(copies, -2).mT).mT
+    own = ranks.own_heads(combined.repeat_interleave(copies, -2).mT).mT
+    return own.contiguous()  # Megatron's unfused attention calls `view`
 
 
 def _normalize(x: "Tensor", scale: "Tensor") -> "Tensor":
