@@ -79,7 +79,10 @@ class HeadTensor:
     per_head: bool = False  # whether dim 0 is sharded along with the heads
     reads_input: bool = False
     """Whether this is a projection of the normalized layer input. :meth:`Mechanism.apply` then gets
-    the output of the projection, not the weight."""
+    the output of the projection, not the weight. The output has shape
+    [..., local_heads, features] with ``per_head`` (``shape`` is then (heads, features,
+    hidden_size)), else [..., 1, features] for the gradient ``heads`` and [..., features] for
+    ``whole`` and ``tokens``."""
 
     @property
     def key(self) -> str:

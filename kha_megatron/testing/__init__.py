@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.heads import HeadSizes, Mechanism
+from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadFacts, HeadSizes, Mechanism
 from kha_megatron.heads.registry import mechanism_types, use_files
 
 SIZES = HeadSizes(query_heads=8, kv_heads=4, head_dim=6, hidden_size=40)
@@ -34,7 +35,10 @@ def check_mechanism(mechanism: type[Mechanism], *, smooth: bool = True, **settin
 
     We check the declarations, the initial values, gradients against finite differences, TP sizes 1,
     2 and 4 with and without sequence parallelism against one rank, resharding, export to
-    transformers and import, and decoding with a KV cache.
+    transformers and import, and decoding with a KV cache. During training, no token may depend on
+    later tokens or on other sequences. The layer must also support attention masks, attention
+    dropout, and models with and without QK-norm (unless ``unsupported_reason`` refuses one of
+    them), and the mechanism and each of its parameters must have an effect on the outputs.
 
     Args:
         mechanism: Class to check. If it isn't registered, its file is (see ``--heads-from``).
@@ -88,6 +92,15 @@ def _find_wrong_declarations(kha: KHAConfig) -> Iterator[str]:
         yield f"The settings of {mechanism} change when they are saved as JSON."
 
 
+def is_supported(kha: KHAConfig, *, qk_norm: bool) -> bool:
+    """Check whether the mechanism supports models with, or without, QK-norm."""
+    try:
+        kha.check(HeadFacts(qk_norm=qk_norm))
+    except ConfigError:
+        return False
+    return True
+
+
 def _find_wrong_exports(kha: KHAConfig, scratch: Path) -> Iterator[str]:
     """Check the transformers model, and its conversion to Megatron and back."""
     import torch
@@ -105,6 +118,7 @@ def _find_wrong_exports(kha: KHAConfig, scratch: Path) -> Iterator[str]:
         num_key_value_heads=SIZES.kv_heads,
         head_dim=SIZES.head_dim,
         max_position_embeddings=32,
+        use_qk_norm=is_supported(kha, qk_norm=True),
         attn_implementation="eager",
         **{f"kha_{name}": value for name, value in kha.to_dict(start=False).items()},
         **kha.providers_entry,

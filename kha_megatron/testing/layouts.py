@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadTensor
 from kha_megatron.mcore import cpu
-from kha_megatron.testing import SIZES, TOLERANCE
+from kha_megatron.testing import SIZES, TOLERANCE, is_supported
 
 _TIMEOUT = 60  # seconds for a layout
 _TOKENS, _BATCH = 12, 2
@@ -37,13 +37,20 @@ class Layout:
     tp: int
     sp: bool
     groups: int
+    qk_norm: bool = True
 
     def __str__(self) -> str:
-        return f"TP {self.tp}{' with SP' * self.sp} and {self.groups} KV heads"
+        norm = "" if self.qk_norm else " without QK-norm"
+        return f"TP {self.tp}{' with SP' * self.sp} and {self.groups} KV heads{norm}"
 
 
-# with two KV heads on four ranks, ranks share a KV head
-LAYOUTS = [Layout(tp, sp, 4) for tp in (2, 4) for sp in (False, True)] + [Layout(4, True, 2)]
+# with two KV heads on four ranks, ranks share a KV head; with eight, no KV head is repeated
+UNSHARDED = [Layout(1, False, 4), Layout(1, False, 2), Layout(1, False, 8, qk_norm=False)]
+SHARDED = [
+    *(Layout(tp, sp, 4) for tp in (2, 4) for sp in (False, True)),
+    Layout(4, True, 2),
+    Layout(2, False, 8, qk_norm=False),
+]
 
 Parts = dict[tuple[str, str], tuple[tuple[int, ...], Tensor]]
 """Results of a rank in float64, by kind and name: offset in the whole tensor, and this part."""
@@ -64,7 +71,7 @@ _MESSAGES = {
 def find_mistakes(kha: KHAConfig, scratch: Path, smooth: bool) -> Iterator[str]:
     """Yield a message for each broken rule."""
     wholes: dict[int, Parts] = {}
-    for layout in [Layout(1, False, 4), Layout(1, False, 2), *LAYOUTS]:
+    for layout in [_supported(kha, layout) for layout in (*UNSHARDED, *SHARDED)]:
         ranks = _run(kha, layout, scratch, smooth)
         if isinstance(ranks, str):
             sizes = (SIZES, SIZES.on_rank(2))
@@ -78,6 +85,13 @@ def find_mistakes(kha: KHAConfig, scratch: Path, smooth: bool) -> Iterator[str]:
             yield from mistakes
             wholes.setdefault(layout.groups, parts)
         yield from _compare(kha, layout, [parts for parts, _ in ranks], wholes[layout.groups])
+
+
+def _supported(kha: KHAConfig, layout: Layout) -> Layout:
+    """Change ``qk_norm`` if the mechanism only supports models with, or without, QK-norm."""
+    if is_supported(kha, qk_norm=layout.qk_norm):
+        return layout
+    return replace(layout, qk_norm=not layout.qk_norm)
 
 
 def _compare(kha: KHAConfig, layout: Layout, ranks: list[Parts], whole: Parts) -> Iterator[str]:
@@ -196,6 +210,10 @@ def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> R
     at = (rank * len(hidden) if layout.sp else 0, 0, 0)
     assert hidden.grad is not None
     parts |= {("output", ""): (at, output.detach()), ("input gradient", ""): (at, hidden.grad)}
+    mistakes += _find_wrong_masking(layout, layer, output.detach(), hidden, rotary)
+    if layout.tp == 1:
+        mistakes += _find_dependent_tokens(layer, rotary)
+        mistakes += _find_missing_effects(kha, layout, layer, rotary)
     layer.eval()
     if layout.tp == 1 and smooth:
         mistakes += _find_wrong_derivatives(kha, layer, rotary)
@@ -225,7 +243,7 @@ def _build(kha: KHAConfig, layout: Layout) -> Any:
             tensor_model_parallel_size=layout.tp,
             sequence_parallel=layout.sp,
             normalization="RMSNorm",
-            qk_layernorm=True,
+            qk_layernorm=layout.qk_norm,
             add_bias_linear=False,
             attention_dropout=0.0,
             use_cpu_initialization=True,
@@ -301,6 +319,77 @@ def _find_wrong_derivatives(kha: KHAConfig, layer: Any, options: dict[str, Any])
                 f"Gradient of `{tensor.name}` differs from finite differences ({found:.6g} against "
                 f"{expected:.6g}). Check its backward pass."
             )
+
+
+def _find_wrong_masking(
+    layout: Layout, layer: Any, output: Tensor, hidden: Tensor, options: dict[str, Tensor]
+) -> Iterator[str]:
+    """Pass the causal mask explicitly, which disables fused attention, and then use dropout."""
+    mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).triu(1)[None, None]
+    dropout = layer.core_attention.attention_dropout
+    try:
+        masked = layer(hidden, mask, **options)[0].detach()
+        dropout.p = 0.1
+        layer(hidden, mask, **options)[0].sum().backward()
+    except RuntimeError as error:
+        yield (
+            f"Attention with a mask and dropout fails under {layout}: {error} If the error is "
+            "about `view`, make the results of `apply` contiguous."
+        )
+        return
+    finally:
+        dropout.p = 0.0
+    if _error(masked, output):
+        yield f"An explicit causal mask changes the outputs under {layout}."
+
+
+@torch.no_grad()
+def _find_dependent_tokens(layer: Any, options: dict[str, Tensor]) -> Iterator[str]:
+    """Check that outputs do not depend on later tokens or other sequences during training."""
+    hidden, others = _inputs()
+    output, _ = layer(hidden, None, **options)
+    later, sequence = hidden.clone(), hidden.clone()
+    later[_TOKENS // 2 :] = others[_TOKENS // 2 :]
+    sequence[:, 1] = others[:, 1]
+    changed, _ = layer(later, None, **options)
+    if _error(changed[: _TOKENS // 2], output[: _TOKENS // 2]):
+        yield (
+            "Future tokens: during training, the outputs of a token depend on later tokens. "
+            "`apply` must treat all tokens independently."
+        )
+    changed, _ = layer(sequence, None, **options)
+    if _error(changed[:, 0], output[:, 0]):
+        yield (
+            "During training, the outputs of a sequence depend on the other sequences of the "
+            "microbatch. `apply` must treat all tokens independently."
+        )
+
+
+@torch.no_grad()
+def _find_missing_effects(
+    kha: KHAConfig, layout: Layout, layer: Any, options: dict[str, Tensor]
+) -> Iterator[str]:
+    """Change each parameter, and then remove the mechanism."""
+    hidden, _ = _inputs()
+    output, _ = layer(hidden, None, **options)
+    norm = "with" if layout.qk_norm else "without"
+    remedy = "Remove it, or return a message from `unsupported_reason` for such models."
+    for tensor in kha.tensors(SIZES):
+        weight = layer.get_parameter(f"{tensor.name}.weight")
+        before = weight.clone()
+        weight.copy_(torch.randn_like(weight))
+        changed, _ = layer(hidden, None, **options)
+        weight.copy_(before)
+        if not _error(changed, output):
+            yield f"`{tensor.name}` has no effect on the outputs {norm} QK-norm. {remedy}"
+    (mechanism,) = kha.mechanisms
+    if mechanism.own_projections or mechanism.acts_at("core"):
+        return  # the layer needs the mechanism
+    used, layer.mechanisms = layer.mechanisms, []
+    changed, _ = layer(hidden, None, **options)
+    layer.mechanisms = used
+    if not _error(changed, output):
+        yield f"The mechanism has no effect on the outputs {norm} QK-norm. {remedy}"
 
 
 @torch.no_grad()
