@@ -125,3 +125,16 @@ def test_other_kinds_of_attention_train_and_are_recorded(corpus, tmp_path, words
     assert str(read_kha_config(checkpoint)) == knocks
     for weight in read_knock_weights(checkpoint).values():
         assert not any(torch.equal(matrix, torch.eye(len(matrix))) for matrix in weight)
+
+
+def test_a_bf16_run_starts_with_the_loss_of_the_baseline(corpus, tmp_path):
+    """KHA starts at the identity bit for bit. After a step, the losses differ."""
+    found = {}
+    for preset in ("baseline", "kha_mlp", "kha_linear"):
+        folder = tmp_path / preset
+        words = [*CPU, *MODEL, *TRAINING, *corpus, "--bf16", "--train-iters", "2"]
+        run = start([*words, "--kha-preset", preset, "--tensorboard-dir", str(folder)])
+        assert run.codes == [0], run.output[-4000:]
+        found[preset] = losses(folder)
+    assert found["kha_mlp"][1] == found["kha_linear"][1] == found["baseline"][1]
+    assert len({history[2] for history in found.values()}) == 3

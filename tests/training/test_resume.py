@@ -35,6 +35,12 @@ EXPERT_PARALLEL = [
     *(*EXPERTS, "--moe-token-dispatcher-type", "allgather", "--use-distributed-optimizer"),
     *("--overlap-grad-reduce", "--overlap-param-gather"),
 ]
+BALANCED = [
+    *(*EXPERT_PARALLEL, "--bf16", "--moe-router-dtype", "fp32"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"),
+    *("--moe-router-bias-update-rms", "--moe-router-bias-update-rate", "0.01"),
+    "--dist-ckpt-optim-fully-reshardable",
+]
 
 
 def assert_same_bytes(one: Path, two: Path) -> None:
@@ -103,8 +109,11 @@ def log_lines(run) -> dict[int, str]:
     ("kha", "heads", "layout"),
     [
         pytest.param(KHA, MLP, SHARDED, marks=pytest.mark.whole, id="dense"),
-        pytest.param(KHA, MLP, EXPERT_PARALLEL, id="experts"),
-        pytest.param(KHA, MLP, MUON, id="muon"),
+        pytest.param(KHA, MLP, [*SHARDED, "--bf16"], marks=pytest.mark.whole, id="dense, bf16"),
+        pytest.param(KHA, MLP, EXPERT_PARALLEL, marks=pytest.mark.whole, id="experts"),
+        pytest.param(KHA, MLP, BALANCED, id="experts, bf16"),
+        pytest.param(KHA, MLP, MUON, marks=pytest.mark.whole, id="muon"),
+        pytest.param(KHA, MLP, [*MUON, "--bf16"], id="muon, bf16"),
         pytest.param(KHA, MLP, DISTRIBUTED_MUON, marks=pytest.mark.whole, id="dist_muon"),
         pytest.param(
             KHAConfig(moh=MixtureOfHeads(shared=1, active=2, anneal=3)),
@@ -166,6 +175,28 @@ def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path, mon
         checkpoint = MegatronCheckpoint.open(tmp_path / name / directory)
         assert read_kha_config(checkpoint) == kha
         assert checkpoint.args["consumed_train_samples"] == 6 * iteration
+        if "--bf16" in layout:
+            assert_float32_main_parameters(checkpoint)
+
+
+def assert_float32_main_parameters(checkpoint: MegatronCheckpoint) -> None:
+    """Check that weights are rounded copies of the optimizer's parameters, and the other states."""
+    tensors = {key: checkpoint.tensor(key) for key in checkpoint.keys()}  # noqa: SIM118
+    main = {key: tensor for key, tensor in tensors.items() if key.startswith(MAIN_PARAMETERS)}
+    print(sorted(tensors))
+    assert main
+    for key, parameter in main.items():
+        weight = tensors[key.removeprefix(MAIN_PARAMETERS)]
+        assert (weight.dtype, parameter.dtype) == (torch.bfloat16, torch.float32), key
+        assert torch.equal(weight, parameter.bfloat16()), key
+    assert any(not torch.equal(p, p.bfloat16().float()) for p in main.values())
+    biases = [tensor for key, tensor in tensors.items() if key.endswith("expert_bias")]
+    for bias in biases:
+        assert bias.dtype == torch.float32
+        assert not torch.equal(bias, bias.bfloat16().float())
+
+
+MAIN_PARAMETERS = "optimizer.state.fp32_param."
 
 
 @pytest.fixture
