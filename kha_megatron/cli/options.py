@@ -53,8 +53,7 @@ RecipeName = Annotated[
     ),
 ]
 Preset = Annotated[
-    str | None,
-    typer.Option(help="Preset, or several joined with +.", autocompletion=preset_names),
+    str | None, typer.Option(help="Preset, or several joined with +.", autocompletion=preset_names)
 ]
 MegatronArguments = Annotated[
     list[str] | None,

@@ -458,7 +458,7 @@ def count_tokens_in_integers() -> None:
     def build_with_integers(build: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
         for name in _COUNTERS:
-            counter = getattr(self, name)
+            counter = getattr(self, name, None)
             if counter is not None:
                 setattr(self, name, counter.long())
 

@@ -117,6 +117,9 @@ _PAIRS = _every(
         {"tp": 2, "groups": 1, "savings": FULL | {"recompute_method": "block"}},
         {"bf16": True, "dp": 2, "ddp": OVERLAP_ALL},
         {"bf16": True, "pp": 2, "tied": True},
+        {"bf16": True, "pp": 2, "vpp": 2, "layers": 4},
+        {"bf16": True, "cp": 2},
+        {"bf16": True, "dp": 2, "fsdp": "torch"},
         {"bf16": True, "tp": 2, "sp": True, "ep": 2, "model": "moe"},
         {"khas": (RANDOM,), "pp": 2, "tied": True},
         {"khas": (RANDOM,), "pp": 2, "vpp": 2, "layers": 4},
@@ -184,7 +187,14 @@ _OTHERS = [
         khas=(MLA, GLA),
     ),
     *_every(
-        ({"khas": (MLA, GLA), "config": LATENT}, {"khas": MIXING, "config": WIDER}), bf16=True, tp=2
+        (
+            {"khas": (MLA, GLA), "config": LATENT},
+            {"khas": MIXING, "config": WIDER},
+            {"khas": (GTA,), "config": TIED},
+            {"khas": (STOCK_GATE, GATES)},
+        ),
+        bf16=True,
+        tp=2,
     ),
     *(case(khas=(GTA,), tp=4, sp=True, groups=groups, config=TIED) for groups in (8, 2, 1)),
     *(case(khas=MIXING, tp=4, groups=groups, config=WIDER) for groups in (8, 1)),

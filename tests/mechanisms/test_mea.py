@@ -26,6 +26,17 @@ def test_mea_follows_all_rules(mea, norm):
     check_mechanism(mea, norm=norm)
 
 
+def test_heads_that_cannot_be_viewed_are_found(tmp_path, monkeypatch):
+    """Megatron's unfused attention fails with them under TP, unless it repeats the KV heads."""
+    copied = FILE.read_text()
+    assert "own.contiguous()" in copied
+    (tmp_path / "views.py").write_text(copied.replace("own.contiguous()", "own"))
+    monkeypatch.setenv(registry.FILES_VARIABLE, str(tmp_path / "views.py"))
+    message = "a mask and dropout fails under TP 2 and 8 KV heads without QK-norm.* `apply` contig"
+    with pytest.raises(AssertionError, match=message):
+        check_mechanism(registry.mechanism_types()["mea"], norm=False)
+
+
 def normalize(heads):
     return heads / (heads.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
 

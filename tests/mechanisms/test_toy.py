@@ -78,13 +78,43 @@ MISTAKES = {
         "KV cache: decoding under TP 1",
         ('weights["toy_mix"] * value', 'weights["toy_mix"] * value.cumsum(0)'),
     ),
+    "later tokens during training": (
+        "Future tokens: during training, the outputs of a token depend on later tokens",
+        (
+            'weights["toy_mix"] * value',
+            'weights["toy_mix"] * (value.flip(0) if ranks.trains else value)',
+        ),
+    ),
+    "other sequences during training": (
+        "the outputs of a sequence depend on the other sequences of the microbatch",
+        (
+            'weights["toy_mix"] * value',
+            'weights["toy_mix"] * (value.flip(1) if ranks.trains else value)',
+        ),
+    ),
+    "a parameter without an effect": (
+        "`toy_mix` has no effect on the outputs with QK-norm. Remove it, or return",
+        ("self.strength * mixed", "0 * mixed"),
+    ),
+    "a scale that QK-norm cancels": (
+        "`toy_mix` has no effect on the outputs with QK-norm. Remove it, or return",
+        ('value = tensors["value"]', 'key = tensors["key"]'),
+        (
+            'mixed = (weights["toy_mix"] * value).tanh() * weights["toy_scale"]',
+            'scale = (weights["toy_mix"] * weights["toy_scale"]).sum(-1, keepdim=True).tanh()',
+        ),
+        ('{"value": value + self.strength * mixed}', '{"key": key * (1 + scale / 2)}'),
+    ),
     "a gradient that is cut": (
         "Gradient of `toy_mix` differs from finite differences",
         (".tanh() * weights", ".tanh().detach() * weights"),
     ),
 }
 """The message, and pairs of right and wrong source."""
-QUICK = ["sum over heads declared whole", "initial value from the random state", "no export name"]
+QUICK = [
+    *("sum over heads declared whole", "initial value from the random state", "no export name"),
+    *("later tokens during training", "a scale that QK-norm cancels"),
+]
 
 
 @pytest.mark.parametrize(
