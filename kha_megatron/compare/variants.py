@@ -53,7 +53,7 @@ def _parse_variant(word: str) -> ModelVariant:
         return ModelVariant(name, KHAConfig.from_preset(name))
     except ConfigError as error:
         raise ConfigError(
-            f"Unknown variant {name!r}. {error} A variant can also be {RANDOM_INIT}, or NAME=FLAGS "
+            f"Invalid variant {name!r}. {error} A variant can also be {RANDOM_INIT}, or NAME=FLAGS "
             "such as NAME=--kha-key linear --kha-value mlp."
         ) from error
 

@@ -70,12 +70,24 @@ def stock(corpus, tmp_path_factory):
     return run, folder
 
 
-def test_a_mistyped_spec_name_ends_a_script_with_one_line():
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("kha_mlpp", "Unknown KHA preset 'kha_mlpp'. Did you mean kha_mlp? Available"),
+        pytest.param(
+            "kha_mlp+gate_outpt_hybrid",
+            "Unknown KHA preset 'gate_outpt'. Did you mean gate_output?",
+            marks=pytest.mark.whole,
+        ),
+        ("kha_mlp+kha_linear", "Presets kha_mlp, kha_linear cannot be combined, because"),
+    ],
+)
+def test_an_invalid_spec_name_ends_a_script_with_one_line(name, problem):
     script = "import sys, kha_megatron.mcore, megatron.core.transformer.spec_utils as specs\n"
     script += "specs.import_module(sys.argv[2:4])"
-    command = [sys.executable, "-W", "ignore", "-c", script, *SPEC, "kha_mlpp", "--bf16"]
+    command = [sys.executable, "-W", "ignore", "-c", script, *SPEC, name, "--bf16"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    error = f"error: Unknown layer spec 'kha_mlpp' in {SPEC[1]}. Did you mean kha_mlp? Available"
+    error = f"error: Invalid layer spec {name!r} in {SPEC[1]}. {problem}"
     assert (done.returncode, done.stderr.splitlines()[-1][: len(error)]) == (1, error)
     assert "Traceback" not in done.stderr
 

@@ -241,7 +241,7 @@ def __getattr__(name: str) -> ModuleSpec:
 
 
 def _check_spec_name(words: list[str]) -> None:
-    """Exit with an error message for ``--spec`` with an unknown name (Megatron: KeyError)."""
+    """Exit with an error message for ``--spec`` with an invalid name (Megatron: KeyError)."""
     names = words[words.index(__name__) + 1 :][:1] if __name__ in words else []
     for name in names:
         if name in globals():
@@ -250,7 +250,7 @@ def _check_spec_name(words: list[str]) -> None:
             KHAConfig.from_preset(name.removesuffix("_hybrid"))
         except ConfigError as error:
             sys.exit(
-                f"error: Unknown layer spec {name!r} in {__name__}. {error} The spec "
+                f"error: Invalid layer spec {name!r} in {__name__}. {error} The spec "
                 f"{FROM_ENVIRONMENT} reads {CONFIG_VARIABLE}. For hybrid models, append _hybrid."
             )
 
