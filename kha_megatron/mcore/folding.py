@@ -11,15 +11,18 @@ operation                              unfolded      folded
 =====================================  ============  ===============
 forward, and each of two gradients     ``2 t r``     ``2 K n``
 no gradient-accumulation fusion                      ``2 K n``
+quantized weight (FP8, FP4)                          ``2 K n``
 saved for the backward pass            ``t r``       ``K n``
 =====================================  ============  ===============
 
 With ``fold="auto"``, a microbatch is folded if ``t r > K n``. If gradient-accumulation fusion is
-enabled, folding has to disable it (``W_eff`` has no ``main_grad``, so gradients would be lost), and
-the threshold is 4/3 as high.
+enabled, folding has to disable it (``W_eff`` has no ``main_grad``, so gradients would be lost).
+In FP8 and FP4, ``W_eff`` is quantized in every microbatch, because Transformer Engine's cache holds
+the quantized weight of the layer. Each of these two raises the threshold by 1/3 during training.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -57,7 +60,6 @@ class Folding:
     ) -> None:
         self.attention, self.choice, self.heads = attention, kha.fold, layout.heads
         self.knockings = {p: knockings[p] for p, v in kha.variants.items() if v == "linear"}
-        self.was_folded = False
         if self.choice != "never" and self.knockings and not self.obstacle:
             for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
                 if hasattr(attention.linear_qkv, name):
@@ -65,11 +67,8 @@ class Folding:
 
     def __call__(self, hidden_states: Tensor) -> tuple[Tensor, frozenset[Projection]]:
         """Return the output of ``linear_qkv``, and which projections were folded."""
-        linear, folds = self.attention.linear_qkv, self.folds(hidden_states)
-        if folds != self.was_folded and hasattr(linear, "is_first_microbatch"):
-            linear.is_first_microbatch = True  # Transformer Engine caches the weight in FP8
-        self.was_folded = folds
-        if not folds:
+        linear = self.attention.linear_qkv
+        if not self.folds(hidden_states):
             return linear(hidden_states)[0], frozenset()
         for hook in linear._forward_pre_hooks.values():
             # DDP's pre-hook waits for the all-gather of the parameters
@@ -81,7 +80,8 @@ class Folding:
             for name, parameter in linear.named_parameters(recurse=False)
             if name in ("weight", "bias")
         }
-        output = torch.func.functional_call(linear, folded, (hidden_states,))
+        with _without_weight_cache(linear):
+            output = torch.func.functional_call(linear, folded, (hidden_states,))
         return output[0], frozenset(self.knockings)
 
     @cached_property
@@ -97,8 +97,12 @@ class Folding:
         """Folding is faster if a microbatch has more tokens than this."""
         config = self.attention.config
         folded_heads = sum(head in self.knockings for head in self.heads)
-        unfused = self.attention.training and config.gradient_accumulation_fusion
-        return (1 + unfused / 3) * config.hidden_size * len(self.heads) / folded_heads
+        training = self.attention.training
+        quantized = config.fp8 is not None or config.fp4 is not None
+        unfused = training and config.gradient_accumulation_fusion
+        passes = 3 if training else 1
+        folded_cost = 1 + (unfused + quantized) / passes
+        return folded_cost * config.hidden_size * len(self.heads) / folded_heads
 
     def folds(self, hidden_states: Tensor) -> bool:
         """Whether to fold this microbatch.
@@ -153,3 +157,21 @@ class Folding:
         if len(self.heads) % ranks:
             return f"{len(self.heads)} heads of linear_qkv are not divisible by TP size {ranks}"
         return None
+
+
+@contextmanager
+def _without_weight_cache(linear: Any) -> Iterator[None]:
+    """Disable Transformer Engine's cache of the quantized weight.
+
+    The cache is overwritten in place. With pipeline parallelism, the backward passes of earlier
+    microbatches still need the quantized weight of the layer.
+    """
+    if not hasattr(linear, "is_first_microbatch"):
+        yield
+        return
+    is_first_microbatch = linear.is_first_microbatch
+    linear.is_first_microbatch = None
+    try:
+        yield
+    finally:
+        linear.is_first_microbatch = is_first_microbatch

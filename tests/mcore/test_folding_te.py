@@ -1,9 +1,10 @@
 """Folding in Transformer Engine's own linear layers, which run on the CPU (``cpu.engine``).
 
-It reaches where a layer looks for its weight, what its autograd functions save, and when it makes
-its FP8 copy anew.
+It reaches where a layer looks for its weight, what its autograd functions save, and when it caches
+its FP8 copy.
 """
 
+import contextlib
 from dataclasses import replace
 from unittest import mock
 
@@ -88,31 +89,58 @@ def model(fold, **options):
     return models.build(kha, "transformer_engine", torch.bfloat16, moe=False, **options)
 
 
-def after_a_microbatch_of_the_other_way(forgets):
-    """Relative error of the logits of a long microbatch, which folds, after a short one, which
-    does not, against those of a step's first microbatch; ``forgets`` takes the rule out."""
-    from kha_megatron.mcore.folding import Folding
+def microbatches_of_both_ways(caches, interleaved, forgets):
+    """Return the logits of three microbatches and the weights after each of two steps.
+
+    The second microbatch is long and folds. ``interleaved`` runs all forward passes of a step
+    before the backward passes, as pipeline stages do, and otherwise nothing is cached between
+    microbatches. ``forgets`` lets Transformer Engine cache the folded weight.
+    """
+    from kha_megatron.mcore import folding
     from tests.gpu import models
 
-    folds = Folding.folds
-
-    def unnoticed(folding, hidden_states):
-        folding.was_folded = folds(folding, hidden_states)
-        return folding.was_folded
-
     built = model("auto", **FP8)
+    for module in built.modules():
+        if hasattr(module, "disable_parameter_transpose_cache"):
+            module.disable_parameter_transpose_cache = not caches
     tokens, positions, mask = models.batch()
-    built.set_is_first_microbatch()
-    want = built(tokens, positions, mask).detach().float()
-    built.set_is_first_microbatch()
-    with mock.patch.object(Folding, "folds", unnoticed if forgets else folds):
-        built(tokens[:1], positions[:1], mask).float().sum().backward()
-        got = built(tokens, positions, mask).detach().float()
+    long, short = (len(tokens), 1)
     ways = [layer.self_attention.folding.least_tokens for layer in built.decoder.layers]
-    assert all(tokens[:1].numel() < least < tokens.numel() for least in ways)
-    return ((got - want).norm() / want.norm()).item()
+    assert all(tokens[:short].numel() < least < tokens.numel() for least in ways)
+    found = []
+    rule = mock.patch.object(folding, "_without_weight_cache", contextlib.nullcontext)
+    with rule if forgets else contextlib.nullcontext():
+        for _ in range(2):
+            built.set_is_first_microbatch()
+            outputs = []
+            for count in (short, long, short):
+                outputs.append(built(tokens[-count:], positions[-count:], mask))
+                if not interleaved:
+                    outputs[-1].float().pow(2).mean().backward()
+                    built.set_is_first_microbatch()
+            for output in outputs if interleaved else ():
+                output.float().pow(2).mean().backward()
+            with torch.no_grad():
+                for parameter in built.parameters():
+                    parameter -= parameter.grad / parameter.grad.norm()
+                    parameter.grad = None
+            found += [x.detach().clone() for x in (*outputs, *built.parameters())]
+    return found
 
 
-def test_a_weight_cached_in_fp8_is_not_taken_for_the_other_one(ranks_with_engine):
-    assert ranks_with_engine(after_a_microbatch_of_the_other_way, 1, False)[0] == 0
-    assert ranks_with_engine(after_a_microbatch_of_the_other_way, 1, True)[0] > 0.5
+def difference(caches, forgets):
+    """Return the largest relative error of interleaved microbatches."""
+    got = microbatches_of_both_ways(caches, True, forgets)
+    want = microbatches_of_both_ways(caches, False, False)
+    pairs = zip(got, want, strict=True)
+    return max(((x - y).float().norm() / y.float().norm()).item() for x, y in pairs)
+
+
+@pytest.mark.parametrize("caches", [True, False], ids=["cached", "not-cached"])
+def test_a_microbatch_uses_no_quantized_weight_of_another_one(ranks_with_engine, caches):
+    """Megatron passes ``is_first_microbatch=None``, i.e. no cache, where it does not maintain it."""
+    assert ranks_with_engine(difference, 1, caches, False) == [0]
+
+
+def test_without_the_rule_microbatches_use_weights_of_others(ranks_with_engine):
+    assert ranks_with_engine(difference, 1, True, True)[0] > 0.5
