@@ -1,11 +1,14 @@
 """Auxiliary losses that contribute gradients but don't show up in the logged loss."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.mcore.compat import layer_symbol
 
 # Megatron's schedules call this for all models (MoEAuxLossAutoScaler is for MoE models only).
 _SCALE_FUNCTION = "experimental_attention_variant_loss_scale_func"
@@ -30,14 +33,35 @@ class LossScale:
         if self.others is not None:
             self.others(scale)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LossScale":
+        return self  # copies of the config belong to the same model
+
     @classmethod
     def of(cls, config: TransformerConfig) -> "LossScale":
-        """Get the instance registered in ``config``, creating it if needed."""
+        """Get the instance registered in ``config``, creating it if needed.
+
+        Raises:
+            ConfigError: If ``config`` is a layer's copy without an instance. Megatron's schedules
+                only read the model's config.
+        """
         found = getattr(config, _SCALE_FUNCTION)
-        if not isinstance(found, cls):
-            found = cls(found)
-            setattr(config, _SCALE_FUNCTION, found)
-        return found
+        if isinstance(found, cls):
+            return found
+        if layer_symbol(config) is not None:
+            raise ConfigError(
+                "Head mechanisms with an auxiliary loss require the hybrid stack of kha_megatron. "
+                "Build it with kha_megatron.mcore.specs.kha_hybrid_stack_spec."
+            )
+        scale = cls(found)
+        setattr(config, _SCALE_FUNCTION, scale)
+        return scale
+
+    @classmethod
+    def share(cls, config: TransformerConfig, layer_configs: Sequence[TransformerConfig]) -> None:
+        """Register the instance of a model's config in the configs of its layers, too."""
+        scale = cls.of(config)
+        for layer_config in layer_configs:
+            setattr(layer_config, _SCALE_FUNCTION, scale)
 
 
 class _Added(torch.autograd.Function):

@@ -13,7 +13,7 @@ import re
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata, util
 from pathlib import Path
@@ -156,6 +156,43 @@ def hide_incomplete_te() -> None:
     modules: dict[str, Any] = sys.modules
     if "transformer_engine" not in modules and lacks_te_extension():
         modules["transformer_engine"] = None  # makes `import` raise ImportError
+
+
+def layer_symbol(config: Any) -> str | None:
+    """Return the symbol of a hybrid layer (``*``, ``-``, ``E``, ...) from the layer's own config.
+
+    Since upstream pull request 6313, ``HybridModel`` gives each layer a copy of the model's config,
+    with a class for each symbol. For other configs, including a model's, return None.
+    """
+    from megatron.core.models.hybrid import hybrid_layer_allocation
+
+    classes = vars(hybrid_layer_allocation).get("LAYER_SYMBOL_TO_CONFIG_CLASS", {})
+    for symbol, layer_config_class in classes.items():
+        if isinstance(config, layer_config_class):
+            return symbol
+    return None
+
+
+def layer_symbols(
+    layer_type_list: Sequence[str] | None, layer_config_list: Sequence[Any] | None
+) -> list[str]:
+    """Return the symbols of a pipeline stage's layers from the arguments of ``HybridStack``.
+
+    ``HybridModel`` passes ``layer_config_list`` since upstream pull request 6313, and
+    ``layer_type_list`` before.
+
+    Raises:
+        VersionError: If the layers are unknown, and therefore cannot be checked.
+    """
+    if layer_type_list is not None:
+        return list(layer_type_list)
+    symbols = [layer_symbol(config) for config in layer_config_list or ()]
+    if layer_config_list is None or None in symbols:
+        raise VersionError(
+            f"kha_megatron cannot read the hybrid layers of megatron-core {installed_version()}. "
+            f"Run `{INSTALL}`."
+        )
+    return symbols
 
 
 def change_arguments(change: Callable[[Any], None]) -> None:

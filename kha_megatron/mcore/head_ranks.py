@@ -26,8 +26,8 @@ class HeadRanks(Ranks):
     """Implementation of :class:`Ranks` for one layer of a Megatron model.
 
     Args:
-        config (TransformerConfig): The model's config. Don't pass a copy, because
-            :class:`LossScale` is registered in this object.
+        config (TransformerConfig): The model's config, or in hybrid models that of the layer. Don't
+            pass another copy, because :class:`LossScale` is registered in this object.
         groups (ProcessGroupCollection): Must contain ``tp`` and ``cp``.
         is_training (callable): Returns whether the layer is in training mode.
         adds_loss (bool): Whether some mechanism calls :meth:`add_loss`.

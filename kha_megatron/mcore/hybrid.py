@@ -12,7 +12,7 @@ from typing import Any
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import raise_first
-from kha_megatron.mcore.compat import megatron_imports
+from kha_megatron.mcore.compat import layer_symbols, megatron_imports
 from kha_megatron.mcore.settings import named_config, publish
 from kha_megatron.mcore.specs import kha_layer_spec
 
@@ -37,6 +37,8 @@ with megatron_imports():
         TransformerLayerSubmodules,
     )
 
+    from kha_megatron.mcore.added_loss import LossScale
+
 
 class KHAHybridStack(HybridStack):
     """``HybridStack`` with KHA in its attention layers.
@@ -52,24 +54,33 @@ class KHAHybridStack(HybridStack):
         self,
         config: TransformerConfig,
         submodules: HybridStackSubmodules,
-        *args: Any,
+        *,
         kha: KHAConfig | str,
         post_layer_norm: bool = True,
         pg_collection: ProcessGroupCollection,
+        layer_type_list: Sequence[str] | None = None,
+        layer_config_list: Sequence[TransformerConfig] | None = None,
+        pp_layer_offset: int = 0,
         **kwargs: Any,
     ) -> None:
         name, kha = (kha, named_config(kha)) if isinstance(kha, str) else (None, kha)
         kha = kha.with_output_gate(config.attention_output_gate)
-        _check(config, kha, kwargs.get("layer_type_list") or (), kwargs.get("pp_layer_offset", 0))
+        _check(config, kha, layer_symbols(layer_type_list, layer_config_list), pp_layer_offset)
+        if any(mechanism.adds_loss for mechanism in kha.mechanisms):
+            LossScale.share(config, layer_config_list or ())
+        if layer_config_list is None:
+            kwargs["layer_type_list"] = layer_type_list
+        else:
+            kwargs["layer_config_list"] = layer_config_list
         layers = _gpt_layers(config, kha)
         for part, spec in _submodules(layers, config).items():
             setattr(submodules, part, spec)
         super().__init__(
             config,
             submodules,
-            *args,
             post_layer_norm=False,  # Megatron's final norm always requires Transformer Engine
             pg_collection=pg_collection,
+            pp_layer_offset=pp_layer_offset,
             **kwargs,
         )
         self.post_layer_norm = post_layer_norm

@@ -138,7 +138,7 @@ def difference(caches, forgets):
 
 @pytest.mark.parametrize("caches", [True, False], ids=["cached", "not-cached"])
 def test_a_microbatch_uses_no_quantized_weight_of_another_one(ranks_with_engine, caches):
-    """Megatron passes ``is_first_microbatch=None``, i.e. no cache, where it does not maintain it."""
+    """Nothing is cached if Megatron does not pass ``is_first_microbatch``."""
     assert ranks_with_engine(difference, 1, caches, False) == [0]
 
 

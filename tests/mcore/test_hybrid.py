@@ -5,6 +5,7 @@ reordered sums only; 1e-5 relative (of norms) is far above them and far below an
 """
 
 import re
+from contextlib import nullcontext
 
 import pytest
 
@@ -95,32 +96,124 @@ def test_losses_and_every_gradient_equal_the_gpt_form(ranks, case, kha):
         assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
 
 
-def refuse_stacks():
+def refuse_stacks(own_configs):
     from tests.distributed import models
+    from tests.mcore.layer_configs import own_layer_configs
 
     models.initialize()
     messages = []
     for overrides, kha, pattern in (
         ({}, MIXED, "M*G"),
         ({"experimental_attention_variant": "dsa"}, MIXED, "D-"),
+        ({}, MIXED, "+-"),
         ({}, MIXTURE, "**-"),
         ({"mtp_num_layers": 1}, MIXTURE, "*-/*-"),
     ):
         config = models.transformer_config(num_layers=2, is_hybrid_model=True)
         for name, value in overrides.items():
             setattr(config, name, value)
-        with pytest.raises(ConfigError) as caught:
+        contract = own_layer_configs() if own_configs else nullcontext()
+        with contract, pytest.raises(ConfigError) as caught:
             models.hybrid_model(config, kha, pattern=pattern)
         messages.append(str(caught.value))
     return messages
 
 
-def test_stacks_that_cannot_be_built_are_refused(ranks):
-    mamba, sparse, unordered, predicting = ranks(refuse_stacks, 1)[0]
+@pytest.mark.parametrize("own_configs", [False, True], ids=["", "own-configs"])
+def test_stacks_that_cannot_be_built_are_refused(ranks, own_configs):
+    mamba, sparse, latent, unordered, predicting = ranks(refuse_stacks, 1, own_configs)[0]
     assert "Hybrid layers G M require --transformer-impl transformer_engine" in mamba
     assert "does not support DeepSeek sparse attention (D)" in sparse
+    assert "+ in --hybrid-layer-pattern requires multi_latent_attention=True" in latent
     assert "requires --hybrid-layer-pattern to alternate" in unordered
     assert "does not support multi-token prediction" in predicting
+
+
+def build_with_unknown_layers():
+    from kha_megatron.errors import VersionError
+    from kha_megatron.mcore.hybrid import KHAHybridStack
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(is_hybrid_model=True)
+    for layers in ({}, {"layer_config_list": [config]}):
+        with pytest.raises(VersionError, match="cannot read the hybrid layers"):
+            KHAHybridStack(config, None, kha=MIXED, pg_collection=None, **layers)
+
+
+def test_layers_in_an_unknown_form_are_refused(ranks):
+    """Otherwise, no layer would be checked."""
+    ranks(build_with_unknown_layers, 1)
+
+
+MICROBATCHES = 3
+
+
+def accumulated_gradients():
+    """Relative errors of gradients that Megatron's schedule accumulates over microbatches.
+
+    The reference is the mean of the gradients of each microbatch alone, where no schedule scales
+    the auxiliary loss.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from tests.distributed import models
+    from tests.mcore.layer_configs import own_layer_configs
+
+    models.initialize()
+    config = models.transformer_config(num_layers=4, is_hybrid_model=True)
+    with own_layer_configs():
+        model = models.hybrid_model(config, MIXTURE, pattern="*-*-")
+    assert not any(layer.config is config for layer in model.decoder.layers)
+    batches = [models.batch(seed) for seed in range(MICROBATCHES)]
+    for tokens, positions, mask in batches:
+        model(tokens, positions, mask, labels=tokens).mean().backward()
+    want = {name: p.grad / MICROBATCHES for name, p in model.named_parameters()}
+    model.zero_grad()
+
+    def forward_step(batches, model):
+        tokens, positions, mask = next(batches)
+        losses = model(tokens, positions, mask, labels=tokens)
+        return losses, lambda losses: (losses.mean(), {})
+
+    get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=MICROBATCHES,
+        seq_length=models.SEQUENCE,
+        micro_batch_size=models.BATCH,
+        forward_only=False,
+    )
+    return {name: _error(p.grad, want[name]) for name, p in model.named_parameters()}
+
+
+def test_auxiliary_losses_are_scaled_if_layers_have_their_own_configs(ranks):
+    errors = ranks(accumulated_gradients, 1)[0]
+    assert sum(".moh_router" in name for name in errors) == 2
+    assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
+
+
+def build_megatrons_stack():
+    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from kha_megatron.mcore.hybrid import _gpt_layers, _submodules
+    from tests.distributed import models
+    from tests.mcore.layer_configs import own_layer_configs
+
+    models.initialize()
+    config = models.transformer_config(is_hybrid_model=True)
+    submodules = HybridStackSubmodules(**_submodules(_gpt_layers(config, MIXTURE), config))
+    stack = ModuleSpec(module=HybridStack, submodules=submodules)
+    with own_layer_configs(), pytest.raises(ConfigError, match="kha_hybrid_stack_spec"):
+        HybridModel(config, stack, models.VOCAB, models.SEQUENCE, hybrid_layer_pattern="*-")
+
+
+def test_auxiliary_losses_in_megatrons_stack_are_refused(ranks):
+    """Its layers only have copies of the config, and Megatron scales no loss of a copy."""
+    ranks(build_megatrons_stack, 1)
 
 
 def build_submodules():
