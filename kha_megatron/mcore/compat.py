@@ -187,12 +187,13 @@ def layer_symbols(
     if layer_type_list is not None:
         return list(layer_type_list)
     symbols = [layer_symbol(config) for config in layer_config_list or ()]
-    if layer_config_list is None or None in symbols:
+    known_symbols = [symbol for symbol in symbols if symbol is not None]
+    if layer_config_list is None or known_symbols != symbols:
         raise VersionError(
             f"kha_megatron cannot read the hybrid layers of megatron-core {installed_version()}. "
             f"Run `{INSTALL}`."
         )
-    return symbols
+    return known_symbols
 
 
 def change_arguments(change: Callable[[Any], None]) -> None:
