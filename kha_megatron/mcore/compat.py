@@ -1,7 +1,7 @@
-"""Version checks and workarounds for Megatron-Core 0.19.
+"""Version checks and workarounds for Megatron-Core 0.19 and 0.20.
 
 All code that depends on the version of Megatron-Core is in this file. We support the versions from
-:data:`OLDEST` to :data:`NEWEST`.
+:data:`OLDEST` to :data:`NEWEST`, and test the releases up to :data:`NEWEST_TESTED`.
 """
 
 import copy
@@ -12,18 +12,20 @@ import os
 import re
 import sys
 import sysconfig
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
 
-from kha_megatron.announcements import is_first_rank
+from kha_megatron.announcements import announce
 from kha_megatron.errors import MissingDependencyError, VersionError, install_command
 from kha_megatron.mcore.patching import patch
 
-OLDEST = NEWEST = (0, 19)
+OLDEST, NEWEST = (0, 19), (0, 20)
+NEWEST_TESTED = (0, 19)
+TESTED = "0.19.2 and the main branch of 22 August 2026 (0.20.0), with and without pull request 6313"
+"""What the tests ran with. 0.20 has not been released."""
 INSTALL = f"pip install 'megatron-core>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
 """Command that installs a supported version."""
 BRIDGE = "0.6"
@@ -53,7 +55,7 @@ def installed_version() -> str:
 def check_version() -> str:
     """Check that the installed Megatron-Core version is supported, and return it.
 
-    If the version is newer than :data:`NEWEST`, rank 0 only prints a warning.
+    If no release of this version was tested, log a warning.
 
     Raises:
         VersionError: If Megatron-Core is missing or too old.
@@ -66,12 +68,11 @@ def check_version() -> str:
         raise VersionError(
             f"megatron-core>={oldest} is required, but {found} is installed. Run `{INSTALL}`."
         )
-    if release > NEWEST and is_first_rank():
-        warnings.warn(
-            f"kha_megatron was not tested with megatron-core {found}, which is newer than "
-            f"{NEWEST[0]}.{NEWEST[1]}",
-            RuntimeWarning,
-            stacklevel=2,
+    if release > NEWEST_TESTED:
+        announce(
+            f"WARNING: megatron-core {found} is installed, which was not tested with "
+            f"kha_megatron. Tested: {TESTED}.",
+            once="megatron-core",
         )
     return found
 

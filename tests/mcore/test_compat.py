@@ -4,12 +4,12 @@ import importlib
 import re
 import sys
 import tomllib
-import warnings
 from pathlib import Path
 
 import pytest
 
 import kha_megatron
+from kha_megatron import announcements
 from kha_megatron.errors import VersionError
 from kha_megatron.mcore import compat
 
@@ -30,15 +30,38 @@ def test_an_older_version_is_refused(monkeypatch, version):
         check(monkeypatch, version)
 
 
-@pytest.mark.parametrize("version", ["0.20.0rc1", "1.0.3"])
-def test_a_newer_version_warns_on_rank_0_only(monkeypatch, version):
-    monkeypatch.setenv("RANK", "0")
-    with pytest.warns(RuntimeWarning, match=f"not tested with megatron-core {version}"):
+@pytest.fixture
+def nothing_logged(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(announcements, "_logged", set())
+
+
+@pytest.mark.parametrize("version", ["0.20.0rc1", "0.20.0", "1.0.3"])
+def test_a_version_that_was_not_tested_warns_once_on_rank_0(
+    monkeypatch, capsys, nothing_logged, version
+):
+    for _ in range(2):
         check(monkeypatch, version)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"WARNING: megatron-core {version} is installed, which was not tested" in line
+    assert "0.19.2 and the main branch of 22 August 2026 (0.20.0)" in line
+    monkeypatch.setattr(announcements, "_logged", set())
     monkeypatch.setenv("RANK", "1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        check(monkeypatch, version)
+    check(monkeypatch, version)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19.2"])
+def test_a_tested_version_does_not_warn(monkeypatch, capsys, nothing_logged, version):
+    assert check(monkeypatch, version) == version
+    assert capsys.readouterr().err == ""
+
+
+def test_the_newest_tested_release_is_the_pinned_one():
+    pins = PYPROJECT.with_name("constraints.txt").read_text()
+    pinned = re.search(r"^megatron-core==(\S+)", pins, re.MULTILINE)[1]
+    assert compat.TESTED.startswith(f"{pinned} ")
+    assert pinned.startswith(".".join(map(str, compat.NEWEST_TESTED)) + ".")
 
 
 def test_the_extra_installs_the_supported_versions():
