@@ -5,7 +5,7 @@ export VENV
 # Containers often set this variable. Every process would then recompile torch and Megatron, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-fast test-all test-slurm test-serving test-bridge release-check gpu-check gpu-bench docs lint
+.PHONY: help setup quickstart test test-fast test-all test-slurm test-serving test-bridge test-upstream release-check gpu-check gpu-bench docs lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -34,6 +34,10 @@ test-slurm: setup ## Train on three Slurm nodes on this machine, which fail (roo
 
 test-serving: setup ## Serve exported models with vLLM, installed into .venv-serving
 	@tools/test_serving.sh
+
+test-upstream: setup ## Test a source tree of Megatron-LM (MEGATRON=~/Megatron-LM), 20 minutes
+	@$(if $(MEGATRON),,$(error Set MEGATRON to a source tree of Megatron-LM))$(PYTHON_IN_VENV) tools/upstream.py $(MEGATRON)
+	@PYTHONPATH=$(MEGATRON) $(PYTEST) $(or $(ARGS),tests/mcore tests/distributed tests/training/test_engine.py)
 
 test-bridge: setup ## Test Megatron-Bridge with our models, in .venv-bridge
 	@tools/test_bridge.sh

@@ -133,7 +133,7 @@ def main() -> None:
         words = ["data", "prepare", "--from", str(TEXT), "--glob", "*.py"]
         words += ["--vocab-size", "512", "--out", str(folder / "data")]
         subprocess.run(
-            [sys.executable, "-m", "kha_megatron", *words], check=True, stdout=subprocess.DEVNULL
+            [sys.executable, "-m", "kha_megatron", *words], check=True, capture_output=True
         )
         data = ["--data-path", str(folder / "data/corpus")]
         data += ["--tokenizer-type", "HuggingFaceTokenizer"]

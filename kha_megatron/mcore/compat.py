@@ -435,7 +435,7 @@ def log_first_iteration_once() -> None:
     @patch(training, "training_log")
     def log_and_reset(log: Any, *args: Any, **kwargs: Any) -> Any:
         iteration = args[3]
-        if iteration % get_args().log_interval == 0:
+        if "is_first_iteration" in kwargs and iteration % get_args().log_interval == 0:
             kwargs["is_first_iteration"] = False
         return log(*args, **kwargs)
 

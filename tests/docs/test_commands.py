@@ -49,7 +49,7 @@ FORMS = (
         for pattern in (
             *("nemo kha train *", "python -m vllm.*", "vllm serve *", "source .venv/bin/activate"),
             *("*python* -m pytest *", "tar *", "cat patches/*", "for i in *", "echo *"),
-            *("git clone *", "APEX_CPP_EXT=1 *", "nsys profile *"),
+            *("git clone *", "git -C *", "APEX_CPP_EXT=1 *", "nsys profile *"),
         )
     ),
 )
