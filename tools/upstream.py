@@ -59,12 +59,12 @@ def python_path(megatron: Path | None) -> str:
 
 
 def train(
-    words: str, data: list[str], ranks: int, folder: Path, megatron: Path | None
+    words: list[str], data: list[str], ranks: int, folder: Path, megatron: Path | None
 ) -> dict[int, float]:
     """Train in ``folder`` and return the loss of each step. Raise RuntimeError if a rank fails."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    arguments = f"{MODEL} {TRAINING} {words}".split()
+    arguments = [*MODEL.split(), *TRAINING.split(), *words]
     arguments += ["--save", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
     environment = os.environ | {"PYTHONPATH": python_path(megatron)}
     done = subprocess.run(
@@ -91,15 +91,16 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 def compare(case: str, data: list[str], folder: Path, megatron: Path) -> bool:
     """Run a case three times, print its losses, and return whether they are the same."""
-    ranks, words = CASES[case]
+    ranks, more = CASES[case]
+    words = more.split()
     folders = {name: folder / name for name in ("installed", "upstream", "continued")}
     for path in folders.values():
         path.mkdir(parents=True)
     installed = train(words, data, ranks, folders["installed"], None)
     upstream = train(words, data, ranks, folders["upstream"], megatron)
     copy_checkpoint(folders["installed"], folders["continued"])
-    load = f"{words} --load {folders['continued']}"
-    continued = train(load, data, ranks, folders["continued"], megatron)
+    load = ["--load", str(folders["continued"])]
+    continued = train([*words, *load], data, ranks, folders["continued"], megatron)
     remaining = {step: loss for step, loss in installed.items() if step > SAVED}
     same = upstream == installed and continued == remaining
     losses = (installed[STEPS], upstream[STEPS], continued[STEPS])
