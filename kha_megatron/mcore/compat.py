@@ -522,6 +522,20 @@ def build_output_layer_without_apex() -> None:
         self.config = config
 
 
+def build_mtp_without_te() -> None:
+    """Fix building multi-token prediction in Megatron 0.20 if Transformer Engine is missing.
+
+    Megatron passes two subclasses of Transformer Engine's layers to ``isinstance``. They are mocks
+    instead of classes if Transformer Engine is missing.
+    """
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.transformer import multi_token_prediction
+
+    check = "is_inference_column_parallel_linear"
+    if not HAVE_TE and hasattr(multi_token_prediction, check):
+        setattr(multi_token_prediction, check, lambda module: False)
+
+
 LLAMA3_ROPE = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,

@@ -165,7 +165,8 @@ def test_the_rms_update_of_the_expert_bias(trained):
 
 def test_a_spec_that_cannot_be_imported_stops_the_run(trained):
     _, (found, _), _ = trained
-    assert found["refused"].startswith("ImportError: --spec no.such.module kha_mlp: cannot import")
+    assert found["refused"].startswith("ImportError: ")
+    assert all(name in found["refused"] for name in ("no.such.module", "kha_mlp"))
     assert "No module named 'kha_megatron.mcore.spex'" in found["refused_by_builder"]
 
 

@@ -14,7 +14,11 @@ from typing import Any
 
 from kha_megatron.config import CONFIG_VARIABLE, PRESETS, KHAConfig, is_preset_name
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.compat import count_tokens_in_integers, megatron_imports
+from kha_megatron.mcore.compat import (
+    build_mtp_without_te,
+    count_tokens_in_integers,
+    megatron_imports,
+)
 
 with megatron_imports():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -215,6 +219,7 @@ def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
 # this default final norm of transformer blocks does not support sequence parallelism
 if transformer_block.LayerNormImpl is WrappedTorchNorm:
     transformer_block.LayerNormImpl = TorchNorm
+build_mtp_without_te()
 
 
 # --spec PACKAGE NAME looks up attributes of the package
