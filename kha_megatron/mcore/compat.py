@@ -70,8 +70,7 @@ def check_version() -> str:
         )
     if release > NEWEST_TESTED:
         announce(
-            f"WARNING: megatron-core {found} is installed, which was not tested with "
-            f"kha_megatron. Tested: {TESTED}.",
+            f"WARNING: megatron-core {found} is installed. kha_megatron was tested with {TESTED}.",
             once="megatron-core",
         )
     return found

@@ -174,6 +174,28 @@ def test_folding_waits_for_gathered_parameters(ranks):
     assert ranks(order_of_the_wait_and_the_fold, 1) == [["wait", "fold"]]
 
 
+def thresholds():
+    """Return the thresholds relative to bf16 without fusion, for training and for inference."""
+    from tests.distributed import models
+
+    models.initialize()
+    found = []
+    for training in (True, False):
+        built = layer(models, LINEAR).train(training)
+        plain = built.folding.least_tokens
+        built.config.gradient_accumulation_fusion = True
+        fused = built.folding.least_tokens
+        built.config.fp8 = "hybrid"
+        found.append((fused / plain, built.folding.least_tokens / plain))
+    return found
+
+
+def test_additional_memory_traffic_raises_the_threshold(ranks):
+    training, inference = ranks(thresholds, 1)[0]
+    assert training == pytest.approx((4 / 3, 5 / 3))
+    assert inference == pytest.approx((1, 2))
+
+
 @pytest.mark.parametrize(
     ("options", "sizes", "words"),
     [
