@@ -11,6 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kha_megatron.checkpoint.foreign import (
+    refuse_adapter,
+    refuse_foreign_checkpoint,
+    refuse_foreign_weights,
+)
 from kha_megatron.checkpoint.integrity import is_file_name
 from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from kha_megatron.checkpoint.safetensors_file import (
@@ -26,8 +31,6 @@ from kha_megatron.lfs import refuse_lfs_pointer
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
-"""If peft is installed and this file exists, transformers loads an adapter on top of the model."""
 
 _REMEDY = f"Copy the model again, or delete {MANIFEST} if you changed the model on purpose."
 
@@ -58,15 +61,12 @@ class HFCheckpoint:
         """
         path = Path(path)
         if not is_hf_folder(path):
+            refuse_foreign_checkpoint(path)
             raise CheckpointError(
                 f"{CONFIG} not found in {path}. Is this a Hugging Face model directory?"
                 f"{download_hint(path)}"
             )
-        if (path / ADAPTER).is_file():
-            raise CheckpointError(
-                f"{path} contains a PEFT adapter ({ADAPTER}). Merge it into the model first, with "
-                "merge_and_unload."
-            )
+        refuse_adapter(path)  # transformers would load it on top of the model
         config, weight_map = json_object(path / CONFIG), _weight_map(path)
         headers = {}
         for name in dict.fromkeys(weight_map.values()) or (WEIGHTS,):
@@ -150,6 +150,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     if (path / WEIGHTS).is_file():
         return {}
     if not (path / INDEX).is_file():
+        refuse_foreign_weights(path)
         raise CheckpointError(
             f"Neither {WEIGHTS} nor {INDEX} found in {path}. Save the model with "
             "safe_serialization=True."

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kha_megatron.checkpoint.foreign import refuse_foreign_checkpoint
 from kha_megatron.checkpoint.integrity import FileChecks, read_hashes
 from kha_megatron.checkpoint.torch_dist import (
     METADATA,
@@ -17,7 +18,7 @@ from kha_megatron.checkpoint.torch_dist import (
     load_plain,
     reason,
 )
-from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, is_complete, resolve
+from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, is_complete, newest, resolve
 from kha_megatron.errors import CheckpointError
 
 LEGACY_COMMON = "common.pt"
@@ -73,7 +74,10 @@ class MegatronCheckpoint:
         Raises:
             CheckpointError: If there's no complete ``torch_dist`` checkpoint, or it's corrupted.
         """
-        path = resolve(Path(path))
+        path = Path(path)
+        if not is_complete(path) and newest(path) is None:
+            refuse_foreign_checkpoint(path)
+        path = resolve(path)
         if not is_complete(path):
             raise CheckpointError(
                 f"{path} is incomplete, because its {COMMIT_MARK} is missing or corrupted. "

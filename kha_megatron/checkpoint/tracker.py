@@ -216,8 +216,9 @@ def is_complete(path: Path) -> bool:
     if (path / INTEGRITY).is_file():
         return True
     try:
-        return "sharded_backend" in json.loads((path / COMMIT_MARK).read_bytes())
-    except (OSError, ValueError, TypeError, RecursionError):
+        mark = json.loads((path / COMMIT_MARK).read_bytes())
+        return bool(mark["sharded_backend"] == "torch_dist")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False
 
 
