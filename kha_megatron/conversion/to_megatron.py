@@ -7,6 +7,7 @@ RNG state. You can load it with any parallel layout.
 import math
 import os
 from argparse import Namespace
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.megatron import LAYERS
+from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_room, staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
@@ -24,7 +26,7 @@ from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_arguments import STOCK_SCALING, command_line, to_arguments
 from kha_megatron.conversion.rows import TensorSlot
-from kha_megatron.conversion.sources import FLOAT_DTYPES, open_source
+from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
 from kha_megatron.conversion.table import MODEL, megatron_name, tensor_slots
 from kha_megatron.conversion.transforms import cast, upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
@@ -57,6 +59,7 @@ class MegatronPlan(Plan):
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
         source, args = self.source, dict(self.args)
+        _check_dtypes(source)
         if args.get("use_rope_scaling") and source.model.scaling != STOCK_SCALING:
             announce(
                 "Please train this model with `python -m kha_megatron.training`, because "
@@ -70,17 +73,8 @@ class MegatronPlan(Plan):
             release = folder / RELEASE
             release.mkdir()
             with TorchDistWriter(release) as writer:
-                dtypes: dict[Any, torch.dtype] = {}
 
                 def put(slot: TensorSlot, parts: list[Tensor]) -> None:
-                    key = slot.row, None if _is_stacked(source.model, slot) else slot.layer
-                    for part in parts:
-                        if dtypes.setdefault(key, part.dtype) != part.dtype:
-                            raise CheckpointError(
-                                f"{slot.hf_names(source.model)[0]} has dtype {part.dtype}, but it "
-                                f"must be stored together with {dtypes[key]} tensors in Megatron. "
-                                "Use --dtype to convert all tensors to the same dtype."
-                            )
                     _write_slot(writer, source.model, slot, parts)
 
                 not_finite = transfer(source, put, workers=workers, on_bytes=on_bytes)
@@ -137,6 +131,25 @@ def plan_import(
         "consumed_valid_samples": 0,
     }
     return MegatronPlan(source, args | dict(source.padding_arguments))
+
+
+def _check_dtypes(source: ModelSource) -> None:
+    """Raise CheckpointError if tensors that Megatron stores as one have different dtypes."""
+    stored_together = defaultdict[Any, list[TensorEntry]](list)
+    for slot, entries in source.entries():
+        layer = None if _is_stacked(source.model, slot) else slot.layer
+        stored_together[slot.row, layer] += entries
+    in_model = Counter(e.dtype for entries in stored_together.values() for e in entries)
+    for entries in stored_together.values():
+        dtypes = Counter(entry.dtype for entry in entries)
+        usual = max(dtypes, key=lambda dtype: (dtypes[dtype], in_model[dtype]))
+        for entry in entries:
+            if entry.dtype != usual:
+                raise CheckpointError(
+                    f"{entry.name} in {source.path} has dtype {entry.dtype}, but the tensors that "
+                    f"Megatron stores together with it have {usual}. Use --dtype to convert all "
+                    "tensors to the same dtype."
+                )
 
 
 def _write_slot(

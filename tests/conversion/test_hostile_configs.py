@@ -5,6 +5,7 @@ import random
 from functools import cache
 
 import pytest
+import torch
 
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.verify import Pair
@@ -71,12 +72,30 @@ def test_fuzzed_configurations_are_refused_in_one_line(folder, family, faults_ta
     assert refusal(to_megatron.plan_import, folder(family)) is None
 
 
-def test_experts_of_several_dtypes_need_a_cast(folder, tmp_path):
-    mixed, save = folder("qwen3_moe"), tmp_path / "save"
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
-    edit_tensors(mixed, lambda tensors: tensors.update({name: tensors[name].bfloat16()}))
+ATTENTION = "model.layers.0.self_attn."
+MIXED_DTYPES = {
+    "one expert": ["model.layers.1.mlp.experts.3.up_proj.weight"],
+    "the first of three": [f"{ATTENTION}q_proj.weight"],
+    "the last of three": [f"{ATTENTION}v_proj.weight"],
+    "one of two": ["model.layers.1.mlp.experts.3.gate_proj.weight"],
+}
+"""bfloat16 tensors in a float32 model, which Megatron stores together with others."""
+
+
+@pytest.mark.parametrize("usual", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", MIXED_DTYPES)
+def test_tensors_of_several_dtypes_need_a_cast(folder, tmp_path, case, usual):
+    mixed, save, (name,) = folder("qwen3_moe"), tmp_path / "save", MIXED_DTYPES[case]
+    rare = torch.bfloat16 if usual == torch.float32 else torch.float32
+
+    def edit(tensors):
+        for key, tensor in tensors.items():
+            tensors[key] = tensor.to(rare if key == name else usual)
+
+    edit_tensors(mixed, edit)
     message = refusal(to_megatron.plan_import(mixed).write, save)
-    assert all(part in message for part in ("mlp.experts.", "bfloat16", "float32", "--dtype"))
+    assert f"{name} in {mixed} has dtype {rare}, but" in message
+    assert f"have {usual}. Use --dtype" in message
     assert not save.exists()
     to_megatron.plan_import(mixed, dtype="bfloat16").write(save)
     to_hf.plan_export(mixed).write(tmp_path / "hf")  # where they may differ
