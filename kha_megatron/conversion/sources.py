@@ -4,7 +4,7 @@ All tensor shapes are checked against the config when a checkpoint is opened.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from pathlib import Path
@@ -18,6 +18,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.fused_experts import SplitExperts
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments
 from kha_megatron.conversion.rows import EMBEDDING as HF_EMBEDDING
@@ -93,7 +94,8 @@ def open_source(
 def _open_hf(path: Path) -> ModelSource:
     checkpoint = HFCheckpoint.open(path)
     formats, model = family_of(checkpoint.config).files, from_hf_config(checkpoint.config)
-    infos = {k: i for k, i in checkpoint.keys().items() if not k.endswith(_RECOMPUTED)}
+    tensors = SplitExperts(checkpoint)
+    infos = {k: i for k, i in tensors.entries.items() if not k.endswith(_RECOMPUTED)}
     # config.json often has a number of MTP layers even if the model was saved without them
     projections = (TensorSlot(EH_PROJ, model.num_layers + n) for n in range(formats.predictions))
     found = takewhile(lambda slot: formats.names(slot, model)[0] in infos, projections)
@@ -115,7 +117,7 @@ def _open_hf(path: Path) -> ModelSource:
     for copy, original in copies.items():
         if not {copy, original} <= infos.keys():
             continue
-        if not torch.equal(checkpoint.tensor(copy), checkpoint.tensor(original)):
+        if not torch.equal(tensors.tensor(copy), tensors.tensor(original)):
             raise CheckpointError(
                 f"{copy} differs from {original} in {path}, but Megatron shares them in this model."
             )
@@ -126,7 +128,7 @@ def _open_hf(path: Path) -> ModelSource:
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         names = formats.names(slot, model)
         if not meta:
-            return formats.read(slot, model, [checkpoint.tensor(name) for name in names])
+            return formats.read(slot, model, [tensors.tensor(name) for name in names])
         held = [torch.empty(infos[n].shape, dtype=infos[n].dtype, device="meta") for n in names]
         return formats.read(slot, model, held)
 
