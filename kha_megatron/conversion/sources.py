@@ -32,6 +32,8 @@ EMBEDDING = "embedding.word_embeddings.weight"
 _MAX_ELEMENTS = 2**56
 PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
 """Megatron pads the vocab to a multiple of the product of these arguments."""
+_EXAMPLES = 3
+"""Number of tensors that an error message names for each kind of problem."""
 _RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
 """Buffers saved by old versions of transformers. We ignore them."""
 
@@ -173,15 +175,23 @@ def _check_tensors(
     unexpected: Iterable[str],
 ) -> None:
     """Raise CheckpointError if the stored tensors aren't what we'd expect from the config."""
-    problems = [f"missing {name}" for name in sorted(missing)]
-    problems += [f"unexpected {name}" for name in sorted(unexpected)]
+    missing, unexpected = sorted(missing), sorted(unexpected)
+    wrong = []
     for name, info in infos.items():
         if info.shape != wanted.get(name, info.shape):
-            problems.append(f"{name} has shape {info.shape} instead of {wanted[name]}")
+            wrong.append(f"{name} has shape {info.shape} instead of {wanted[name]}")
         if name in wanted and info.dtype not in FLOAT_DTYPES.values():
-            problems.append(f"{name} has unsupported dtype {info.dtype} (quantized model?)")
-    if problems:
-        raise CheckpointError(
-            f"{path} does not match its {config} ({len(problems)} tensors): "
-            f"{', '.join(problems[:5])}."
-        )
+            wrong.append(f"{name} has unsupported dtype {info.dtype} (quantized model?)")
+    if count := len(missing) + len(unexpected) + len(wrong):
+        kinds = [_examples("missing", missing), _examples("unexpected", unexpected)]
+        problems = "; ".join(filter(None, [*kinds, _examples("", wrong)]))
+        raise CheckpointError(f"{path} does not match its {config} ({count} tensors): {problems}.")
+
+
+def _examples(kind: str, problems: Sequence[str]) -> str:
+    """List the first problems of a kind, e.g. ``missing a, b, c and 4 more``."""
+    listed = ", ".join(problems[:_EXAMPLES])
+    rest = len(problems) - _EXAMPLES
+    if rest > 0:
+        listed += f" and {rest} more"
+    return f"{kind} {listed}".strip() if problems else ""

@@ -134,6 +134,24 @@ def test_a_config_that_disagrees_with_its_tensors_is_refused(tmp_path, changes, 
             plan(tmp_path / "hf")
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_unexpected_tensors_are_named_next_to_missing_ones(tmp_path, name):
+    make(CONFIGS[name]).save_pretrained(tmp_path / "hf")
+
+    def rename(tensors):
+        for key in [key for key in tensors if ".mlp." in key]:
+            tensors[key.replace(".mlp.", ".feed_forward.")] = tensors.pop(key)
+
+    edit_tensors(tmp_path / "hf", rename)
+    for plan in (to_megatron.plan_import, to_hf.plan_export):
+        with pytest.raises(
+            CheckpointError,
+            match=r"missing \S+\.mlp\.\S+, .* and \d+ more; "
+            r"unexpected \S+\.feed_forward\.\S+, .* and \d+ more\.$",
+        ):
+            plan(tmp_path / "hf")
+
+
 def test_a_tied_model_may_repeat_its_embedding(tmp_path):
     make(CONFIGS["qwen3, tied"]).save_pretrained(tmp_path / "hf")
 
