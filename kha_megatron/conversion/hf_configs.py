@@ -240,11 +240,28 @@ def has_stock_heads(model: Architecture) -> bool:
 
 
 def stock_type(model: Architecture) -> str:
-    """Pick the stock ``model_type`` for a model without KHA."""
+    """Pick a stock ``model_type`` that represents the model exactly.
+
+    Raises:
+        CheckpointError: If there is none.
+    """
     if not has_stock_heads(model):
         raise CheckpointError(
             f"No stock architecture supports {model.kha}. Please use --architecture kha."
         )
+    closest = _closest_stock_type(model)
+    refusals = []
+    for model_type in (closest, *(name for name in FAMILIES if name not in ("kha", closest))):
+        try:
+            to_hf_config(model, model_type)
+        except CheckpointError as error:
+            refusals.append(str(error))
+        else:
+            return model_type
+    raise CheckpointError(f"No stock architecture supports this model. {refusals[0]}")
+
+
+def _closest_stock_type(model: Architecture) -> str:
     if model.kha.has_output_gate:
         return "qwen3_next"
     if model.multi_latent_attention:
@@ -318,10 +335,9 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
             f"The model cannot be exported as {model_type}: {in_one_line(error)}"
         ) from error
     for name, (ours, theirs) in model.differences(back, ("mtp_num_layers",)).items():
-        remedy = "another --architecture"
-        if name.startswith("kha"):
-            foldable = model.kha.mechanisms and model.kha.is_foldable
-            remedy = "--architecture kha" + (" or `kha-megatron convert fold`" if foldable else "")
+        remedy = "--architecture kha"
+        if name.startswith("kha") and model.kha.mechanisms and model.kha.is_foldable:
+            remedy += " or `kha-megatron convert fold`"
         raise CheckpointError(
             f"The model cannot be exported as {model_type}: it has {name}={ours!r}, but "
             f"{model_type} supports only {theirs!r}. Please use {remedy}."

@@ -13,11 +13,11 @@ from kha_megatron.checkpoint.manifest import MANIFEST
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import staged_folder
 from kha_megatron.config import KHAConfig
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.hf_configs import (
     can_predict,
     fill_missing_tensors,
-    has_stock_heads,
     stock_type,
     to_hf_config,
 )
@@ -34,7 +34,7 @@ from kha_megatron.conversion.transforms import (
     remove_padding,
     upcycle_heads,
 )
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import CheckpointError, ConfigError
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -100,6 +100,15 @@ class HFPlan(Plan):
         return written
 
 
+def _fitting_architecture(model: Architecture, *, only_stock: bool) -> str:
+    try:
+        return stock_type(model)
+    except CheckpointError:
+        if only_stock:
+            raise
+        return "kha"
+
+
 def plan_export(
     path: Path,
     *,
@@ -142,8 +151,7 @@ def plan_export(
         source = cast(source, FLOAT_DTYPES[dtype], allow_overflow=allow_overflow)
     architecture = architecture or ("auto" if fold else "kha")
     if architecture == "auto":
-        stock = fold or has_stock_heads(source.model)
-        architecture = stock_type(source.model) if stock else "kha"
+        architecture = _fitting_architecture(source.model, only_stock=fold)
     if not can_predict(source.model, architecture):
         source = drop_predictions(source, f"{architecture} does not support them")
     config = to_hf_config(source.model, architecture)

@@ -8,7 +8,13 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
-from kha_megatron.conversion.hf_configs import FAMILIES, from_hf_config, to_hf_config
+from kha_megatron.conversion.hf_configs import (
+    FAMILIES,
+    fill_missing_tensors,
+    from_hf_config,
+    stock_type,
+    to_hf_config,
+)
 from kha_megatron.conversion.megatron_arguments import from_arguments, to_arguments
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import Gate
@@ -113,6 +119,44 @@ def test_every_pair_of_architectures_is_exact_or_refused(raw, name, target):
         return
     back = from_hf_config(json.loads(to_hf_config(model, target).to_json_string()))
     assert back == model
+
+
+UNUSUAL = {
+    "softmax, biases": ("qwen3_moe", {"add_qkv_bias": True}),
+    "softmax, shared expert": ("qwen3_moe", {"moe_shared_expert_intermediate_size": 20}),
+    "sigmoid, no bias of experts": ("glm4_moe", {"moe_router_enable_expert_bias": False}),
+    "sigmoid, later dense layer": ("glm4_moe", {"moe_layer_freq": (1, 0)}),
+    "MLA, other epsilon": ("deepseek_v3", {"layernorm_epsilon": 1e-5}),
+    "gate, biases": ("qwen3_next", {"add_qkv_bias": True}),
+    "biases, partial RoPE": ("qwen2, tied, yarn", {"rotary_percent": 0.5}),
+    "QK-norm, partial RoPE": ("qwen3", {"rotary_percent": 0.5}),
+    "partial RoPE": ("llama", {"rotary_percent": 0.5}),
+    "QK-norm and biases": ("qwen3", {"add_qkv_bias": True}),
+    "epsilon": ("llama", {"layernorm_epsilon": 1e-5}),
+}
+"""Models between the stock architectures."""
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *UNUSUAL])
+def test_auto_only_picks_architectures_that_represent_the_model(raw, name):
+    base, changes = UNUSUAL.get(name, (name, {}))
+    model = replace(from_hf_config(raw[base]), **changes)
+    fitting = [target for target in FAMILIES if target != "kha" and _fits(model, target)]
+    if fitting:
+        assert stock_type(model) in fitting
+    else:
+        with pytest.raises(CheckpointError, match=r"^No stock .* Please use --architecture kha\b"):
+            stock_type(model)
+        to_hf_config(model, "kha")
+
+
+def _fits(model, target):
+    try:
+        config = to_hf_config(model, target)
+    except CheckpointError:
+        return False
+    back = from_hf_config(json.loads(config.to_json_string()))
+    return not fill_missing_tensors(model, target).differences(back, ("mtp_num_layers",))
 
 
 @pytest.mark.parametrize(
