@@ -1,7 +1,7 @@
 """Convert between Hugging Face configs (``config.json``) and :class:`Architecture`.
 
-Unknown fields are an error, since they might change the model's outputs (False and None are OK). If
-a field is missing, we use the default of the config class.
+If a field is missing, we use the default of the config class. See :mod:`.hf_fields` for fields that
+we don't know.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.config import KHAConfig, setting_names
+from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import (
     HF_KEYS,
     LATENT,
@@ -24,57 +24,18 @@ from kha_megatron.conversion.architecture import (
     Yarn,
 )
 from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
+from kha_megatron.conversion.hf_fields import (
+    COMMON,
+    check_fields,
+    field_names,
+    known_fields,
+    unsupported,
+)
 from kha_megatron.errors import CheckpointError, KHAError, in_one_line
 from kha_megatron.hf import KHAModelConfig, read_kha
 
-_COMMON = (
-    "vocab_size",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_layers",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "max_position_embeddings",
-    "layernorm_epsilon",
-    "init_method_std",
-    "attention_dropout",
-)
-_OPEN = ("qk_layernorm", "add_qkv_bias")
-"""Not configurable in every architecture."""
 _MAX = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
 """Sanity limits for fields that set the length of a list."""
-_HARMLESS = {
-    *PreTrainedConfig().to_dict(),
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-    "tie_word_embeddings",
-    "torch_dtype",
-    "auto_map",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "use_cache",
-    "output_router_logits",
-    "router_aux_loss_coef",
-    "aux_loss_alpha",
-    "seq_aux",
-    "ep_size",
-    "pretraining_tp",
-    "attn_implementation",
-    "kha_init",
-    "kha_init_seed",
-    "sliding_window",
-    "use_sliding_window",
-    "max_window_layers",
-    "layer_types",
-    "hidden_act",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-}
-"""Fields that don't affect the logits, or that we check separately."""
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
@@ -94,19 +55,18 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
     family = family_of(raw)
     # check sizes first, transformers allocates lists of these lengths
     experts = family.experts.keys.values() if family.experts else ()
-    for name in {*(HF_KEYS[field] for field in _names(family)), *experts, *_MAX}:
+    for name in {*(HF_KEYS[field] for field in field_names(family)), *experts, *_MAX}:
         value, most = raw.get(name), _MAX.get(name, 2**31 - 1)
-        least = int(name in {HF_KEYS[field] for field in _COMMON[:8]})
+        least = int(name in {HF_KEYS[field] for field in COMMON[:8]})
         if type(value) is int and not least <= value <= most:
             raise CheckpointError(
                 f"Invalid config.json: {name}={value} must be between {least} and {most}."
             )
     try:
+        known = known_fields(family) - {"auto_map", "model_type"}
         # transformers modifies its arguments, so pass a copy
-        values = {name: deepcopy(value) for name, value in raw.items()}
-        own = {name: v for name, v in values.items() if name not in ("auto_map", "model_type")}
-        config = family.config(**own)
-        _check_fields(family, values, config)
+        config = family.config(**{n: deepcopy(value) for n, value in raw.items() if n in known})
+        check_fields(family, raw, config)
         return _to_architecture(family, config)
     except KHAError:
         raise
@@ -117,65 +77,27 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
         ) from error
 
 
-def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
-    return CheckpointError(f"{name}={value!r:.300} in config.json is not supported: {why}.")
-
-
-def _names(family: Family) -> tuple[str, ...]:
-    """Names of all ``Architecture`` fields that this family has in its config."""
-    latent = LATENT if family.latent is not False else ()
-    return (*_COMMON, *(name for name in _OPEN if name not in family.always), *latent)
-
-
-def _check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Reject unknown fields and anything else that Megatron can't represent."""
-    experts = family.experts
-    implied = dict(experts.implied) if experts else {}
-    known = {*(HF_KEYS[name] for name in _names(family)), *family.only, *implied, *_HARMLESS}
-    known |= family.switches.keys()
-    if experts:
-        known |= {*experts.keys.values(), *experts.known}
-    if family.config is KHAModelConfig:
-        known |= {f"kha_{name}" for name in (*setting_names(), "providers")}
-    given = {n: deepcopy(v) for n, v in raw.items() if n in known and n != "model_type"}
-    usual = family.config(**given)
-    for name, value in raw.items():
-        # OK if transformers would derive the same value from the other fields
-        if name not in known and value not in (None, False, getattr(usual, name, None)):
-            quantized = "please save the model in bfloat16 or float32 first"
-            raise _unsupported(name, value, quantized if "quantiz" in name else "unknown field")
-    for name, value in {"hidden_act": "silu", **family.only, **implied}.items():
-        found = raw.get(name, value) if name in implied else getattr(config, name)
-        if found != value:
-            raise _unsupported(name, found, f"expected {value!r}")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and window < config.max_position_embeddings:
-        raise _unsupported("sliding_window", window, "only full attention can be converted")
-    if set(kinds := getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise _unsupported("layer_types", kinds, "only full attention can be converted")
-
-
 def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
     latent = family.latent is not False and config.kv_lora_rank is not None
-    names = [name for name in _names(family) if latent or name not in LATENT]
+    names = [name for name in field_names(family) if latent or name not in LATENT]
     fields: dict[str, Any] = {n: getattr(config, HF_KEYS[n], None) for n in names}
     if latent:
         if (groups := config.num_key_value_heads) != config.num_attention_heads:
-            raise _unsupported("num_key_value_heads", groups, "MLA has no grouped key/value heads")
+            raise unsupported("num_key_value_heads", groups, "MLA has no grouped key/value heads")
         fields |= {"multi_latent_attention": True, "kv_channels": fields["v_head_dim"]}
     if fields["kv_channels"] is None:
         fields["kv_channels"] = config.hidden_size // config.num_attention_heads
     fields |= family.experts.from_config(config) if family.experts else {}
     for name in (name for name in fields if name in HF_KEYS and ROWS[name].kind is int):
-        optional = fields[name] is None and name not in _COMMON
+        optional = fields[name] is None and name not in COMMON
         if type(fields[name]) is not int and not optional:
-            raise _unsupported(HF_KEYS[name], fields[name], "expected an integer")
+            raise unsupported(HF_KEYS[name], fields[name], "expected an integer")
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     fields["layernorm_epsilon"] = float(fields["layernorm_epsilon"])
     heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
     if heads % groups:
         why = f"num_attention_heads ({heads}) must be divisible by it"
-        raise _unsupported("num_key_value_heads", groups, why)
+        raise unsupported("num_key_value_heads", groups, why)
     chosen = (gate for name, gate in family.switches.items() if getattr(config, name))
     gate = family.gate or next(chosen, None)
     kha = (
@@ -201,7 +123,7 @@ def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[s
     fraction = 1.0 if share is None else float(share)
     if not 0.0 < fraction <= 1.0 or (fraction != 1.0 and not family.partial_rope):
         allowed = "a value in (0.0, 1.0]" if family.partial_rope else "1.0"
-        raise _unsupported("partial_rotary_factor", fraction, f"expected {allowed}")
+        raise unsupported("partial_rotary_factor", fraction, f"expected {allowed}")
     rope = {"rotary_base": float(given["rope_theta"]), "rotary_percent": fraction}
     if kind == "default":
         return rope
@@ -211,17 +133,17 @@ def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[s
     if kind == "yarn":
         return rope | {"scaling": _read_yarn(given)}
     why = f"Megatron does not implement rope_type {kind!r} for this attention"
-    raise _unsupported("rope_parameters", given, why)
+    raise unsupported("rope_parameters", given, why)
 
 
 def _read_yarn(given: Mapping[str, Any]) -> Yarn:
     mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
     if given.get("attention_factor") is not None or not given.get("truncate", True):
         why = "Megatron does not support attention_factor or truncate=False"
-        raise _unsupported("rope_parameters", dict(given), why)
+        raise unsupported("rope_parameters", dict(given), why)
     if bool(mscale) != bool(all_dim) and (mscale, all_dim) not in ((1, 0), (1, None)):
         why = "mscale and mscale_all_dim must be set together"
-        raise _unsupported("rope_parameters", dict(given), why)
+        raise unsupported("rope_parameters", dict(given), why)
     return Yarn(
         factor=float(given["factor"]),
         mscale=float(mscale or 1.0),
@@ -346,7 +268,7 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
 
 
 def _build_config(model: Architecture, family: Family, model_type: str) -> PreTrainedConfig:
-    names = [name for name in _names(family) if name not in LATENT]
+    names = [name for name in field_names(family) if name not in LATENT]
     if model.multi_latent_attention:
         names.remove("kv_channels")  # for MLA, head_dim in config.json is the rotary dim
         names += LATENT

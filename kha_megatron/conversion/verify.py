@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from kha_megatron.announcements import announce
@@ -294,13 +294,18 @@ def load_hf_model(path: Path, **settings: Any) -> Any:
     disable_progress_bar()
     set_verbosity_error()  # we check the loading report ourselves
     try:
+        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        config = AutoConfig.from_pretrained(path, **local)
+        # config.json can select an attention or experts package that is not installed
+        config._attn_implementation = config._experts_implementation = None
+        config.return_dict = True
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
+            config=config,
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # mismatches are in the report
-            local_files_only=True,
-            trust_remote_code=False,
+            **local,
             **settings,
         )
     except Exception as error:  # transformers can raise almost anything

@@ -26,7 +26,6 @@ REFUSED = {
         "hidden_act": "gelu",
         "partial_rotary_factor": 0.5,
         "quantization_config": {"quant_method": "fp8"},
-        "some_new_switch": 3,
         "num_key_value_heads": 4,
         "model_type": "gemma3_text",
     },

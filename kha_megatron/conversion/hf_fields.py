@@ -1,0 +1,186 @@
+"""Check the fields of a ``config.json`` that we cannot convert or do not know.
+
+transformers ignores fields that an architecture does not have, e.g. the notes of fine-tuning tools.
+We ignore them as well and list them in a warning. A field is refused, however, if
+
+- any causal language model in transformers has a field of this name, e.g. ``logits_scaling``, or
+- transformers reads it for all architectures, or programs other than transformers are known to use
+  it in the computation, see :func:`may_change_outputs`.
+
+Fields that are False or None are accepted.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+from kha_megatron.announcements import announce
+from kha_megatron.config import setting_names
+from kha_megatron.conversion.architecture import HF_KEYS, LATENT
+from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
+from kha_megatron.errors import CheckpointError
+from kha_megatron.hf import KHAModelConfig
+
+COMMON = (
+    "vocab_size",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_layers",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "max_position_embeddings",
+    "layernorm_epsilon",
+    "init_method_std",
+    "attention_dropout",
+)
+"""``Architecture`` fields that every family has in its config."""
+_OPEN = ("qk_layernorm", "add_qkv_bias")
+"""Not configurable in every architecture."""
+_HARMLESS = {
+    *PreTrainedConfig().to_dict(),
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "auto_map",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "use_cache",
+    "output_router_logits",
+    "router_aux_loss_coef",
+    "aux_loss_alpha",
+    "seq_aux",
+    "ep_size",
+    "pretraining_tp",
+    "attn_implementation",
+    "kha_init",
+    "kha_init_seed",
+    "sliding_window",
+    "use_sliding_window",
+    "max_window_layers",
+    "layer_types",
+    "hidden_act",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+    "num_labels",
+    "name_or_path",
+    "keys_to_ignore_at_inference",
+}
+"""Fields that don't affect the logits, or that we check separately."""
+_READ_FOR_ALL_MODELS = {
+    "is_causal",
+    "per_layer_config",
+    "quantization_config",
+    "fusion_config",
+    "transformers_weights",
+}
+"""Fields that transformers reads for all architectures, although no config class declares them."""
+_READ_BY_OTHER_PROGRAMS = re.compile(
+    r"quantiz|compression_config|soft_?cap|multiplier|(^|_)mup(_|$)|alibi|logn|ntk|rope_ratio|^kha_"
+)
+"""Names of fields that custom modeling code uses in the computation."""
+_NOT_COMPUTED = re.compile(
+    r"_token_id$|dropout|^init|^summary_|suppress_tokens$|^encoder_no_repeat|^seed$"
+    r"|^(max_seq_len|model_max_length|n_ctx|context_length)$"
+)
+"""Names of fields for special tokens, initialization, training and generation."""
+
+
+def field_names(family: Family) -> tuple[str, ...]:
+    """Names of all ``Architecture`` fields that this family has in its config."""
+    latent = LATENT if family.latent is not False else ()
+    return (*COMMON, *(name for name in _OPEN if name not in family.always), *latent)
+
+
+def unsupported(name: str, value: Any, why: str) -> CheckpointError:
+    return CheckpointError(f"{name}={value!r:.300} in config.json is not supported: {why}.")
+
+
+def check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    """Reject all settings that Megatron can't represent, and warn about ignored fields.
+
+    Args:
+        family: Architecture of the model.
+        raw: Content of the ``config.json``.
+        config: Config of transformers, built from those fields that we know.
+    """
+    for name, value in _required_values(family).items():
+        is_optional = name not in ("hidden_act", *family.only)
+        found = raw.get(name, value) if is_optional else getattr(config, name)
+        if found != value:
+            raise unsupported(name, found, f"expected {value!r}")
+    window = getattr(config, "sliding_window", None)
+    if window is not None and window < config.max_position_embeddings:
+        raise unsupported("sliding_window", window, "only full attention can be converted")
+    if set(kinds := getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        raise unsupported("layer_types", kinds, "only full attention can be converted")
+    _check_unknown_fields(family, raw, config)
+
+
+def may_change_outputs(name: str) -> bool:
+    """Whether any program is known to read a field of this name in a model's computation."""
+    if name in _READ_FOR_ALL_MODELS or _READ_BY_OTHER_PROGRAMS.search(name):
+        return True
+    if hasattr(PreTrainedConfig, name) and not name.startswith("_"):
+        return True  # replaces a method or an attribute of the class
+    return name in _fields_of_all_models() and not _NOT_COMPUTED.search(name)
+
+
+def _required_values(family: Family) -> dict[str, Any]:
+    """Return the fields where Megatron supports only one value."""
+    implied = family.experts.implied if family.experts else {}
+    return {"hidden_act": "silu", "is_causal": True, **family.only, **implied}
+
+
+def known_fields(family: Family) -> set[str]:
+    """Return the fields that we convert, check, or know to be harmless."""
+    known = {HF_KEYS[name] for name in field_names(family)}
+    known |= _HARMLESS | _required_values(family).keys() | family.switches.keys()
+    if family.experts:
+        known |= {*family.experts.keys.values(), *family.experts.known}
+    if family.config is KHAModelConfig:
+        known |= {f"kha_{name}" for name in (*setting_names(), "providers")}
+    return known
+
+
+def _check_unknown_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
+    known, ignored = known_fields(family), []
+    for name, value in raw.items():
+        # OK if transformers would derive the same value from the other fields
+        if name in known or value in (None, False, getattr(config, name, None)):
+            continue
+        if "quantiz" in name:
+            raise unsupported(name, value, "please save the model in bfloat16 or float32 first")
+        if may_change_outputs(name):
+            why = (
+                f"{config.model_type} models in transformers do not use this field, but others do. "
+                "Delete it from config.json if the model was trained without it"
+            )
+            raise unsupported(name, value, why)
+        ignored.append(name)
+    if ignored:
+        warning = (
+            f"Ignoring {', '.join(sorted(ignored))} in config.json, because {config.model_type} "
+            "models in transformers do not use these fields."
+        )
+        announce(warning, once=warning)
+
+
+@cache
+def _fields_of_all_models() -> frozenset[str]:
+    """Return the fields of all causal language models in transformers (takes a second)."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    configs = [CONFIG_MAPPING[name] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    configs += [family.config for family in (*FAMILIES.values(), PUBLISHED)]
+    names = {field.name for config in configs for field in dataclasses.fields(config)}
+    return frozenset(names.union(*(config.attribute_map for config in configs)))
