@@ -84,7 +84,8 @@ _READ_FOR_ALL_MODELS = {
 }
 """Fields that transformers reads for all architectures, although no config class declares them."""
 _READ_BY_OTHER_PROGRAMS = re.compile(
-    r"quantiz|compression_config|soft_?cap|multiplier|(^|_)mup(_|$)|alibi|logn|ntk|rope_ratio|^kha_"
+    r"quantiz|compression_config|soft_?cap|multiplier|(^|_)mup(_|$)|^scale_(emb|depth)$"
+    r"|^dim_model_base$|alibi|logn|ntk|rope_ratio|sink|^kha_"
 )
 """Names of fields that custom modeling code uses in the computation."""
 _NOT_COMPUTED = re.compile(
