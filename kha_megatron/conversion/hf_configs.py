@@ -84,6 +84,9 @@ def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
     if latent:
         if (groups := config.num_key_value_heads) != config.num_attention_heads:
             raise unsupported("num_key_value_heads", groups, "MLA has no grouped key/value heads")
+        rotary = config.qk_rope_head_dim
+        if config.head_dim != rotary:
+            raise unsupported("head_dim", config.head_dim, f"expected qk_rope_head_dim={rotary}")
         fields |= {"multi_latent_attention": True, "kv_channels": fields["v_head_dim"]}
     if fields["kv_channels"] is None:
         fields["kv_channels"] = config.hidden_size // config.num_attention_heads

@@ -43,6 +43,7 @@ REFUSED = {
         "attention_bias": True,
         "topk_group": 1,
         "num_key_value_heads": 3,
+        "head_dim": 8,
         "yarn": YARN | {"beta_fast": 16},
         "topk_method": "greedy",
         "scoring_func": "softmax",
