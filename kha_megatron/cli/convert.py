@@ -318,7 +318,7 @@ def _write(
     elif rows > entries and not plan.source.padding_arguments:
         log.print(
             f"All {rows} embedding rows were kept, although the tokenizer has a vocabulary size of "
-            f"{entries}, because the difference cannot be explained by Megatron's padding."
+            f"{entries}, because the other rows are not Megatron's padding."
         )
     return written
 

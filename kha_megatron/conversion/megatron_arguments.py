@@ -295,6 +295,7 @@ def _expert_arguments(model: Architecture) -> dict[str, Any]:
 
 
 _NOT_FROM_CHECKPOINT = (
+    "vocab_size",
     "layernorm_epsilon",
     "qk_layernorm",
     "attention_output_gate",

@@ -266,17 +266,20 @@ def drop_predictions(source: ModelSource, why: str) -> ModelSource:
 
 
 def remove_padding(source: ModelSource) -> ModelSource:
-    """Remove Megatron's vocab padding, unless it doesn't explain the size of the embedding."""
+    """Remove Megatron's vocab padding.
+
+    The recorded vocab size is preferred, because tokenizers can be smaller than the model's vocab.
+    Without one, rows are only removed if padding explains them.
+    """
     args, rows = source.padding_arguments, source.model.padded_vocab_size
     if not args:
         return source
-    entries = len(source.tokenizer.loaded or ())
+    recorded, entries = args.get("vocab_size") or 0, len(source.tokenizer.loaded or ())
     multiple = math.prod(args.get(name) or 1 for name in PADDING)
-    # prefer the argument, tokenizers can be smaller than the model's vocab
-    for size in (args.get("vocab_size"), entries):
-        if size and entries <= size <= rows < size + multiple:
-            source = truncate_vocabulary(source, size)
-            break
+    if recorded and entries <= recorded <= rows:
+        source = truncate_vocabulary(source, recorded)
+    elif entries and rows < entries + multiple:
+        source = truncate_vocabulary(source, entries)
     return replace(source, padding_arguments={})
 
 

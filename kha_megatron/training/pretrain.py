@@ -63,6 +63,7 @@ from kha_megatron.training.resume import (
     path_to_upcycle,
     restored_kha,
     starts_from_pretrained,
+    vocabulary_size,
 )
 from kha_megatron.training.scalars import write_scalars
 from kha_megatron.training.weights import stop_on_non_finite_weights
@@ -112,6 +113,7 @@ def run(program_start: float) -> None:
     if starts_from_pretrained(early):  # Megatron would continue with the optimizer of a GPTModel
         args.no_load_optim = True
     # the checkpoint's arguments record the resolved values
+    args.vocab_size = vocabulary_size(early, get_tokenizer().vocab_size)
     for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
         setattr(args, name, value)
 

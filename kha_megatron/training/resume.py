@@ -220,6 +220,22 @@ def path_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
     return path
 
 
+def vocabulary_size(args: Namespace, tokenizer_size: int) -> int | None:
+    """Return the number of embedding rows without padding, so that checkpoints record it.
+
+    Pretrained models can have more rows than their tokenizer. Returns None if the checkpoint to
+    load does not record the number.
+    """
+    if args.vocab_size:
+        return int(args.vocab_size)
+    if _is_remote(_directory_to_load(args)):
+        return None
+    if (path := path_to_load(args)) is None:
+        return tokenizer_size
+    recorded = _stored(path)[1].get("vocab_size")
+    return max(int(recorded), tokenizer_size) if recorded else None
+
+
 def loads_fp8_scales(args: Namespace) -> bool:
     """Whether to load FP8 scaling factors (delayed scaling only)."""
     wanted = _has_fp8_scales(vars(args))
