@@ -290,7 +290,7 @@ def _expert_arguments(model: Architecture) -> dict[str, Any]:
         "moe_layer_freq": 1 if model.is_uniform else list(model.moe_layer_freq),
         "moe_router_pre_softmax": softmax and not model.normalised,
         "moe_router_load_balancing_type": "none",
-        "moe_router_dtype": "fp32",
+        "moe_router_dtype": model.moe_router_dtype,
     }
 
 

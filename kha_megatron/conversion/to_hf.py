@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import CONFIG, INDEX
 from kha_megatron.checkpoint.hf_writer import HFWriter
 from kha_megatron.checkpoint.manifest import MANIFEST
@@ -18,13 +20,15 @@ from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.hf_configs import (
     can_predict,
     fill_missing_tensors,
+    from_hf_config,
     stock_type,
     to_hf_config,
 )
 from kha_megatron.conversion.hf_families import FAMILIES
 from kha_megatron.conversion.model_card import CARD, model_card
 from kha_megatron.conversion.rows import TensorSlot
-from kha_megatron.conversion.sources import FLOAT_DTYPES, open_source
+from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
+from kha_megatron.conversion.table import MODEL
 from kha_megatron.conversion.tokenizer_files import FILES
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
@@ -109,6 +113,21 @@ def _fitting_architecture(model: Architecture, *, only_stock: bool) -> str:
         return "kha"
 
 
+def _warn_of_router_dtype(source: ModelSource, config: PreTrainedConfig) -> None:
+    """Log a warning if the exported model computes its routers in another dtype."""
+    first = TensorSlot(MODEL[0])
+    if not source.model.num_experts or source.read(first, meta=True)[0].dtype == torch.float32:
+        return
+    in_float32 = bool(from_hf_config(config.to_dict()).moe_router_dtype)
+    if in_float32 != bool(source.model.moe_router_dtype):
+        announce(
+            f"{config.model_type} {'always' if in_float32 else 'never'} computes its routers in "
+            f"float32, but the model was trained {'without' if in_float32 else 'with'} "
+            "--moe-router-dtype. It may select other experts. To keep the dtype of the routers, "
+            "use --architecture kha."
+        )
+
+
 def plan_export(
     path: Path,
     *,
@@ -157,5 +176,6 @@ def plan_export(
     config = to_hf_config(source.model, architecture)
     for name, value in source.tokenizer.token_ids.items():
         setattr(config, name, value)
+    _warn_of_router_dtype(source, config)
     source = add_zero_tensors(source, fill_missing_tensors(source.model, architecture))
     return HFPlan(source, config, max_shard_bytes, folded)

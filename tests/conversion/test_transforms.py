@@ -205,21 +205,26 @@ DTYPES = [
 def test_upcycled_models_keep_every_bit(tmp_path, case, dtype):
     make(CONFIGS[case.partition(";")[0]]).to(dtype).save_pretrained(tmp_path / "stock")
     to_hf.plan_export(tmp_path / "stock", upcycle=UPCYCLED[case]).write(tmp_path / "kha")
+    to_megatron.plan_import(tmp_path / "stock", upcycle=UPCYCLED[case]).write(tmp_path / "megatron")
+    to_hf.plan_export(tmp_path / "megatron").write(tmp_path / "through megatron")
     # eager experts, because torch's grouped product takes no rows of 36 bfloat16
-    upcycled, stock = (
+    upcycled, through_megatron, stock = (
         AutoModelForCausalLM.from_pretrained(
             tmp_path / folder, dtype=dtype, experts_implementation="eager"
         ).eval()
-        for folder in ("kha", "stock")
+        for folder in ("kha", "through megatron", "stock")
     )
-    assert read_kha(upcycled.config) == UPCYCLED[case]
+    assert read_kha(upcycled.config) == read_kha(through_megatron.config) == UPCYCLED[case]
     with torch.no_grad():  # of copies, because the alignment of mapped tensors differs
-        assert torch.equal(deepcopy(upcycled)(tokens()).logits, deepcopy(stock)(tokens()).logits)
+        expected = deepcopy(stock)(tokens()).logits
+        for model in (upcycled, through_megatron):
+            assert torch.equal(deepcopy(model)(tokens()).logits, expected)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.whole), "bfloat16"])
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.whole)]
+    "name",
+    ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.whole)],
 )
 def test_upcycled_megatron_models_keep_every_bit(ranks, tmp_path, name, dtype):
     make(CONFIGS[name]).save_pretrained(tmp_path / "stock")
