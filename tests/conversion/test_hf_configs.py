@@ -73,6 +73,20 @@ def test_unsupported_fields_are_refused(raw, name, field):
         to_arguments(from_hf_config(raw[name] | {key: REFUSED[name][field]}))
 
 
+@pytest.mark.parametrize("name", ["qwen2, tied, yarn", "deepseek_v3, yarn"])
+def test_scaled_attention_of_yarn_is_refused(raw, name):
+    """Megatron has no argument for ``attention_factor``, and always rounds the ramp."""
+    rope = raw[name]["rope_parameters"]
+
+    def parse(**changes):
+        return from_hf_config(raw[name] | {"rope_parameters": rope | changes})
+
+    assert parse(attention_factor=None, truncate=True) == parse()
+    for changes in ({"attention_factor": 1.2}, {"attention_factor": 1.0}, {"truncate": False}):
+        with pytest.raises(CheckpointError, match="does not support attention_factor or truncate"):
+            parse(**changes)
+
+
 def test_windows_of_the_whole_sequence_are_accepted(raw):
     model = from_hf_config(raw["mistral"])
     assert from_hf_config(raw["mistral"] | {"sliding_window": 24}) == model
