@@ -224,8 +224,9 @@ def upcycle(
     """Add KHA, gates or MoH to a pretrained model without changing its outputs.
 
     KHA matrices start as the identity. Gates start at 1/2, so we double the preceding weights to
-    compensate. Either way, the logits are bit-exact, except for rounding in Qwen3-Next and Qwen3.5,
-    with talking heads, and with gates in float16 where half an activation is subnormal.
+    compensate. Either way, the logits are bit-exact, except for rounding in the gates of Qwen3-Next
+    and Qwen3.5 in bfloat16, with talking heads, and with gates in float16 where half an activation
+    is subnormal.
 
     Mixture-of-head (--heads moh.router=query_norm --heads moh.quantized=true) doesn't change any
     tensor either, but it drops heads, so the loss does change. Use --text to see by how much. For

@@ -77,8 +77,11 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
     how = "" if tensors.remark == "as they are" else f", {tensors.remark}"
     rows = {"tensors compared": f"{tensors.tensors}{how}"}
     rows |= _find_differences(verification) | not_finite(tensors.not_finite)
-    if tensors.agrees:
+    if tensors.agrees and not tensors.rounded:
         rows[""] = "all equal"
+    elif tensors.agrees:
+        names = ", ".join(tensors.rounded[:5])
+        rows["equal after rounding"] = f"{len(tensors.rounded)}, e.g. {names}"
     if logits is None:
         return rows | {"logits": "not compared"}
     rows["logits"] = (

@@ -67,12 +67,13 @@ def _sections(model: Architecture) -> dict[str, Any]:
 
 OUTPUT_GATE = OutputGate(output="element")
 """Same as ``--attention-output-gate`` in Megatron."""
-_QWEN3 = {"qk_layernorm": True, "add_qkv_bias": False}
-_LLAMA = {"qk_layernorm": False, "add_qkv_bias": False}
+_STANDARD = {"layernorm_zero_centered_gamma": False}
+_QWEN3 = _STANDARD | {"qk_layernorm": True, "add_qkv_bias": False}
+_QWEN3_NEXT = _QWEN3 | {"layernorm_zero_centered_gamma": True}
+_QWEN2 = _STANDARD | {"qk_layernorm": False, "add_qkv_bias": True}
+_LLAMA = _STANDARD | {"qk_layernorm": False, "add_qkv_bias": False}
 _NO_BIAS = {"attention_bias": False}  # would also add a bias to o_proj
-_QWEN3_5_FILES = FileFormat(
-    {"mlp.shared_experts.": "mlp.shared_expert."}, gate_in_query="head", norms_minus_one=True
-)
+_QWEN3_5_FILES = FileFormat({"mlp.shared_experts.": "mlp.shared_expert."}, gate_in_query="head")
 _QWEN3_NEXT_FILES = replace(
     _QWEN3_5_FILES,
     renamed={
@@ -94,6 +95,7 @@ FAMILIES: dict[str, Family] = {
     "glm4_moe": Family(
         Glm4MoeConfig,
         "Glm4MoeForCausalLM",
+        _STANDARD,
         experts=DEEPSEEK,
         partial_rope=True,
         files=_DEEPSEEK_FILES,
@@ -110,7 +112,7 @@ FAMILIES: dict[str, Family] = {
         files=_DEEPSEEK_FILES,
         extra=_predictions,
     ),
-    "qwen2": Family(Qwen2Config, "Qwen2ForCausalLM", {"qk_layernorm": False, "add_qkv_bias": True}),
+    "qwen2": Family(Qwen2Config, "Qwen2ForCausalLM", _QWEN2),
     "llama": Family(LlamaConfig, "LlamaForCausalLM", _LLAMA, _NO_BIAS | {"mlp_bias": False}),
     "mistral": Family(
         MistralConfig, "MistralForCausalLM", _LLAMA, extra=lambda model: {"sliding_window": None}
@@ -118,7 +120,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family(
         Qwen3NextConfig,
         "Qwen3NextForCausalLM",
-        _QWEN3,
+        _QWEN3_NEXT,
         _NO_BIAS,
         QWEN3_NEXT,
         partial_rope=True,
@@ -129,7 +131,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
         Qwen3_5TextConfig,
         "Qwen3_5ForCausalLM",
-        _QWEN3,
+        _QWEN3_NEXT,
         _NO_BIAS,
         partial_rope=True,
         gate=OUTPUT_GATE,
@@ -157,7 +159,7 @@ class PublishedConfig(Qwen3Config):
 PUBLISHED = Family(
     PublishedConfig,
     None,
-    {"add_qkv_bias": False},
+    _STANDARD | {"add_qkv_bias": False},
     _NO_BIAS | {"qkv_bias": False},
     switches={
         "headwise_attn_output_gate": OutputGate(output="head"),

@@ -39,7 +39,7 @@ COMMON = (
     "attention_dropout",
 )
 """``Architecture`` fields that every family has in its config."""
-_OPEN = ("qk_layernorm", "add_qkv_bias")
+_OPEN = ("qk_layernorm", "add_qkv_bias", "layernorm_zero_centered_gamma")
 """Not configurable in every architecture."""
 _HARMLESS = {
     *PreTrainedConfig().to_dict(),

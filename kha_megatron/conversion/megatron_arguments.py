@@ -23,7 +23,6 @@ SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "position_embedding_type": ("rope", "yarn"),
     "yarn_correction_range_round_to_int": (True, None),
     "add_bias_linear": (False,),
-    "layernorm_zero_centered_gamma": (False, None),
     "qk_l2_norm": (False, None),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
@@ -73,6 +72,7 @@ _WRITTEN = (
     "padded_vocab_size",
     "multi_latent_attention",
     "attention_output_gate",
+    "layernorm_zero_centered_gamma",
 )
 """Fields we can copy when writing, but not when reading."""
 _EXPERTS = (
@@ -145,6 +145,7 @@ def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Archite
         rotary_base=float(args["rotary_base"]),
         scaling=_latent_yarn(args) if latent else _scaling(args),
         multi_latent_attention=latent,
+        layernorm_zero_centered_gamma=bool(args.get("layernorm_zero_centered_gamma")),
         gpt_model=pattern is None,
         kha=kha,
     )
@@ -297,6 +298,7 @@ def _expert_arguments(model: Architecture) -> dict[str, Any]:
 _NOT_FROM_CHECKPOINT = (
     "vocab_size",
     "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
     "qk_layernorm",
     "attention_output_gate",
     "use_rope_scaling",

@@ -47,6 +47,10 @@ class Row:
         """HF names without the layer prefix."""
         return tuple(self.hf.format(part) for part in self.parts)
 
+    @property
+    def is_norm(self) -> bool:
+        return self.hf.endswith("norm.weight")
+
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         """Split a Megatron tensor into HF tensors (same order as :meth:`hf_names`)."""
         return list(tensor.chunk(len(self.hf_names(model))))
@@ -153,8 +157,6 @@ class FileFormat:
     gate_in_query: Literal["head", "group"] | None = None
     """Set if ``q_proj`` includes the output gate, either after each query head or after each
     group."""
-    norms_minus_one: bool = False
-    """Norm weights are stored as ``w - 1``. This rounds 16-bit weights below 1/2."""
     predictions: int = 0
     """Maximum number of multi-token prediction (MTP) layers."""
     shared: bool = False
@@ -186,7 +188,7 @@ class FileFormat:
             rows = parts.pop(gate)
             blocks = [part.unflatten(0, (self._blocks(model), -1)) for part in (parts[0], rows)]
             parts[0] = torch.cat(blocks, dim=1).flatten(0, 1)
-        return [part - 1 for part in parts] if self._is_norm(names) else parts
+        return parts
 
     def read(self, slot: TensorSlot, model: Architecture, held: Sequence[Tensor]) -> list[Tensor]:
         """Inverse of :meth:`write`."""
@@ -198,15 +200,12 @@ class FileFormat:
             both = blocks.split([queries, blocks.shape[1] - queries], dim=1)
             parts[0], rows = (part.flatten(0, 1) for part in both)
             parts.insert(gate, rows)
-        return [part + 1 for part in parts] if self._is_norm(names) else parts
+        return parts
 
     def _gate(self, names: Sequence[str]) -> int | None:
         return next(
             (n for n, name in enumerate(names) if self.gate_in_query and _GATE in name), None
         )
-
-    def _is_norm(self, names: Sequence[str]) -> bool:
-        return self.norms_minus_one and names[0].endswith("norm.weight")
 
     def _blocks(self, model: Architecture) -> int:
         per_head = self.gate_in_query == "head"

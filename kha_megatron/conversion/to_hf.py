@@ -33,6 +33,7 @@ from kha_megatron.conversion.tokenizer_files import FILES
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     cast,
+    center_and_round_norms,
     drop_predictions,
     fold_heads,
     remove_padding,
@@ -173,6 +174,8 @@ def plan_export(
         architecture = _fitting_architecture(source.model, only_stock=fold)
     if not can_predict(source.model, architecture):
         source = drop_predictions(source, f"{architecture} does not support them")
+    if FAMILIES[architecture].always.get("layernorm_zero_centered_gamma"):
+        source = center_and_round_norms(source)
     config = to_hf_config(source.model, architecture)
     for name, value in source.tokenizer.token_ids.items():
         setattr(config, name, value)

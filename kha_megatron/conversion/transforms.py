@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.rows import FileFormat, QKVRow, TensorSlot, VocabularyRow, head_row
+from kha_megatron.conversion.rows import QKVRow, TensorSlot, VocabularyRow, head_row
 from kha_megatron.conversion.sources import PADDING, ModelSource
 from kha_megatron.conversion.table import ATTENTION_OUTPUT, EXPERT_BIAS, SHARED_EXPERT
 from kha_megatron.errors import CheckpointError, ConfigError
@@ -248,14 +248,47 @@ def _weights_dtype(source: ModelSource, slot: TensorSlot) -> torch.dtype:
     return source.read(TensorSlot(ATTENTION_OUTPUT, slot.layer), meta=True)[0].dtype
 
 
-def round_as_stored(source: ModelSource, files: FileFormat) -> ModelSource:
-    """Apply the rounding of a file format that stores norm weights as ``w - 1``."""
+def center_norms(source: ModelSource) -> ModelSource:
+    """Subtract one from the weights of all norms, in float64.
+
+    Does nothing if the model is stored like this already (``--apply-layernorm-1p``).
+    """
+    if source.model.layernorm_zero_centered_gamma:
+        return source
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         parts = source.read(slot, meta=meta)
-        return files.read(slot, source.model, files.write(slot, source.model, parts))
+        return [part.double() - 1 for part in parts] if slot.row.is_norm else parts
 
-    return replace(source, read=read)
+    model = replace(source.model, layernorm_zero_centered_gamma=True)
+    return replace(source, model=model, read=read)
+
+
+def center_and_round_norms(source: ModelSource) -> ModelSource:
+    """Same as :func:`center_norms`, but keep the dtype. This can round weights below 1/2."""
+    if source.model.layernorm_zero_centered_gamma:
+        return source
+    centered = center_norms(source)
+
+    def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
+        parts = centered.read(slot, meta=meta)
+        if not slot.row.is_norm:
+            return parts
+        dtype = source.read(slot, meta=True)[0].dtype
+        rounded = [part.to(dtype) for part in parts]
+        if dtype != torch.float32 and any(map(_differ, parts, rounded)):
+            announce(
+                f"Rounding norm weights to {dtype}, because the architecture stores them minus "
+                "one. To keep them exact, use --dtype float32 or --architecture kha.",
+                once="rounded norms",
+            )
+        return rounded
+
+    return replace(centered, read=read)
+
+
+def _differ(exact: Tensor, rounded: Tensor) -> bool:
+    return not exact.is_meta and not torch.equal(exact, rounded.double())
 
 
 def drop_predictions(source: ModelSource, why: str) -> ModelSource:

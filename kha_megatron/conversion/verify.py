@@ -27,10 +27,10 @@ from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import ModelSource, open_source
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
+    center_norms,
     count_not_finite,
     drop_predictions,
     fold_heads,
-    round_as_stored,
     truncate_vocabulary,
     upcycle_heads,
 )
@@ -64,6 +64,8 @@ class TensorComparison:
     """Tensors with different shapes."""
     different: list[str] = field(default_factory=list)
     """Tensors with different values (after rounding to the smaller dtype)."""
+    rounded: list[str] = field(default_factory=list)
+    """Tensors that are only equal after rounding to the smaller dtype."""
     not_finite: dict[str, int] = field(default_factory=dict)
     """NaN/Inf counts by tensor name, added up over both checkpoints."""
     remark: str = "as they are"
@@ -147,8 +149,8 @@ class Pair:
                 gate=any(model.moe_shared_expert_gate for model in models),
             )
             pair = [add_zero_tensors(source, zeros(source.model)) for source in pair]
-        for files in [source.files for source in pair if source.files.norms_minus_one]:
-            pair, rounded = [round_as_stored(source, files) for source in pair], True
+        if len({source.model.layernorm_zero_centered_gamma for source in pair}) > 1:
+            pair, rounded = [center_norms(source) for source in pair], True
         dtypes = {_dtype(source) for source in pair}
         exact = drops[0] == drops[1] and not (rounded and dtypes != {torch.float32})
         return cls(pair[0], pair[1], remark, exact)
@@ -207,6 +209,7 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
     both = ours.keys() & theirs.keys()
     mismatched = {name for name in both if ours[name][2] != theirs[name][2]}
     different: list[str] = []
+    rounded: list[str] = []
     not_finite: dict[str, int] = {}
 
     def put(slot: TensorSlot, parts: list[Tensor]) -> None:
@@ -218,8 +221,9 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
             one, other = parts[ours[name][1]], counterpart[theirs[name][1]]
             if count := count_not_finite(other):
                 not_finite[name] = count
-            if not _equal(one, other):
-                different.append(name)
+            if _equal(one, other):
+                continue
+            (rounded if _equal_after_rounding(one, other) else different).append(name)
 
     wrong = transfer(pair.one, put, workers=workers)
     ours_trained, theirs_trained = (
@@ -233,18 +237,23 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
         unexpected=sorted(theirs.keys() - ours.keys()),
         mismatched=sorted(mismatched),
         different=sorted(different),
+        rounded=sorted(rounded),
         not_finite=dict(sorted((Counter(wrong) + Counter(not_finite)).items())),
         remark=pair.remark,
     )
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
-    """Like ``torch.equal``, but rounds to the smaller dtype first and treats NaNs as equal."""
+def _equal_after_rounding(one: Tensor, other: Tensor) -> bool:
     if count_not_finite(one) != count_not_finite(other):  # check this first, rounding may overflow
         return False
-    if one.dtype != other.dtype:
-        smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype
-        one, other = one.to(smaller), other.to(smaller)
+    smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype
+    return one.dtype != other.dtype and _equal(one.to(smaller), other.to(smaller))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Like ``torch.equal``, but compares different dtypes and treats NaNs as equal."""
+    wider = torch.promote_types(one.dtype, other.dtype)
+    one, other = one.to(wider), other.to(wider)
     if torch.equal(one, other):
         return True
     return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -32,6 +32,9 @@ class KHAModelConfig(PreTrainedConfig):
         use_qk_norm (`bool`, *optional*, defaults to `True`):
             Whether to normalize queries and keys between KHA and RoPE. For MLA and GLA, this
             enables the norms of the latents instead.
+        zero_centered_norms (`bool`, *optional*, defaults to `False`):
+            Whether norms multiply by `1 + weight`, as in Qwen3-Next and with `--apply-layernorm-1p`
+            in Megatron. Not supported for GLA.
         kv_lora_rank (`int`, *optional*):
             Rank of the latent for keys and values (total over all latent heads). The model uses
             MLA or GLA if this is set.
@@ -116,6 +119,7 @@ class KHAModelConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     rms_norm_eps: float = 1e-5
     use_qk_norm: bool = True
+    zero_centered_norms: bool = False
     attention_bias: bool = False
     attention_dropout: float | int = 0.0
     rope_parameters: dict | None = None
@@ -211,6 +215,8 @@ class KHAModelConfig(PreTrainedConfig):
                 "GLA requires `kv_lora_rank` and GTA does not support it, got kha_attention="
                 f"{kind!r} and kv_lora_rank={self.kv_lora_rank}."
             )
+        if self.zero_centered_norms and kind == "gla":
+            raise ValueError("GLA does not support `zero_centered_norms`.")
         layers, kinds = self.num_hidden_layers, self.mlp_layer_types or []
         if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
             raise ValueError(

@@ -30,6 +30,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import (
     rotate_half,
 )
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -313,6 +314,15 @@ class KHASparseMLP(nn.Module):
         return output + shared
 
 
+def center_norms(model: nn.Module) -> None:
+    """Replaces all norms by those of Qwen3-Next, which multiply by `1 + weight` in float32."""
+    for module in list(model.modules()):
+        for name, norm in list(module.named_children()):
+            if isinstance(norm, Glm4MoeRMSNorm):
+                centered = Qwen3NextRMSNorm(len(norm.weight), eps=norm.variance_epsilon)
+                setattr(module, name, centered)
+
+
 class KHADecoderLayer(Glm4MoeDecoderLayer):
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         GradientCheckpointingLayer.__init__(self)  # Skip the parent, which builds other submodules.
@@ -368,6 +378,8 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
         if isinstance(module, Qwen3MoeExperts):
             init.normal_(module.gate_up_proj, mean=0.0, std=std)
             init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, Qwen3NextRMSNorm):
+            init.zeros_(module.weight)
         elif isinstance(module, KHARouter):
             init.normal_(module.weight, mean=0.0, std=std)
             if module.score_function == "sigmoid":
@@ -387,6 +399,8 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         self.norm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.gradient_checkpointing = False
+        if config.zero_centered_norms:
+            center_norms(self)
         attention: Any = self.layers[0].self_attn
         self.config.base_model_tp_plan = type(config).base_model_tp_plan | {
             f"layers.*.self_attn.{module}": style for module, style in attention.tp_plan().items()

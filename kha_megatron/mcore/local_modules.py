@@ -17,7 +17,7 @@ from kha_megatron.errors import ConfigError
 
 
 class TorchNorm(torch.nn.Module):
-    """``WrappedTorchNorm`` with support for sequence parallelism.
+    """``WrappedTorchNorm`` with support for sequence parallelism and ``--apply-layernorm-1p``.
 
     Setting ``sequence_parallel`` on the parameters makes Megatron all-reduce their gradients.
     """
@@ -27,10 +27,28 @@ class TorchNorm(torch.nn.Module):
     ) -> Any:
         accepted = copy.copy(config)
         accepted.sequence_parallel = False
-        norm = WrappedTorchNorm(accepted, hidden_size, eps)
+        norm: Any
+        if config.layernorm_zero_centered_gamma and config.normalization == "RMSNorm":
+            norm = ZeroCenteredRMSNorm(hidden_size, eps)
+        else:
+            norm = WrappedTorchNorm(accepted, hidden_size, eps)
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
+
+
+class ZeroCenteredRMSNorm(torch.nn.Module):
+    """RMSNorm that multiplies by ``1 + weight`` in float32, as Transformer Engine does."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = 1 + self.weight.to(wide.dtype)
+        return torch.nn.functional.rms_norm(wide, scale.shape, scale, self.eps).to(x.dtype)
 
 
 class GatheredDotProductAttention(DotProductAttention):

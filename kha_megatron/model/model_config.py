@@ -74,6 +74,13 @@ class ModelConfig:
     layernorm_epsilon: float = flag(
         1e-5, "--norm-epsilon", argument="layernorm_epsilon", hf="rms_norm_eps"
     )
+    layernorm_zero_centered_gamma: bool = flag(
+        False,
+        "--apply-layernorm-1p",
+        argument="layernorm_zero_centered_gamma",
+        hf="zero_centered_norms",
+    )
+    """Norms multiply by ``1 + weight`` (computed in float32)."""
     qk_layernorm: bool = flag(False, hf="use_qk_norm")
     qk_l2_norm: bool = flag(False)
     swiglu: bool = flag(False, attribute="gated_linear_unit")

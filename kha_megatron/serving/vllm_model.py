@@ -15,7 +15,7 @@ from vllm.distributed.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
-from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -33,6 +33,11 @@ from vllm.model_executor.models.utils import (
 from kha_megatron.heads.knock import MATRICES, module_name
 from kha_megatron.hf.attention_kha import KHAHeads
 from kha_megatron.hf.modeling_kha import KHARouter
+
+
+def rms_norm(config: Any, features: int) -> nn.Module:
+    norm = GemmaRMSNorm if config.zero_centered_norms else RMSNorm  # Gemma: 1 + weight
+    return norm(features, eps=config.rms_norm_eps)
 
 
 class KHAAttention(KHAHeads, Glm4MoeAttention):
@@ -59,6 +64,8 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
             quant_config=quant_config,
             prefix=prefix,
         )
+        if self.use_qk_norm:
+            self.q_norm, self.k_norm = (rms_norm(config, self.head_dim) for _ in range(2))
         self.layer_idx = extract_layer_index(prefix)
         self.add_heads(config, ranks=get_tensor_model_parallel_world_size())
         for parameter in self.parameters():
@@ -159,8 +166,8 @@ class KHADecoderLayer(Qwen3MoeDecoderLayer):
                 quant_config,
                 prefix=f"{prefix}.mlp",
             )
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = rms_norm(config, config.hidden_size)
+        self.post_attention_layernorm = rms_norm(config, config.hidden_size)
 
 
 _KNOCK_ADAPTERS = {
@@ -187,6 +194,9 @@ class KHAModel(Qwen3MoeModel):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=KHADecoderLayer)
+        if get_pp_group().is_last_rank:
+            config = vllm_config.model_config.hf_config
+            self.norm = rms_norm(config, config.hidden_size)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         # The parent class skips biases, but we need them.

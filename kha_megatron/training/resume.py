@@ -132,6 +132,12 @@ def check_model_class(args: Namespace) -> None:
     if (path := path_to_load(args)) is None:
         return
     saved = _stored(path)[1]
+    centered = bool(saved.get("layernorm_zero_centered_gamma"))
+    if centered != args.layernorm_zero_centered_gamma:
+        raise CheckpointError(
+            f"{path} was trained {'with' if centered else 'without'} --apply-layernorm-1p, which "
+            f"changes the meaning of norm weights. {'Add' if centered else 'Remove'} this flag."
+        )
     if saved.get("hybrid_layer_pattern"):
         if args.gpt_model:
             raise CheckpointError(f"{path} contains a HybridModel. Remove --gpt-model.")

@@ -105,6 +105,10 @@ def compare_or_refuse(fields):
         # Another model.
         ({"rotary_base": 500.0}, "rotary_base is 500 and 20000"),
         ({"layernorm_epsilon": 1e-3}, "layernorm_epsilon is 0.001 and 1e-06"),
+        (
+            {"layernorm_zero_centered_gamma": True},
+            "layernorm_zero_centered_gamma is True and False",
+        ),
         ({"kha_value": "gate"}, "kha_value is 'gate' and 'mlp'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -154,19 +154,16 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "kha, gta, no norm, nothing knocked": KHAModelConfig(
         **SIZES | {"kha_attention": "gta", "head_dim": 12, "use_qk_norm": False}
     ),
-    "kha, mla": KHAModelConfig(**SIZES | MLA),
+    "kha, mla": KHAModelConfig(**SIZES | MLA, zero_centered_norms=True),
     "kha, mla, direct queries": KHAModelConfig(
         **SIZES | MLA | {"q_lora_rank": None, "use_qk_norm": False}
     ),
-    "kha, gta, sparse": KHAModelConfig(**KHA_MOE | GTA),
+    "kha, gta, sparse": KHAModelConfig(**KHA_MOE | GTA, zero_centered_norms=True),
     "kha, gla, sparse": KHAModelConfig(**KHA_MOE | GLA | {"n_group": 3, "topk_group": 2}),
     "qwen3_next, sparse": Qwen3NextConfig(
         **QWEN3_MOE | FULL | SHARED | {"rope_parameters": dict(PARTIAL)}
     ),
 }
-
-MINUS_ONE = ("qwen3_next", "qwen3_5_text")
-"""Architectures that store norm weights minus one."""
 
 
 def make(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
@@ -179,12 +176,19 @@ def make(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
             if "inv_freq" in name:
                 continue
             noise = torch.randn(tensor.shape, generator=generator)
-            if tensor.dim() < 2 and config.model_type in MINUS_ONE:
-                tensor.copy_((1 + 0.3 * noise).clamp(0.5, 2) - 1)  # as much as a weight tells
-            elif tensor.dim() < 2 or "_knock." in name:
+            if tensor.dim() < 2 or "_knock." in name:
                 tensor += 0.3 * noise
             else:
                 tensor.copy_(noise * tensor.shape[-1] ** -0.5)
+    return model
+
+
+def make_bfloat16(config: PreTrainedConfig, seed: int = 5) -> torch.nn.Module:
+    """Return a model as transformers loads one in bfloat16: expert biases stay float32."""
+    wide, model = make(config, seed), make(config, seed).bfloat16()
+    for name, buffer in wide.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            model.get_buffer(name).data = buffer
     return model
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
@@ -92,18 +92,28 @@ def test_published_models_become_stock_ones(published, tmp_path, architecture):
     assert verification.logits is None  # their code is never run
 
 
-def test_norm_weights_from_one_half_up_are_exact(tmp_path):
-    """``qwen3_next`` stores ``w - 1``, which bfloat16 holds exactly for these weights."""
+@pytest.mark.parametrize(
+    ("smallest", "dtype", "exact"), [(0.5, None, True), (0.1, None, False), (0.1, "float32", True)]
+)
+def test_rounded_norm_weights_are_reported(run, tmp_path, smallest, dtype, exact):
+    """``qwen3_next`` stores ``w - 1``, which bfloat16 holds exactly for weights from 1/2 up."""
     model = make(CONFIGS["kha, output gate"]).bfloat16()
+    norms = [name for name, _ in model.named_parameters() if name.endswith("norm.weight")]
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith("norm.weight"):
-                weight.copy_(torch.linspace(0.5, 2, len(weight)))
+        for name in norms:
+            weight = model.get_parameter(name)
+            weight.copy_(torch.linspace(smallest, 2, len(weight)))
     model.save_pretrained(tmp_path / "kha")
-    to_hf.plan_export(tmp_path / "kha", architecture="qwen3_next").write(tmp_path / "stock")
-    assert Pair.open(tmp_path / "kha", tmp_path / "stock").compare().agrees
-    to_hf.plan_export(tmp_path / "stock").write(tmp_path / "back")
-    assert_same_tensors(tmp_path / "kha", tmp_path / "back")
+    words = ["--architecture", "qwen3_next", *(("--dtype", dtype) if dtype else ())]
+    code, stdout, stderr = run("convert", "to-hf", tmp_path / "kha", tmp_path / "stock", *words)
+    assert code == 0
+    assert ("all equal" in stdout) == exact
+    assert ("Rounding norm weights to torch.bfloat16" in " ".join(stderr.split())) != exact
+    found = Pair.open(tmp_path / "kha", tmp_path / "stock").compare()
+    assert found.tensors.rounded == ([] if exact else sorted(norms))
+    stored = load_file(tmp_path / "stock" / "model.safetensors")
+    errors = [(1 + stored[n].double() - model.get_parameter(n).double()).abs().max() for n in norms]
+    assert all((error == 0) == exact for error in errors)
 
 
 def test_gates_after_a_trained_knock(tmp_path):

@@ -224,7 +224,7 @@ def test_upcycled_models_keep_every_bit(tmp_path, case, dtype):
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.whole), "bfloat16"])
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.whole)],
+    ["qwen3_moe", "qwen3_next, sparse", pytest.param("deepseek_v3", marks=pytest.mark.whole)],
 )
 def test_upcycled_megatron_models_keep_every_bit(ranks, tmp_path, name, dtype):
     make(CONFIGS[name]).save_pretrained(tmp_path / "stock")

@@ -22,6 +22,7 @@ MLA, GLA, GTA = (
     KHAConfig(attention="gta", query="gate", value="mlp"),
 )
 LATENT = {"multi_latent_attention": True}
+CENTERED = {"layernorm_zero_centered_gamma": True}
 TIED = {"kv_channels": 8}
 
 TALKING = KHAConfig(value="mlp", talking=TalkingHeads())
@@ -74,7 +75,7 @@ ONE_PER_CLAIM = [
     case(khas=(RANDOM,), pp=2, layers=3),  # the stages split a pair of attention and MLP
     case(mtp=2, tp=2, sp=True, savings=FULL),
     case(mtp=1, tp=2, sp=True, pp=2, model="moe"),
-    case(tp=2, sp=True, groups=1),
+    case(tp=2, sp=True, groups=1, config=CENTERED),
     case(tp=4, groups=2),
     case(dp=2, ddp=OVERLAP_ALL),
     case(dp=2, fsdp="torch"),

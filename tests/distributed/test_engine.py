@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed import pieces
-from tests.distributed.cases import ALLGATHER, FOLDED, FULL, OVERLAP_ALL, RANDOM, case
+from tests.distributed.cases import ALLGATHER, CENTERED, FOLDED, FULL, OVERLAP_ALL, RANDOM, case
 from tests.distributed.parallelism import MICROBATCH, train
 from tests.distributed.pieces import errors, quantities
 from tests.distributed.test_mutations import MATRICES_DIFFER, without_copy_on_matrices
@@ -33,7 +33,7 @@ def whole(case):
 
 CASES = [
     case(tp=2, sp=True, ep=2, model="moe", savings=GROUPED),
-    case(tp=2, packed=True, savings=ENGINE),
+    case(tp=2, packed=True, savings=ENGINE, config=CENTERED),
     case(tp=2, groups=2, savings=ENGINE),
     case(tp=2, sp=True, groups=1, savings=ENGINE),
     case(pp=2, khas=(RANDOM,), savings=ENGINE),

@@ -23,6 +23,10 @@ GROUPS = MOE | {"num_experts": 6, "n_group": 3, "topk_group": 2}
             GTA | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 1.0}},
             "partial_rotary_factor must be 0.5 .* got 1.0",
         ),
+        (
+            LATENT | {"kha_attention": "gla", "zero_centered_norms": True},
+            "GLA does not support `zero_centered_norms`",
+        ),
         ({"kha_unknown": {}}, "Unknown fields kha_unknown"),
         (LATENT | {"kha_moh": ROUTED}, "moh"),
         ({"kha_collaborative": {"dim": 8}}, r"collaborative.dim \(8\) must be"),

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kha_megatron.heads.knock import MATRICES
+from kha_megatron.hf import KHAForCausalLM
 from kha_megatron.hf.modeling_kha import HeadSharedLinear
-from tests.hf.conftest import FAMILY, MOE, every_projection, make_model, tokens
+from tests.hf.conftest import FAMILY, LATENT, MOE, every_projection, make_config, make_model, tokens
 
 CASES = {
     **{v: (every_projection(v), {}) for v in MATRICES},
@@ -30,3 +31,18 @@ def test_new_matrices_are_an_exact_no_op(name, dtype):
     ids = tokens()
     with torch.no_grad():
         assert torch.equal(knocked(ids).logits, baseline(ids).logits)
+
+
+@pytest.mark.parametrize("sizes", [{}, MOE, LATENT, {"kha_collaborative": {"dim": 6}}])
+def test_norms_around_zero_start_as_ordinary_norms(sizes):
+    torch.manual_seed(4)
+    centered = KHAForCausalLM(make_config(**sizes, zero_centered_norms=True)).eval()
+    ordinary = KHAForCausalLM(make_config(**sizes)).eval()
+    weights = {k: v for k, v in centered.state_dict().items() if not k.endswith("norm.weight")}
+    missing, unexpected = ordinary.load_state_dict(weights, strict=False)
+    assert not unexpected
+    assert len(missing) > 2 * len(centered.model.layers)
+    assert not any(centered.get_parameter(name).any() for name in missing)
+    ids = tokens()
+    with torch.no_grad():
+        assert torch.equal(centered(ids).logits, ordinary(ids).logits)
