@@ -211,7 +211,7 @@ def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> R
     at = (rank * len(hidden) if layout.sp else 0, 0, 0)
     assert hidden.grad is not None
     parts |= {("output", ""): (at, output.detach()), ("input gradient", ""): (at, hidden.grad)}
-    mistakes += _find_wrong_masking(layout, layer, output.detach(), hidden, rotary)
+    mistakes += _find_wrong_masking(layout, layer, output.detach(), hidden.detach(), rotary)
     if layout.tp == 1:
         mistakes += _find_dependent_tokens(layer, rotary)
         mistakes += _find_missing_effects(kha, layout, layer, rotary)
@@ -344,9 +344,11 @@ def _find_wrong_masking(
         yield f"An explicit causal mask changes the outputs under {layout}."
 
 
-@torch.no_grad()
 def _find_dependent_tokens(layer: Any, options: dict[str, Tensor]) -> Iterator[str]:
-    """Check that outputs do not depend on later tokens or other sequences during training."""
+    """Check that outputs do not depend on later tokens or other sequences during training.
+
+    Gradients are enabled, because ``ranks.trains`` is otherwise False.
+    """
     hidden, others = _inputs()
     output, _ = layer(hidden, None, **options)
     later, sequence = hidden.clone(), hidden.clone()
