@@ -501,6 +501,43 @@ def count_tokens_in_integers() -> None:
                 setattr(self, name, counter.long())
 
 
+def match_fsdp2_parameters() -> None:
+    """Match FSDP2's shards with the optimizer's parameters (upstream's main is not fixed).
+
+    Megatron compares the ``id()`` of local tensors. Since torch 2.14, ``DTensor.to_local()`` returns
+    a new object for a parameter, and saving ends in a KeyError.
+    """
+    from megatron.core.dist_checkpointing import optimizer
+    from torch.distributed.tensor import DTensor
+
+    @patch(optimizer, "to_local_if_dtensor")
+    def get_local_tensor(to_local: Any, tensor: Any) -> Any:
+        return tensor._local_tensor if isinstance(tensor, DTensor) else to_local(tensor)
+
+
+def ignore_saved_strides() -> None:
+    """Load checkpoints strictly that torch 2.15 has written (upstream's main is not fixed).
+
+    Since torch 2.15, a checkpoint's metadata contains the strides of each tensor. Megatron passes
+    all properties to ``torch.empty``, which has no such argument.
+    """
+    from megatron.core.dist_checkpointing.strategies.torch import (
+        TorchDistLoadShardedStrategy,
+        _get_filesystem_reader,
+    )
+
+    @patch(TorchDistLoadShardedStrategy, "load_tensors_metadata")
+    def load_without_strides(
+        load: Any, self: Any, checkpoint_dir: Any, metadata: Any = None
+    ) -> Any:
+        if metadata is None:
+            metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
+        for stored in metadata.state_dict_metadata.values():
+            if properties := getattr(stored, "properties", None):
+                vars(properties).pop("strides", None)
+        return load(self, checkpoint_dir, metadata)
+
+
 @functools.cache  # once per process
 def build_output_layer_without_apex() -> None:
     """Disable gradient accumulation fusion in Megatron's own linear layers if apex is missing.

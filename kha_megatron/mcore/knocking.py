@@ -118,8 +118,7 @@ class MechanismWeight(MegatronModule):
         Megatron only supports shards of equal size, so uneven shards are split into rows.
         """
         weight: Any = self.weight
-        with torch.no_grad():  # must be the optimizer's tensor
-            held = weight.to_local()
+        held = weight._local_tensor  # Megatron identifies the optimizer's parameter by this object
         mesh, rows = weight.device_mesh, len(weight)
         each, ranks, rank = -(-rows // mesh.size()), 1, 0
         step = each if rows % mesh.size() == 0 else 1

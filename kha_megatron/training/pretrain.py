@@ -80,6 +80,8 @@ def run(program_start: float) -> None:
     compat.save_zeros_as_padding()
     compat.let_adams_exchange_states()
     compat.let_fsdp2_resume()
+    compat.match_fsdp2_parameters()
+    compat.ignore_saved_strides()
     compat.log_first_iteration_once()
     compat.build_output_layer_without_apex()
     if cpu.is_installed():

@@ -7,12 +7,12 @@ without any, which stock Megatron cannot save.
 import shlex
 
 import pytest
-import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.recipes import get_recipe
 from tests.faults.jobs import resumed
+from tests.training.test_resume import assert_same_bytes
 
 SMALL = shlex.split("""
 --device cpu --num-layers 2 --hidden-size 24 --ffn-hidden-size 32 --num-attention-heads 4
@@ -28,23 +28,33 @@ def words(folder, *more, preset="kha_mlp"):
     return get_recipe("dense-0.6b").run.updated([*SMALL, *more]).words()
 
 
-@pytest.mark.whole
-@pytest.mark.parametrize(("preset", "ranks"), [("kha_mlp", 2), ("kha_linear", 4)])
-def test_a_recipe_resumes(entry, tmp_path, preset, ranks):
-    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
-    for folder, stop, start in ((stopped, "2", 0), (stopped, "4", 2), (whole, "4", 0)):
-        more = ["--use-torch-fsdp2", "--exit-interval", stop]
-        run = entry(words(folder, *more, preset=preset), ranks)
-        assert run.codes == [0] * ranks, run.output[-4000:]
-        assert resumed(run.output) == start
-    one, two = (MegatronCheckpoint.open(folder) for folder in (stopped, whole))
-    keys = one.keys()
-    assert keys.keys() == two.keys().keys()
+@pytest.mark.versions
+@pytest.mark.parametrize(
+    ("preset", "ranks"),
+    [("kha_mlp", 2), pytest.param("kha_linear", 4, marks=pytest.mark.whole)],
+)
+def test_a_recipe_resumes_and_converts(entry, run, tmp_path, preset, ranks):
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    fsdp = words(whole, "--use-torch-fsdp2", "--exit-interval", "4", preset=preset)
+    for more, start in ((["--save", whole], 0), (["--save", rest, "--ckpt-step", "2"], 2)):
+        trained = entry([*fsdp, *map(str, more)], ranks)
+        assert trained.codes == [0] * ranks, trained.output[-4000:]
+        assert resumed(trained.output) == start
+    assert_same_bytes(whole / "iter_0000004", rest / "iter_0000004", batch=4)
+    keys = MegatronCheckpoint.open(rest).keys()
     matrices = len(MATRICES["mlp" if preset == "kha_mlp" else "linear"])
-    shapes = {key: info.shape for key, info in keys.items() if "knock_value" in key}
-    assert set(shapes.values()) == {(2, matrices, 8, 8)}
-    for key in keys:
-        assert torch.equal(one.tensor(key), two.tensor(key)), key
-    plain = entry(words(stopped, "--no-load-optim", preset=preset), 2)
-    assert plain.codes == [0, 0], plain.output[-4000:]
-    assert resumed(plain.output) == 4
+    shapes = [info.shape for key, info in keys.items() if "knock_value" in key]
+    assert shapes == [(matrices, 8, 8)] * 2
+    code, _, stderr = run("convert", "to-hf", rest, tmp_path / "hf")
+    assert code == 0, stderr[-4000:]
+
+
+@pytest.mark.whole
+def test_a_checkpoint_loads_without_fsdp2(entry, tmp_path):
+    for more, start in (
+        (["--use-torch-fsdp2", "--exit-interval", "2"], 0),
+        (["--no-load-optim"], 2),
+    ):
+        trained = entry(words(tmp_path, *more), 2)
+        assert trained.codes == [0, 0], trained.output[-4000:]
+        assert resumed(trained.output) == start

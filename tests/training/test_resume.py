@@ -43,7 +43,7 @@ BALANCED = [
 ]
 
 
-def assert_same_bytes(one: Path, two: Path) -> None:
+def assert_same_bytes(one: Path, two: Path, batch: int = 6) -> None:
     """Compare model, optimizer, random states and scheduler of two checkpoints."""
     first, second = (TorchDistFolder(path, FileChecks(path, {})) for path in (one, two))
     assert first.tensors.keys() == second.tensors.keys()
@@ -59,7 +59,7 @@ def assert_same_bytes(one: Path, two: Path) -> None:
         assert stored_bytes(first, key) == stored_bytes(second, key), key
     states = [folder.read_object(common)[0] for folder in (first, second)]
     args = [state.pop("args").state for state in states]
-    assert states[0]["opt_param_scheduler"]["num_steps"] == 6 * states[0]["iteration"]
+    assert states[0]["opt_param_scheduler"]["num_steps"] == batch * states[0]["iteration"]
     assert_same(*states, common)
     assert args[0].keys() == args[1].keys()
     different = {name for name in args[0] if repr(args[0][name]) != repr(args[1][name])}
