@@ -51,7 +51,7 @@ class Tiling:
     ) -> bool:
         """Whether we use TMA. It doesn't work with column blocks, and sm_120 then spills."""
         whole = variant == "mlp" or self.columns == padded(head_dim)
-        return whole and dtype.itemsize == 2 and TILINGS[arch] is _HOPPER
+        return whole and dtype.itemsize == 2 and arch in ("sm_90", "sm_100")
 
     def options(self, variant: Variant, head_dim: int) -> dict[str, Any]:
         return {
@@ -117,4 +117,7 @@ _AMPERE = _HOPPER | {
     ("backward_weight", "gate", 128): Tiling(128, 64, 8, 2),
 }
 
-TILINGS = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _HOPPER, "sm_120": _AMPERE}
+# Hopper's tiling would need 288 KB of shared memory here
+_BLACKWELL = _HOPPER | {("backward_weight", "mlp", 128): Tiling(64, 64, 8, 2)}
+
+TILINGS = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_120": _AMPERE}
