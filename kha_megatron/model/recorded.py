@@ -13,7 +13,6 @@ from kha_megatron.heads.registry import mechanism_types
 from kha_megatron.model.fields import rows
 from kha_megatron.model.model_config import ModelConfig
 
-_LAYERS = "decoder.layers."
 _ATTENTION = "self_attention.linear_proj.weight"
 _SIZES = (
     *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
@@ -86,7 +85,7 @@ def _find_mismatch(
     stored = {
         (key, (0, 0, 0, *shape)[-3] if names[0] in key else 0)
         for key, shape in shapes.items()
-        if _LAYERS in key and any(name in key for name in names)
+        if any(name in key for name in names)
     }
     return min((key for key, _ in wanted ^ stored), default=None)
 

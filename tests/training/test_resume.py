@@ -31,6 +31,7 @@ ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-wor
 SHARDED = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 MUON = [*SHARDED, "--optimizer", "muon"]
 DISTRIBUTED_MUON = ["--optimizer", "dist_muon", "--bf16"]
+PREDICTIONS = [*SHARDED, "--hybrid-layer-pattern", "*-*-*-*-/*-", "--mtp-num-layers", "1"]
 EXPERT_PARALLEL = [
     *(*EXPERTS, "--moe-token-dispatcher-type", "allgather", "--use-distributed-optimizer"),
     *("--overlap-grad-reduce", "--overlap-param-gather"),
@@ -111,7 +112,8 @@ def log_lines(run) -> dict[int, str]:
         pytest.param(KHA, MLP, SHARDED, marks=pytest.mark.whole, id="dense"),
         pytest.param(KHA, MLP, [*SHARDED, "--bf16"], marks=pytest.mark.whole, id="dense, bf16"),
         pytest.param(KHA, MLP, EXPERT_PARALLEL, marks=pytest.mark.whole, id="experts"),
-        pytest.param(KHA, MLP, BALANCED, id="experts, bf16"),
+        pytest.param(KHA, MLP, BALANCED, marks=pytest.mark.versions, id="experts, bf16"),
+        pytest.param(KHA, MLP, PREDICTIONS, marks=pytest.mark.versions, id="predictions"),
         pytest.param(KHA, MLP, MUON, marks=pytest.mark.whole, id="muon"),
         pytest.param(KHA, MLP, [*MUON, "--bf16"], id="muon, bf16"),
         pytest.param(KHA, MLP, DISTRIBUTED_MUON, marks=pytest.mark.whole, id="dist_muon"),
