@@ -3,7 +3,6 @@
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -58,6 +57,9 @@ OPTIONAL = {
 }
 """Optional packages: (used for, effect if missing, extra that installs the package)."""
 
+USER_EXTRAS = ("megatron", "launch", "plots", "te", "flash")
+"""Extras that install the packages above and Transformer Engine."""
+
 TE_INSTALL = install_command("te", "--no-build-isolation ")
 
 
@@ -101,19 +103,26 @@ def inspect_components() -> list[Component]:
     return findings
 
 
-@cache
-def _supported() -> dict[str, str]:
-    """Return version specifiers by dependency, e.g. ``{"torch": ">=2.7"}``. Includes extras."""
+def supported_versions() -> dict[str, str]:
+    """Return version specifiers by dependency, e.g. ``{"torch": "<2.16,>=2.9"}``.
+
+    They are those of the installed kha_megatron and of its extras for users. The extras for
+    developers pin some packages.
+    """
     try:
         lines = metadata.requires("kha-megatron") or []
     except metadata.PackageNotFoundError:
         return {}
-    requirements = [Requirement(line) for line in reversed(lines)]  # first entries take precedence
-    return {canonicalize_name(r.name): str(r.specifier) for r in requirements if r.specifier}
+    versions = {}
+    for requirement in map(Requirement, lines):
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in USER_EXTRAS):
+            versions[canonicalize_name(requirement.name)] = str(requirement.specifier)
+    return versions
 
 
 def _package(name: str, present: str, absent: str, install: str | None = None) -> Component:
-    versions = _supported().get(name, "")
+    versions = supported_versions().get(name, "")
     try:  # Megatron may be imported from a source tree instead of the installed package
         found = installed_version() if name == "megatron-core" else version_of(name)
     except VersionError:

@@ -2,11 +2,18 @@
 
 import json
 import sys
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
+import kha_megatron
 from kha_megatron.cli import doctor
+
+ROOT = Path(kha_megatron.__file__).parents[1]
 
 
 @pytest.fixture
@@ -14,15 +21,16 @@ def site(tmp_path, monkeypatch):
     """Return a function that adds files and distributions in front of the module path."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def add(files=(), distribution=None, version=None):
+    def add(files=(), distribution=None, version=None, requires=()):
         for name in files:
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text("raise SystemExit('imported')")
         if distribution:
             folder = tmp_path / f"{distribution.replace('-', '_')}-{version}.dist-info"
             folder.mkdir()
-            text = f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
-            (folder / "METADATA").write_text(text)
+            lines = ["Metadata-Version: 2.1", f"Name: {distribution}", f"Version: {version}"]
+            lines += [f"Requires-Dist: {requirement}" for requirement in requires]
+            (folder / "METADATA").write_text("\n".join(lines) + "\n")
 
     return add
 
@@ -31,6 +39,7 @@ def check(name):
     return next(finding for finding in doctor.inspect_components() if finding.name == name)
 
 
+@pytest.mark.versions
 def test_this_environment_can_train(run):
     code, stdout, _ = run("doctor", "--json")
     report = json.loads(stdout)
@@ -39,7 +48,6 @@ def test_this_environment_can_train(run):
     for name in ("torch", "transformers", "megatron-core", "tokenizers"):
         assert found[name]["found"] == metadata.version(name)
         assert found[name]["status"] == "ok"
-    assert found["torch"]["supported"].startswith(">=")
 
 
 def test_an_unsupported_version_blocks(site, run):
@@ -49,6 +57,31 @@ def test_an_unsupported_version_blocks(site, run):
     code, stdout, _ = run("doctor")
     assert code == 1
     assert "torch: run `pip install 'torch>=" in stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("2.8.0", "ok"), ("2.20.2", "ok"), ("2.7.0", "wrong"), ("3.0", "wrong")]
+)
+def test_pins_for_developers_are_not_bounds_for_users(site, monkeypatch, version, status):
+    monkeypatch.setattr(doctor, "lacks_te_extension", lambda: False)
+    pins = ['transformer-engine==2.20.2; extra == "dev"', "torch<2.16,>=2.9"]  # sorted by extra
+    ours = [*pins, 'transformer-engine[pytorch]<2.21,>=2.8; extra == "te"']
+    site(distribution="kha-megatron", version="0.1.0", requires=ours)
+    site(distribution="transformer-engine", version=version)
+    engine = check("transformer-engine")
+    assert (engine.status, engine.supported) == (status, "<2.21,>=2.8")
+
+
+@pytest.mark.versions
+def test_bounds_are_those_of_pyproject():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = list(project["dependencies"])
+    for extra in ("megatron", "launch", "plots", "te", "flash"):
+        lines += project["optional-dependencies"][extra]
+    bounds = {line.name: line.specifier for line in map(Requirement, lines)}
+    supported = {row.name: SpecifierSet(row.supported) for row in doctor.inspect_components()}
+    for name in bounds.keys() & supported.keys():
+        assert supported[name] == bounds[name], f"{name}: the environment is older: run make setup"
 
 
 @pytest.mark.parametrize(("minor", "status"), [(19, "ok"), (16, "wrong")])
