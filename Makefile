@@ -5,7 +5,7 @@ export VENV
 # Containers often set this variable. Every process would then recompile torch and Megatron, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-fast test-all test-slurm test-serving test-bridge test-upstream release-check gpu-check gpu-bench docs lint
+.PHONY: help setup quickstart test test-fast test-all test-versions test-slurm test-serving test-bridge test-upstream release-check gpu-check gpu-bench docs lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -28,6 +28,9 @@ test-fast: setup lint ## Run one test per claim, 3 minutes
 
 test-all: setup lint ## Run all test cases and write the tables of benchmarks/
 	@$(PYTEST) --whole --parallelism-table=benchmarks/parallelism.md --faults-table=benchmarks/faults.md $(ARGS)
+
+test-versions: setup ## Test the newest and the oldest versions of dependencies (ARGS=newest)
+	@tools/test_versions.sh $(ARGS)
 
 test-slurm: setup ## Train on three Slurm nodes on this machine, which fail (root, Debian)
 	@tools/test_slurm.sh --nodes-table=benchmarks/faults.md $(ARGS)

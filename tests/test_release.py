@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import kha_megatron
 
@@ -37,3 +38,40 @@ def test_classifiers_and_licenses_agree():
     assert versions[0] == re.search(r">=(3\.\d+)", project["requires-python"])[1]
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["license"] == project["license"]
+
+
+def describe_bounds(requirement):
+    """Describe ``>=2.9,<2.16`` as ``2.9 to 2.15``."""
+    bounds = {specifier.operator: specifier.version for specifier in requirement.specifier}
+    major, minor = bounds["<"].split(".")
+    newest = f"{major}.{int(minor) - 1}"
+    return newest if newest == bounds[">="] else f"{bounds['>=']} to {newest}"
+
+
+def test_documented_versions_are_the_bounds():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lines = [*project["dependencies"], *extras["launch"], *extras["te"]]
+    requirements = {line.name: line for line in map(Requirement, lines)}
+    table = (ROOT / "docs" / "support.md").read_text()
+    guide = " ".join((ROOT / "docs" / "start.md").read_text().split())
+    for name, title in (
+        ("torch", "torch"),
+        ("transformers", "transformers"),
+        ("nemo-run", "NeMo-Run"),
+        ("transformer-engine", "Transformer Engine"),
+    ):
+        assert f"| {title} | {describe_bounds(requirements[name])}" in table
+    for name in ("torch", "transformers"):
+        assert f"{name} {describe_bounds(requirements[name])}" in guide
+
+
+def test_every_dependency_has_an_upper_bound():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = list(project["dependencies"])
+    for extra in project["optional-dependencies"].values():
+        lines += extra
+    for requirement in map(Requirement, lines):
+        operators = {specifier.operator for specifier in requirement.specifier}
+        ours = requirement.name == "kha-megatron"
+        assert ours or operators in ({">=", "<"}, {"=="}), requirement

@@ -504,8 +504,8 @@ def count_tokens_in_integers() -> None:
 def match_fsdp2_parameters() -> None:
     """Match FSDP2's shards with the optimizer's parameters (upstream's main is not fixed).
 
-    Megatron compares the ``id()`` of local tensors. Since torch 2.14, ``DTensor.to_local()`` returns
-    a new object for a parameter, and saving ends in a KeyError.
+    Megatron compares the ``id()`` of local tensors. Since torch 2.14, ``DTensor.to_local()``
+    returns a new object for a parameter, and saving ends in a KeyError.
     """
     from megatron.core.dist_checkpointing import optimizer
     from torch.distributed.tensor import DTensor

@@ -52,6 +52,7 @@ def edit_config(folder, **changes):
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
+@pytest.mark.versions
 def test_greedy_output_matches_transformers(run, original, tokenizer):
     code, printed, stderr = run("generate", original, PROMPT, "--greedy", "--max-new-tokens", 9)
     assert code == 0, stderr

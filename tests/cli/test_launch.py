@@ -109,6 +109,7 @@ def test_failed_rank_is_quoted_and_sets_the_exit_code(code, tmp_path, monkeypatc
     assert printed["last_step"]["loss"] == 7.25
 
 
+@pytest.mark.versions
 @pytest.mark.whole
 def test_a_stopped_run_continues_with_the_printed_command(corpus, tmp_path, nemorun_home):  # noqa: F811
     prepared = Path(corpus[corpus.index("--data-path") + 1]).parent

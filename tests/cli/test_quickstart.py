@@ -76,6 +76,7 @@ def _check(output, stdout, presets, mechanisms):
     assert not list(output.parent.rglob("*.partial-*"))
 
 
+@pytest.mark.versions
 def test_quickstart_on_an_earlier_text(run, tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "quick start"
     output.mkdir()

@@ -28,7 +28,7 @@ QUICK = {
     "kha, gta, sparse": "TP2",
     "kha, gla, sparse": "EP2",
 }
-"""Models of ``make test``, each under one layout."""
+"""Models of ``make test`` and ``make test-versions``, each under one layout."""
 
 
 def runs():
@@ -36,7 +36,8 @@ def runs():
     for name, config in CONFIGS.items():
         sparse = any(getattr(config, n, 0) for n in ("num_experts", "n_routed_experts"))
         for layout in LAYOUTS if sparse else ("1 rank", "TP2", "PP2"):
-            marks = () if layout == QUICK.get(name) else pytest.mark.whole
+            quick = layout == QUICK.get(name)
+            marks = pytest.mark.versions if quick else pytest.mark.whole
             yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
 
 
@@ -84,6 +85,7 @@ def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, la
     assert_same_tensors(folder, back(saved, name, tmp_path))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trips_keep_tensors_and_settings(models, converted, tmp_path, name):
     folder = models(name)[0]

@@ -118,6 +118,7 @@ def folded(tmp_path_factory):
     return dict(zip(FOLDED, zip(found, expected, strict=True), strict=True))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("case", FOLDED)
 def test_folded_models_are_stock_and_compute_the_same(folded, case):
     found, expected = folded[case]

@@ -42,6 +42,7 @@ def decoded(folder):
     return [tokenizer.decode(np.array(document)[:-1]) for document in dataset]
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_each_record_becomes_a_document(run, tmp_path, name):
     source = write(tmp_path / name)

@@ -52,6 +52,7 @@ def files(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.versions
 def test_text_comes_back_from_the_dataset(prepared):
     out, report = prepared
     tokenizer = AutoTokenizer.from_pretrained(out / "tokenizer", trust_remote_code=False)

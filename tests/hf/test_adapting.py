@@ -24,6 +24,7 @@ def test_resizing_the_vocabulary_keeps_the_logits(tied, rows, tmp_path):
         assert torch.equal(load(tmp_path)(ids).logits, after)
 
 
+@pytest.mark.versions
 def test_lora_trains_and_merges_on_projections_and_shared_matrices(tmp_path):
     peft = pytest.importorskip("peft", reason="needs peft: make setup installs it")
     model = make_model(MIXED)
