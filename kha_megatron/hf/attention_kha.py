@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from transformers import initialization as init
-from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
@@ -44,6 +43,8 @@ from kha_megatron.hf.modeling_kha import (
     KHAModule,
     Module,
     apply_rotary,
+    pop_cache,
+    update_paged_cache,
 )
 
 logger = logging.get_logger(__name__)
@@ -311,6 +312,7 @@ def _attention_forward(
     seen: dict[str, Tensor],
     **kwargs,
 ) -> tuple[Tensor, Tensor | None]:
+    key, value = update_paged_cache(module, key, value, kwargs)
     # FlashAttention requires q, k and v to have the same head dim. transformers only pads v, but
     # here q and k can also be the smaller ones.
     width = padded = value.shape[-1]
@@ -368,9 +370,9 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
         hidden_states: Tensor,
         position_embeddings: CosSin,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
+        cache = pop_cache(kwargs)
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
         seen = self.read_input(hidden_states)
@@ -386,8 +388,9 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
             query, key = self.q_norm(query), self.k_norm(key)
         query = apply_rotary(query.transpose(1, 2), *position_embeddings)
         key = apply_rotary(key.transpose(1, 2), *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        key, value = update_paged_cache(self, key, value, kwargs)
         # Keep this call here. vLLM looks for it in the source code of `forward`.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -433,9 +436,9 @@ class KHASharedKeyAttention(KHAHeads, Glm4MoeAttention):
         hidden_states: Tensor,
         position_embeddings: CosSin,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
+        cache = pop_cache(kwargs)
         input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         heads = (*input_shape, -1, self.head_dim)
         query, key, value = self.apply_heads(
@@ -450,8 +453,8 @@ class KHASharedKeyAttention(KHAHeads, Glm4MoeAttention):
         query = apply_rotary(query.transpose(1, 2), *position_embeddings)
         key = apply_rotary(key.transpose(1, 2), *position_embeddings)
         value = value.flatten(-2)[:, None]
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         value = value.squeeze(1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         key = key.expand(-1, value.shape[1], -1, -1)
         return _attention_forward(
@@ -487,13 +490,13 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         hidden_states: Tensor,
         position_embeddings: CosSin,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
         position_ids: Tensor | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         # QK-norm needs complete keys, and those are different in each group. If it's enabled, we
         # cache the rotary half before RoPE and rotate the whole cache in every step. This assumes
         # consecutive positions, i.e. left padding is fine but packed sequences are not supported.
+        cache = pop_cache(kwargs)
         input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         heads = (*input_shape, -1, self.head_dim)
         query = self.q_knock(self.q_proj(hidden_states).view(heads))
@@ -504,9 +507,9 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         else:
             rotary = apply_rotary(rotary, *position_embeddings)
         query = apply_rotary(query.transpose(1, 2), *position_embeddings)
-        if past_key_values is not None:
-            last = past_key_values.get_seq_length(self.layer_idx) + input_shape[1] - 1
-            rotary, tied = past_key_values.update(rotary, tied, self.layer_idx)
+        if cache is not None:
+            last = cache.get_seq_length(self.layer_idx) + input_shape[1] - 1
+            rotary, tied = cache.update(rotary, tied, self.layer_idx)
             if self.use_qk_norm:
                 positions = torch.arange(tied.shape[-2], device=tied.device)[None]
                 if position_ids is not None:
@@ -561,9 +564,9 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         hidden_states: Tensor,
         position_embeddings: CosSin,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
+        cache = pop_cache(kwargs)
         input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
         if self.q_lora_rank is None:
             query = self.q_proj(hidden_states)
@@ -578,8 +581,8 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         )
         latent = self.kv_a_layernorm(latent)
         turned, rotary = apply_rotary_pos_emb_interleave(turned, rotary, *position_embeddings)
-        if past_key_values is not None:
-            latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
+        if cache is not None:
+            latent, rotary = cache.update(latent, rotary, self.layer_idx)
         query = torch.cat([self.q_knock(plain), turned], dim=-1)
         key, value = self.expand_kv(latent, rotary)
         return _attention_forward(

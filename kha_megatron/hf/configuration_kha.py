@@ -76,7 +76,7 @@ class KHAModelConfig(PreTrainedConfig):
     """
 
     model_type = "kha"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     # The expert kernels in transformers use this name.
     attribute_map = {"num_local_experts": "num_experts"}  # noqa: RUF012
 

@@ -4,6 +4,9 @@ This is GLM-4-MoE with Knocking-Heads Attention (https://huggingface.co/papers/2
 softmax routing as in Megatron and a configurable MLP type (dense or sparse) for each layer.
 """
 
+import inspect
+from collections.abc import Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -108,6 +111,49 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
 
 
+# transformers 5.24 renamed `past_key_values` to `cache` in all layers.
+CACHE_ARGUMENTS = ("past_key_values", "cache")
+# Before, it passed the paged cache of continuous batching as `cache` to the attention functions.
+LAYERS_UPDATE_PAGED_CACHE = "cache" in inspect.signature(Glm4MoeAttention.forward).parameters
+
+
+def pop_cache(arguments: dict[str, Any]) -> Cache | None:
+    """
+    Remove the KV cache from the keyword arguments of an attention layer.
+
+    A cache that the layer does not use is an error. Otherwise, every new token would only attend to
+    itself.
+    """
+    names = [name for name, value in arguments.items() if isinstance(value, Cache)]
+    if unknown := set(names) - set(CACHE_ARGUMENTS):
+        raise TypeError(
+            f"The KV cache was passed as {min(unknown)!r}, which this model does not support. "
+            f"Expected {' or '.join(map(repr, CACHE_ARGUMENTS))}. Please update the code of the "
+            "model or use an older version of transformers."
+        )
+    if not names and arguments.get("use_cache"):
+        raise ValueError(
+            "use_cache=True requires a KV cache, but the attention layer received none. Please "
+            "pass `past_key_values` or use_cache=False."
+        )
+    cache = arguments.pop(names[0]) if names else None
+    arguments.pop("past_key_values", None)
+    return cache
+
+
+def update_paged_cache(
+    layer: Any, key: Tensor, value: Tensor, arguments: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """
+    Update the paged cache of continuous batching, and return all keys and values.
+
+    This changes `arguments`, which have to be passed to the attention function.
+    """
+    if not LAYERS_UPDATE_PAGED_CACHE or arguments.get("cache") is None:
+        return key, value
+    return arguments.pop("cache").update(key, value, layer.layer_idx, kwargs=arguments)
+
+
 Module: Any = nn.Module  # Otherwise type checkers infer `Tensor | Module` for its attributes.
 
 
@@ -146,10 +192,10 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         hidden_states: Tensor,
         position_embeddings: CosSin,
         attention_mask: Tensor | None,
-        past_key_values: Cache | None = None,
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         # Apply KHA before updating the cache, so only new tokens are transformed when decoding.
+        cache = pop_cache(kwargs)
         input_shape = hidden_states.shape[:-1]
         heads = (*input_shape, -1, self.head_dim)
         query = self.q_knock(self.q_proj(hidden_states).view(heads))
@@ -159,8 +205,9 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
             query, key = self.q_norm(query), self.k_norm(key)
         query = apply_rotary(query.transpose(1, 2), *position_embeddings)
         key = apply_rotary(key.transpose(1, 2), *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        key, value = update_paged_cache(self, key, value, kwargs)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -343,6 +390,8 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
         "attentions": KHAModule,
         "router_logits": OutputRecorder(KHARouter, index=0),
     }
+    # With transformers 5.24, the parent class also keeps the weight of the router in float32.
+    _keep_in_fp32_modules_strict = ["e_score_correction_bias"]  # noqa: RUF012
     # The parent class skips the layer indices that are MTP layers in GLM checkpoints.
     _keys_to_ignore_on_load_unexpected = None
 
@@ -406,6 +455,30 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
             f"layers.*.self_attn.{module}": style for module, style in attention.tp_plan().items()
         }
         self.post_init()
+
+    @wraps(Glm4MoeModel.forward)
+    def forward(self, *args, **kwargs):
+        lengths = [cache.get_seq_length() for cache in find_caches((*args, *kwargs.values()))]
+        output = super().forward(*args, **kwargs)
+        caches = find_caches(output.values() if isinstance(output, dict) else output)
+        if caches and not torch.compiler.is_compiling():
+            check_is_longer(caches[0], lengths[0] if lengths else 0)
+        return output
+
+
+def find_caches(values: Iterable[Any]) -> list[Cache]:
+    return [value for value in values if isinstance(value, Cache)]
+
+
+def check_is_longer(cache: Cache, before: int) -> None:
+    """Raise an error if a forward pass did not add tokens to the KV cache."""
+    length = cache.get_seq_length()
+    # The length of a static cache is a tensor. Reading it would wait for the GPU.
+    if isinstance(length, int) and length <= before:
+        raise RuntimeError(
+            f"The forward pass did not lengthen the KV cache: it has {length} tokens and had "
+            f"{before} before. Please use another version of transformers or use_cache=False."
+        )
 
 
 class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):
