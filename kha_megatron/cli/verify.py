@@ -24,6 +24,8 @@ def compare_models(
 ) -> None:
     """Compare the tensors, settings and logits of two checkpoints.
 
+    For Hugging Face models, decoding with a KV cache is also compared with one forward pass.
+
     You can also compare a model with its folded version, or an upcycled model with the original.
     The exit code is 1 if the models differ.
 
@@ -88,6 +90,9 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
         f"largest difference {logits.max_difference:.2e}, mean {logits.mean_difference:.2e}"
     )
     rows["KL divergence"] = f"{logits.kl:.2e} nats"
+    if verification.decoding:
+        largest = max(decoding.max_difference for decoding in verification.decoding)
+        rows["decoding with a cache"] = f"largest difference {largest:.2e}"
     return rows | {"same most likely token": f"{logits.argmax:.2%} of {logits.tokens}"}
 
 
@@ -104,6 +109,11 @@ def _find_differences(verification: "Verification") -> dict[str, str]:
     if logits is not None and not logits.agrees:
         where = "" if logits.first_layer is None else f" starting at layer {logits.first_layer}"
         rows["different logits"] = f"{logits.max_difference:.2e} exceeds {logits.limit:g}{where}"
+    for decoding in verification.decoding:
+        if not decoding.agrees:
+            rows["different decoding with a cache"] = (
+                f"{decoding.max_difference:.2e} exceeds {decoding.limit:g} in {decoding.path}"
+            )
     return rows
 
 

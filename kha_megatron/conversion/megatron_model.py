@@ -32,6 +32,8 @@ class Outputs(NamedTuple):
     """``[batch, seq, vocab]``. For Megatron models, this includes the vocab padding."""
     layers: list[Tensor]
     """Output of each decoder layer, ``[batch, seq, hidden]``."""
+    decoded: Tensor | None = None
+    """Logits of decoding with a KV cache. None for Megatron models."""
 
 
 def run_megatron(iteration: Path, tokens: Tensor, *, rounded_to: torch.dtype) -> Outputs:

@@ -1,11 +1,14 @@
 """Compare two checkpoints: tensors, settings and logits.
 
 We don't use our conversion code for logits. Instead, Megatron checkpoints are loaded by Megatron,
-and Hugging Face models by transformers.
+and Hugging Face models by transformers. The latter are also compared with themselves: decoding with
+a KV cache has to give the same logits as one forward pass.
 """
 
+import inspect
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +38,7 @@ from kha_megatron.conversion.transforms import (
     upcycle_heads,
 )
 from kha_megatron.errors import CheckpointError, in_one_line
+from kha_megatron.hf.modeling_kha import find_caches
 
 BATCH, LENGTH = 2, 64
 LOGIT_TOLERANCE = 1e-4
@@ -99,6 +103,20 @@ class Agreement:
 
 
 @dataclass(frozen=True)
+class Decoding:
+    """How much decoding with a KV cache differs from one forward pass of a Hugging Face model."""
+
+    path: Path
+    max_difference: float
+    """Largest difference between float32 logits."""
+    limit: float = LOGIT_TOLERANCE
+
+    @property
+    def agrees(self) -> bool:
+        return self.max_difference < self.limit
+
+
+@dataclass(frozen=True)
 class Verification:
     """Result of :meth:`Pair.compare`."""
 
@@ -107,11 +125,14 @@ class Verification:
     """None if we didn't compare logits."""
     settings: list[str] = field(default_factory=list)
     """Settings that differ, e.g. ``rotary_base 500.0 against 10000.0``."""
+    decoding: list[Decoding] = field(default_factory=list)
+    """One entry for each Hugging Face model. Empty if we didn't compare logits."""
 
     @property
     def agrees(self) -> bool:
         same = self.tensors.agrees and not self.settings
-        return same and (self.logits is None or self.logits.agrees)
+        decodes = all(decoding.agrees for decoding in self.decoding)
+        return same and decodes and (self.logits is None or self.logits.agrees)
 
 
 @dataclass(frozen=True)
@@ -178,7 +199,8 @@ class Pair:
             needed = f"{self.needed_bytes / 10**9:.1f} GB"
             announce(f"Skipping the logit comparison, which needs {needed} of free memory.")
             return compared
-        return replace(compared, logits=compare_logits(self))
+        logit_comparison, decoding = compare_logits(self)
+        return replace(compared, logits=logit_comparison, decoding=decoding)
 
 
 def _dtype(source: ModelSource) -> torch.dtype:
@@ -259,8 +281,11 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
-def compare_logits(pair: Pair) -> Agreement:
-    """Run both models on the same random tokens and compare their logits."""
+def compare_logits(pair: Pair) -> tuple[Agreement, list[Decoding]]:
+    """Run both models on the same random tokens and compare their logits.
+
+    Hugging Face models also decode these tokens with a KV cache.
+    """
     models, paths = (pair.one.model, pair.other.model), (pair.one.path, pair.other.path)
     tokens = torch.randint(
         0,
@@ -269,8 +294,14 @@ def compare_logits(pair: Pair) -> Agreement:
         generator=torch.Generator().manual_seed(0),
     )
     smaller = min(_dtype(pair.other), _dtype(pair.one), key=lambda dtype: dtype.itemsize)
-    agreement = compare_outputs(*(run_model(path, tokens, smaller) for path in paths))
-    return agreement if pair.exact else replace(agreement, limit=None)
+    outputs = [run_model(path, tokens, smaller, decode=True) for path in paths]
+    agreement = compare_outputs(*outputs)
+    decoding = [
+        Decoding(path, (output.decoded - output.logits).abs().max().item())
+        for path, output in zip(paths, outputs, strict=True)
+        if output.decoded is not None
+    ]
+    return agreement if pair.exact else replace(agreement, limit=None), decoding
 
 
 def loss_of(path: Path, tokens: Tensor) -> float:
@@ -281,8 +312,13 @@ def loss_of(path: Path, tokens: Tensor) -> float:
     ).item()
 
 
-def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
-    """Run a checkpoint in float32. See :func:`run_megatron` for the arguments."""
+def run_model(
+    path: Path, tokens: Tensor, rounded_to: torch.dtype, *, decode: bool = False
+) -> Outputs:
+    """Run a checkpoint in float32. See :func:`run_megatron` for the arguments.
+
+    With ``decode``, Hugging Face models run a second time with a KV cache.
+    """
     if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
     # torch's grouped GEMM needs row sizes that are multiples of 16 bytes
@@ -291,7 +327,32 @@ def run_model(path: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
         for parameter in model.parameters():
             parameter.copy_(parameter.to(rounded_to))
         layers = record_layers(model.model.layers)
-        return Outputs(model.eval()(tokens).logits, layers)
+        logits = model.eval()(tokens, use_cache=False).logits
+        layers = list(layers)  # without those of decoding
+        decoded = decode_with_cache(model, tokens) if decode else None
+        return Outputs(logits, layers, decoded)
+
+
+def decode_with_cache(model: Any, tokens: Tensor) -> Tensor:
+    """Compute the logits of a prompt, a chunk and two single tokens with a KV cache."""
+    parameters = inspect.signature(model.forward).parameters
+    argument = "cache" if "cache" in parameters else "past_key_values"  # since transformers 5.24
+    arguments: dict[str, Any] = {"use_cache": True}
+    logits = []
+    for chunk in _split_for_decoding(tokens):
+        output = model(chunk, **arguments)
+        logits.append(output.logits)
+        arguments[argument] = find_caches(output.values())[0]
+    return torch.cat(logits, dim=1)
+
+
+def _split_for_decoding(tokens: Tensor) -> Iterator[Tensor]:
+    length = tokens.shape[1]
+    ends = sorted({max(1, length // 2), max(1, length - 2), max(1, length - 1), length})
+    start = 0
+    for end in ends:
+        yield tokens[:, start:end]
+        start = end
 
 
 def load_hf_model(path: Path, **settings: Any) -> Any:

@@ -6,13 +6,14 @@ import shutil
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicLayer
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.megatron_model import Outputs
 from kha_megatron.conversion.verify import LOGIT_TOLERANCE, Pair, compare_outputs
 from kha_megatron.hf import KHAModelConfig
-from tests.conversion.models import KHA_MOE, SIZES, edit_config, edit_tensors, make
+from tests.conversion.models import CONFIGS, KHA_MOE, SIZES, edit_config, edit_tensors, make
 
 LAYER = "model.layers.1."
 EXPERT = LAYER + "mlp.experts.{}.{}_proj.weight"
@@ -111,6 +112,32 @@ def test_folded_and_upcycled_models_agree(tmp_path):
     assert not found.agrees
     assert found.tensors.missing
     assert found.tensors.unexpected
+
+
+@pytest.mark.parametrize("name", ["qwen3", "kha, gta", "qwen3_5_text"])
+def test_decoding_is_compared_with_one_pass(run, tmp_path, monkeypatch, name):
+    folder = tmp_path / "model"
+    make(CONFIGS[name]).save_pretrained(folder)
+    code, stdout, _ = run("verify", folder, folder, "--json")
+    decoding = json.loads(stdout)["decoding"]
+    assert code == 0
+    assert [entry["path"] for entry in decoding] == [str(folder)] * 2
+    assert all(0 < entry["max_difference"] < LOGIT_TOLERANCE for entry in decoding)
+    update = DynamicLayer.update
+
+    def forget(layer, keys, values, *args, **settings):
+        """Keep only the values of new tokens, as if the others had been lost."""
+        found_keys, found_values = update(layer, keys, values, *args, **settings)
+        found_values = found_values.clone()
+        found_values[..., : -values.shape[-2], :] = 0
+        return found_keys, found_values
+
+    monkeypatch.setattr(DynamicLayer, "update", forget)
+    code, stdout, stderr = run("verify", folder, folder, "--json")
+    report = json.loads(stdout)
+    assert (code, report["agrees"], report["logits"]["max_difference"]) == (1, False, 0.0)
+    assert report["decoding"][0]["max_difference"] > 0.01
+    assert "different decoding with a cache" in " ".join(stderr.split())
 
 
 def test_compare():
