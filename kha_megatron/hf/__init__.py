@@ -9,17 +9,37 @@ Importing this package registers the `kha` model type with the Auto classes, so 
 ```
 """
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.hf import attention_kha  # noqa: F401 (registers further attention classes)
 from kha_megatron.hf.configuration_kha import KHAModelConfig
-from kha_megatron.hf.modeling_kha import KHAForCausalLM, KHAModel, KHAPreTrainedModel
+from kha_megatron.hf.modeling_kha import (
+    KHAForCausalLM,
+    KHAForQuestionAnswering,
+    KHAForSequenceClassification,
+    KHAForTokenClassification,
+    KHAModel,
+    KHAPreTrainedModel,
+)
 from kha_megatron.hf.modelling_files import write_modelling_files
 
 AutoConfig.register(KHAModelConfig.model_type, KHAModelConfig, exist_ok=True)
-AutoModel.register(KHAModelConfig, KHAModel, exist_ok=True)
-AutoModelForCausalLM.register(KHAModelConfig, KHAForCausalLM, exist_ok=True)
+for auto_class, model_class in (
+    (AutoModel, KHAModel),
+    (AutoModelForCausalLM, KHAForCausalLM),
+    (AutoModelForQuestionAnswering, KHAForQuestionAnswering),
+    (AutoModelForSequenceClassification, KHAForSequenceClassification),
+    (AutoModelForTokenClassification, KHAForTokenClassification),
+):
+    auto_class.register(KHAModelConfig, model_class, exist_ok=True)
 KHAModelConfig.write_code = staticmethod(write_modelling_files)
 
 
@@ -30,6 +50,9 @@ def read_kha(config: KHAModelConfig) -> KHAConfig:
 
 __all__ = [
     "KHAForCausalLM",
+    "KHAForQuestionAnswering",
+    "KHAForSequenceClassification",
+    "KHAForTokenClassification",
     "KHAModel",
     "KHAModelConfig",
     "KHAPreTrainedModel",

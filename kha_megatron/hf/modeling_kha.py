@@ -12,13 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModel
 from transformers import initialization as init
 from transformers.cache_utils import Cache
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.glm4_moe.modeling_glm4_moe import (
     Glm4MoeAttention,
@@ -395,6 +401,13 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     # The parent class skips the layer indices that are MTP layers in GLM checkpoints.
     _keys_to_ignore_on_load_unexpected = None
 
+    def __init__(self, config: KHAModelConfig) -> None:
+        self._check_config(config)
+        # The classification heads build their base model with `AutoModel`. With remote code, the
+        # class of `config` comes from another copy of `configuration_kha`.
+        AutoModel.register(type(config), KHAModel, exist_ok=True)
+        super().__init__(config)
+
     def _check_config(self, config: KHAModelConfig) -> None:
         """Validate the config. Disables SDPA, FlashAttention etc. if the model needs eager."""
         in_vllm = config._attn_implementation == "vllm"
@@ -493,4 +506,24 @@ class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):
         self.post_init()
 
 
-__all__ = ["HeadSharedLinear", "KHAForCausalLM", "KHAModel", "KHAPreTrainedModel"]
+class KHAForQuestionAnswering(GenericForQuestionAnswering, KHAPreTrainedModel):
+    """The KHA model with a span classification head on top."""
+
+
+class KHAForSequenceClassification(GenericForSequenceClassification, KHAPreTrainedModel):
+    """The KHA model with a sequence classification head on top."""
+
+
+class KHAForTokenClassification(GenericForTokenClassification, KHAPreTrainedModel):
+    """The KHA model with a token classification head on top."""
+
+
+__all__ = [
+    "HeadSharedLinear",
+    "KHAForCausalLM",
+    "KHAForQuestionAnswering",
+    "KHAForSequenceClassification",
+    "KHAForTokenClassification",
+    "KHAModel",
+    "KHAPreTrainedModel",
+]

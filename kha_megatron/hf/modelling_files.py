@@ -18,6 +18,9 @@ AUTO_MAP = {
     "AutoConfig": "configuration_kha.KHAModelConfig",
     "AutoModel": "modeling_kha.KHAModel",
     "AutoModelForCausalLM": "modeling_kha.KHAForCausalLM",
+    "AutoModelForQuestionAnswering": "modeling_kha.KHAForQuestionAnswering",
+    "AutoModelForSequenceClassification": "modeling_kha.KHAForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_kha.KHAForTokenClassification",
 }
 """The `auto_map` for `config.json`. Note that vLLM needs the `AutoModel` entry."""
 
@@ -50,6 +53,13 @@ def modelling_files(config: Any) -> dict[str, str]:
         + _IMPORT.sub(lambda found: f"from .{_file_name(found[1])} import", source)
         for module, source in sources.items()
     }
+
+
+def is_modelling_file(path: Path) -> bool:
+    """Check for the first line that :func:`modelling_files` writes."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        first_line = file.readline()
+    return first_line.startswith("# ") and "kha-megatron" in first_line
 
 
 def _collect(module: str, config: Any, sources: dict[str, str]) -> None:
