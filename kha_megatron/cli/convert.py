@@ -276,6 +276,33 @@ def upcycle(
     _finish(plan, written, workers, verify, as_json, losses)
 
 
+@convert_app.command("update-code")
+def update_code(
+    model: Annotated[Path, typer.Argument(help="Directory of an exported kha model.")],
+    heads_from: HeadsFrom = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Replace the modeling code in an exported kha model by the code of this version.
+
+    Only the Python files and auto_map in config.json change. Run this command for every kha model
+    that was exported without the classes for classification (see auto_map in its config.json). The
+    code of these models generates wrong text with transformers 5.24 and newer.
+
+    Examples:
+      kha-megatron convert update-code my-model
+    """
+    from kha_megatron.conversion import code_files
+
+    update = code_files.update_code(model)
+    facts = {"updated": str(update.path), "code of version": update.version}
+    for name in ("added", "replaced", "unchanged"):
+        facts[name] = ", ".join(getattr(update, name)) or "none"
+    if as_json:
+        console.print_json(asdict(update))
+    else:
+        console.print_facts(facts)
+
+
 def convert(
     checkpoint: Path, out: Path, *, overwrite: bool = False
 ) -> "tuple[Conversion, Verification]":

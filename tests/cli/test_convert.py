@@ -65,6 +65,9 @@ def test_json_holds_the_numbers(to_hf_format, sparse, tokenizer, tmp_path):
     assert 0 < numbers["mean_difference"] <= numbers["max_difference"] < 1e-5
     assert (numbers["argmax"], numbers["tokens"]) == (1.0, 24)
     assert abs(numbers["kl"]) < 1e-9
+    (decoding,) = report["verification"]["decoding"]  # Megatron's checkpoint has none
+    assert decoding["path"] == str(out)
+    assert decoding["max_difference"] < 1e-5
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= set(_files(out))
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["hf"]
 
