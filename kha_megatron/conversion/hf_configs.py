@@ -254,7 +254,8 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
     model = fill_missing_tensors(model, model_type)
     try:
         config = _build_config(model, FAMILIES[model_type], model_type)
-        back = from_hf_config(json.loads(config.to_json_string()))
+        raw = json.loads(config.to_json_string())
+        back = from_hf_config(raw | names_in_transformers_4(raw))
     except (CheckpointError, ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"The model cannot be exported as {model_type}: {in_one_line(error)}"
@@ -268,6 +269,26 @@ def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
             f"{model_type} supports only {theirs!r}. Please use {remedy}."
         )
     return config
+
+
+def names_in_transformers_4(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that transformers 4 reads in place of renamed ones.
+
+    Without them, it silently uses its defaults, e.g. a RoPE base of 10000. The ``kha`` architecture
+    does not need these keys, because its code requires transformers 5.
+    """
+    if raw["model_type"] == KHAModelConfig.model_type:
+        return {}
+    scaling = dict(raw["rope_parameters"])
+    names = {
+        "rope_theta": scaling.pop("rope_theta"),
+        "partial_rotary_factor": scaling.pop("partial_rotary_factor"),
+        "torch_dtype": raw.get("dtype"),
+    }
+    names["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
+    if "num_local_experts" in raw:
+        names["num_experts"] = raw["num_local_experts"]
+    return names
 
 
 def _build_config(model: Architecture, family: Family, model_type: str) -> PreTrainedConfig:

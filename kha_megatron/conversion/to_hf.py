@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.hf_reader import CONFIG, INDEX
+from kha_megatron.checkpoint.hf_reader import CONFIG, INDEX, json_object
 from kha_megatron.checkpoint.hf_writer import HFWriter
 from kha_megatron.checkpoint.manifest import MANIFEST
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
-from kha_megatron.checkpoint.staging import staged_folder
+from kha_megatron.checkpoint.staging import as_json, staged_folder
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
@@ -21,6 +21,7 @@ from kha_megatron.conversion.hf_configs import (
     can_predict,
     fill_missing_tensors,
     from_hf_config,
+    names_in_transformers_4,
     stock_type,
     to_hf_config,
 )
@@ -89,6 +90,9 @@ class HFPlan(Plan):
             shards = writer.close(origin)
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
+            raw = json_object(folder / CONFIG)
+            content = as_json(raw | names_in_transformers_4(raw))
+            (folder / CONFIG).write_text(content + "\n", encoding="utf-8")
             source.tokenizer.write(folder)
             written = self.summarize(target, config.model_type, shards, not_finite)
             modules = [e.name.split(".")[3:-1] for e in entries if ".self_attn." in e.name]

@@ -18,11 +18,12 @@ from kha_megatron.lfs import refuse_lfs_pointer
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _GENERATION = "generation_config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """Every tokenizer has at least one of these."""
 _TOKENIZER = (
     *VOCABULARIES,
-    "tokenizer_config.json",
+    _TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
     "merges.txt",
@@ -118,6 +119,7 @@ class TokenizerFiles:
             given = {name: value for name, value in settings.items() if value is not None}
             text = json.dumps(given, indent=2, sort_keys=True) + "\n"
             (target / _GENERATION).write_text(text, encoding="utf-8")
+        _use_names_of_transformers_4(target)
         return True
 
     def write(self, target: Path) -> None:
@@ -136,6 +138,22 @@ class TokenizerFiles:
             GenerationConfig(**ids).save_pretrained(target)
         elif not written:
             copy_file(self.folder, _GENERATION, target / _GENERATION)
+
+
+def _use_names_of_transformers_4(folder: Path) -> None:
+    """Rewrite ``tokenizer_config.json`` such that transformers 4 and 5 can both read it."""
+    file = folder / _TOKENIZER_CONFIG
+    if not file.is_file():
+        return
+    settings = json_object(file)
+    renamed = dict(settings)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        renamed["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        renamed["additional_special_tokens"] = renamed.pop("extra_special_tokens")
+    if renamed != settings:
+        text = json.dumps(renamed, indent=2, ensure_ascii=False) + "\n"
+        file.write_text(text, encoding="utf-8")
 
 
 def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
