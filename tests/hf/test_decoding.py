@@ -1,0 +1,78 @@
+"""Decode with a cache in every attention class, with this package and with the exported code."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.hf.conftest import load, tokens
+from tests.hf.test_cache import CLASSES
+from tests.hf.test_uses import model_of
+
+pytestmark = pytest.mark.versions
+
+# Decodes every model in a directory, in a process where kha_megatron cannot be imported.
+DECODE = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "kha_megatron":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+from pathlib import Path
+import torch
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+for directory in sorted(Path(sys.argv[1]).iterdir()):
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True).eval()
+    assert type(model).__module__.split(".")[0] == "transformers_modules"
+    ids = torch.load(directory / "ids.pt")
+    with torch.no_grad():
+        start = model(ids[:, :4], use_cache=True)
+        end = model(ids[:, 4:], past_key_values=start.past_key_values, use_cache=True)
+    torch.save(torch.cat([start.logits, end.logits], 1), directory / "decoded.pt")
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Save a model of each class. Return the directory, and each model's whole logits."""
+    torch.manual_seed(0)
+    root, whole = tmp_path_factory.mktemp("models") / "saved", {}
+    for name in CLASSES:
+        model, ids = model_of(name), tokens()
+        model.save_pretrained(root / name)
+        torch.save(ids, root / name / "ids.pt")
+        with torch.no_grad():
+            whole[name] = model(ids, use_cache=False).logits
+    return root, whole
+
+
+def check(decoded, whole):
+    assert whole.std(dim=1).mean() > 0.3, "similar logits prove nothing"
+    torch.testing.assert_close(decoded, whole, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_decoding_with_this_package(models, name):
+    root, whole = models
+    model = load(root / name)
+    ids = torch.load(root / name / "ids.pt")
+    with torch.no_grad():
+        start = model(ids[:, :4], use_cache=True)
+        end = model(ids[:, 4:], past_key_values=start.past_key_values, use_cache=True)
+    check(torch.cat([start.logits, end.logits], 1), whole[name])
+
+
+def test_decoding_with_exported_code(models, tmp_path):
+    root, whole = models
+    subprocess.run(
+        [sys.executable, "-c", DECODE, root],
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+    )
+    for name in CLASSES:
+        check(torch.load(root / name / "decoded.pt"), whole[name])
