@@ -113,7 +113,7 @@ def supported_versions() -> dict[str, str]:
         lines = metadata.requires("kha-megatron") or []
     except metadata.PackageNotFoundError:
         return {}
-    versions = {}
+    versions: dict[str, str] = {}
     for requirement in map(Requirement, lines):
         marker = requirement.marker
         if marker is None or any(marker.evaluate({"extra": extra}) for extra in USER_EXTRAS):
