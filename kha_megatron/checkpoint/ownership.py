@@ -5,7 +5,8 @@ kernel releases the lock.
 
 Some cluster file systems don't support locks, or other nodes don't see them. That's why there's
 also a random run ID in the file. The owner checks it before and after writing, and stops if someone
-else has changed it.
+else has changed it. Without locks, the owner also updates the file's modification time every 30
+seconds, and nobody takes over the directory of an owner that did so recently.
 """
 
 import errno
@@ -13,10 +14,12 @@ import fcntl
 import json
 import os
 import socket
+import stat
+import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +30,63 @@ from kha_megatron.errors import OutputError
 
 OWNER = ".owner.json"
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+HEARTBEAT_INTERVAL = 30
+"""Seconds between two updates of the modification time (without file locks)."""
+
+HEARTBEAT_TIMEOUT = 180
+"""Seconds since the last update after which an owner on another host counts as dead."""
+
+_MAX_OWNER_BYTES = 2**16
+_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # do not wait for a FIFO
 
 
 class Ownership:
     """Returned by :func:`claim`. Call :meth:`check` to see if we still own the directory."""
 
-    def __init__(self, directory: Path, descriptor: int, run_id: str) -> None:
+    def __init__(self, directory: Path, descriptor: int, run_id: str, is_locked: bool) -> None:
         self.directory = directory
         self.run_id = run_id
         self._descriptor = descriptor
+        self._is_released = threading.Event()
+        if not is_locked:
+            threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
 
     def check(self) -> None:
         """Raise OutputError if another run has taken over the directory in the meantime."""
-        owner = _read_owner(self.directory / OWNER)
-        if owner and owner["run_id"] != self.run_id:
+        if (owner := self._other_owner()) is not None:
             raise OutputError(
                 f"{self.directory} was taken over by {_describe(owner)}. This run stops so that "
                 "the two runs do not overwrite each other's checkpoints. Use another directory."
             )
 
     def release(self) -> None:
-        """Release the lock. Doesn't delete the file, since that could race with a new owner."""
+        """Release the lock, and clear the file so that other hosts do not wait for heartbeats.
+
+        Doesn't delete the file, since that could race with a new owner.
+        """
+        self._is_released.set()
+        if self._other_owner() is None:
+            os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
+
+    def _other_owner(self) -> dict[str, Any] | None:
+        """Return the run that has taken over the directory, or None."""
+        try:
+            descriptor = os.open(self.directory / OWNER, os.O_RDONLY | _SAFELY)
+        except OSError:
+            return None
+        try:
+            owner = _read_owner(descriptor)
+        finally:
+            os.close(descriptor)
+        return owner if owner and owner["run_id"] != self.run_id else None
+
+    def _send_heartbeats(self) -> None:
+        while not self._is_released.wait(HEARTBEAT_INTERVAL):
+            if self._other_owner() is not None:
+                return
+            with suppress(OSError):
+                os.utime(self.directory / OWNER, follow_symlinks=False)
 
 
 def claim(directory: Path) -> Ownership:
@@ -61,23 +98,15 @@ def claim(directory: Path) -> Ownership:
     Raises:
         OutputError: If another process owns the directory, or we can't write to it.
     """
-    file = directory / OWNER
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = open_regular_file(directory / OWNER)
     except OSError as error:
         raise OutputError(f"Cannot write to {directory}: {error.strerror}.") from error
     try:
-        locked = try_lock(descriptor, directory)
-        owner = _read_owner(file)
-        in_use = (
-            not _is_requeued(owner) if locked is False else locked is None and _is_running(owner)
-        )
-        if in_use:
-            raise OutputError(
-                f"{directory} is in use by {_describe(owner)}. Wait until that process has ended, "
-                "or choose another directory."
-            )
+        is_locked = try_lock(descriptor, directory)
+        owner = _read_owner(descriptor)
+        _refuse_running_owner(directory, descriptor, owner, is_locked)
         run_id = uuid.uuid4().hex
         content = {"run_id": run_id, **_this_process()}
         os.ftruncate(descriptor, 0)
@@ -86,7 +115,27 @@ def claim(directory: Path) -> Ownership:
     except BaseException:
         os.close(descriptor)
         raise
-    return Ownership(directory, descriptor, run_id)
+    return Ownership(directory, descriptor, run_id, is_locked is not None)
+
+
+def _refuse_running_owner(
+    directory: Path, descriptor: int, owner: dict[str, Any], is_locked: bool | None
+) -> None:
+    """Raise OutputError if another process still writes to ``directory``."""
+    if is_locked or _is_requeued(owner):
+        return
+    if is_locked is False or _runs_on_this_host(owner):
+        raise OutputError(
+            f"{directory} is in use by {_describe(owner)}. Wait until that process has ended, or "
+            "choose another directory."
+        )
+    silence = time.time() - os.fstat(descriptor).st_mtime
+    if _is_on_another_host(owner) and silence < HEARTBEAT_TIMEOUT:
+        raise OutputError(
+            f"{directory} is in use by {_describe(owner)}, which updated {OWNER} {silence:.0f} "
+            f"seconds ago. If that process has ended, try again after {HEARTBEAT_TIMEOUT} seconds "
+            "without an update. Otherwise, choose another directory."
+        )
 
 
 @contextmanager
@@ -109,15 +158,14 @@ def try_lock(descriptor: int, target: Path) -> bool | None:
 
     Returns:
         bool | None: True if we got the lock, and False if another process has it. None if the file
-        system doesn't support locks (this logs a warning with ``target``).
+        system doesn't support locks (this logs a warning with ``target``). File systems report
+        this with many different error codes.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
         announce(
             f"WARNING: the file system of {target} does not support locks ({error.strerror}). Make "
             "sure that no other process writes to it.",
@@ -138,9 +186,29 @@ def _this_process() -> dict[str, Any]:
     }
 
 
-def _read_owner(file: Path) -> dict[str, Any]:
+def open_regular_file(file: Path) -> int:
+    """Open a file for reading and writing and create it if necessary. Returns the descriptor.
+
+    Raises:
+        OutputError: If it is a link, a directory or a device. Whoever placed a link there could
+            make us overwrite any file.
+    """
     try:
-        owner = dict(json.loads(file.read_bytes()))
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)  # minus the umask
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise OutputError(f"{file} is not a regular file. Delete it.") from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OutputError(f"{file} is not a regular file. Delete it.")
+    return descriptor
+
+
+def _read_owner(descriptor: int) -> dict[str, Any]:
+    """Parse an owner file. Returns an empty dictionary if it has no valid content."""
+    try:
+        owner = dict(json.loads(os.pread(descriptor, _MAX_OWNER_BYTES, 0)))
     except (OSError, ValueError, TypeError):
         return {}
     return owner if owner.keys() >= _this_process().keys() else {}
@@ -155,8 +223,12 @@ def _is_requeued(owner: dict[str, Any]) -> bool:
     )
 
 
-def _is_running(owner: dict[str, Any]) -> bool:
-    if owner.get("host") != socket.gethostname():
+def _is_on_another_host(owner: dict[str, Any]) -> bool:
+    return bool(owner) and owner["host"] != socket.gethostname()
+
+
+def _runs_on_this_host(owner: dict[str, Any]) -> bool:
+    if not owner or _is_on_another_host(owner):
         return False
     try:
         return abs(psutil.Process(owner["pid"]).create_time() - owner["created"]) < 1

@@ -4,6 +4,7 @@ Note: call :func:`kha_megatron.training.arguments.choose_device` before importin
 """
 
 import argparse
+import atexit
 import json
 import time
 from functools import partial
@@ -93,7 +94,10 @@ def run(program_start: float) -> None:
     compat.let_learning_rate_change(keep=early.use_checkpoint_opt_param_scheduler)
     # rank 0 claims --save, so that no other run writes to it until this run exits
     claims = early.save and "://" not in early.save and is_first_rank()
-    compat.make_saves_safe(claim(Path(early.save)) if claims else None)
+    ownership = claim(Path(early.save)) if claims else None
+    if ownership is not None:
+        atexit.register(ownership.release)
+    compat.make_saves_safe(ownership)
     repair_tracker(early)
     warn_of_a_fresh_start(early)
     kha = restored_kha(early) or kha_from_args(early)

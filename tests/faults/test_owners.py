@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -84,20 +85,96 @@ def test_a_requeued_job_takes_over_from_its_crashed_node(holder, tmp_path, monke
     claim(tmp_path / "out").check()
 
 
-def test_without_locks_the_earlier_run_stops_before_it_writes(tmp_path, monkeypatch, capsys):
+@pytest.fixture(params=[errno.ENOLCK, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
+def no_locks(request, monkeypatch):
+    """A file system without locks. They fail with different error codes."""
+
     def unsupported(descriptor, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(request.param, os.strerror(request.param))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_the_run_with_a_heartbeat_keeps_its_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ownership, "HEARTBEAT_INTERVAL", 0.05)
     first = claim(tmp_path)
     assert "does not support locks" in capsys.readouterr().err
     with pytest.raises(OutputError, match=f"in use by process {os.getpid()}"):
         claim(tmp_path)
+
+    monkeypatch.setattr(ownership.socket, "gethostname", lambda: "node2")
+    long_ago = time.time() - 2 * ownership.HEARTBEAT_TIMEOUT
+    os.utime(tmp_path / OWNER, (long_ago, long_ago))
+    deadline = time.monotonic() + 20
+    while (tmp_path / OWNER).stat().st_mtime == long_ago and time.monotonic() < deadline:
+        time.sleep(0.05)
+    with pytest.raises(OutputError, match=r"in use by .*, which updated \.owner\.json \d+ seconds"):
+        claim(tmp_path)
+    first.check()
+
+    first.release()
+    with owned(tmp_path):
+        pass
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_without_locks_a_silent_run_loses_its_directory_and_stops(tmp_path, monkeypatch):
+    first = claim(tmp_path)
+    long_ago = time.time() - 2 * ownership.HEARTBEAT_TIMEOUT
+    os.utime(tmp_path / OWNER, (long_ago, long_ago))
     monkeypatch.setattr(ownership.socket, "gethostname", lambda: "node2")
     second = claim(tmp_path)
     second.check()
     with pytest.raises(OutputError, match=r"taken over by process .* on node2"):
         first.check()
+    first.release()
+    second.check()
+    second.release()
+
+
+def _replace_by_link(file):
+    target = file.parent / "authorized_keys"
+    target.write_text("precious")
+    file.symlink_to(target)
+    return target
+
+
+def _replace_by_dangling_link(file):
+    file.symlink_to(file.parent / "absent")
+    return file.parent
+
+
+def _replace_by_fifo(file):
+    os.mkfifo(file)
+    return file.parent
+
+
+def _replace_by_directory(file):
+    file.mkdir()
+    return file.parent
+
+
+@pytest.mark.parametrize(
+    "replace",
+    [_replace_by_link, _replace_by_dangling_link, _replace_by_fifo, _replace_by_directory],
+)
+def test_an_owner_file_that_is_no_regular_file_is_refused(tmp_path, replace):
+    written_through = replace(tmp_path / OWNER)
+    before = os.stat(written_through)
+    with pytest.raises(OutputError, match=r"\.owner\.json is not a regular file"):
+        claim(tmp_path)
+    assert os.stat(written_through) == before
+
+
+def test_the_owner_file_follows_the_umask(tmp_path):
+    before = os.umask(0o002)
+    try:
+        with owned(tmp_path):
+            mode = (tmp_path / OWNER).stat().st_mode
+    finally:
+        os.umask(before)
+    assert mode & 0o777 == 0o664
 
 
 def take_over(folder, rank):
