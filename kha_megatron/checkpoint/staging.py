@@ -1,15 +1,17 @@
 """Atomic writes, so that a crash or Ctrl-C doesn't leave partial output behind."""
 
+import glob
 import json
 import math
 import os
+import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kha_megatron.checkpoint.ownership import OWNER, try_lock
+from kha_megatron.checkpoint.ownership import OWNER, open_regular_file, try_lock
 from kha_megatron.errors import OutputError
 
 
@@ -32,9 +34,10 @@ def check_output_folder(
         inside (bool): Set this if the command writes into the directory instead of replacing it.
     """
     target = Path(os.path.realpath(folder))  # unlike resolve(), does not fail on a symlink loop
-    if _siblings(target)[1].is_dir() and not target.exists():
-        with _locked(target):
-            _clean_up(target)
+    if not target.exists() and _leftovers(target, "replaced"):
+        with _locked(target) as is_locked:
+            if is_locked:
+                _clean_up(target)
     if not folder.exists():
         return
     held = sorted(path for path in folder.iterdir() if path.name != OWNER)
@@ -88,11 +91,13 @@ def staged_folder(target: Path) -> Iterator[Path]:
         OutputError: If we can't write, or another process is already writing to ``target``.
     """
     target = Path(os.path.realpath(target))
-    staged, replaced = _siblings(target)
+    staged = _temporary_name(target, "partial")
+    replaced = _temporary_name(target, "replaced")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target):
-            _clean_up(target)
+        with _locked(target) as is_locked:
+            if is_locked:
+                _clean_up(target)
             try:
                 staged.mkdir()
                 yield staged
@@ -103,43 +108,96 @@ def staged_folder(target: Path) -> Iterator[Path]:
                 staged.rename(target)
                 flush(target.parent)
             finally:
-                _clean_up(target)
+                _restore(replaced, target)
+                shutil.rmtree(staged, ignore_errors=True)
     except OSError as error:
         raise OutputError(f"Could not write {target}: {error.strerror or error}") from error
 
 
-def _siblings(target: Path) -> tuple[Path, Path]:
-    return target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.replaced")
+def _temporary_name(target: Path, suffix: str) -> Path:
+    """Return a hidden sibling of ``target`` that no other process uses, on any host."""
+    return target.with_name(f".{target.name}.{suffix}-{secrets.token_hex(4)}")
+
+
+def _leftovers(target: Path, suffix: str) -> list[Path]:
+    """List the temporary siblings that killed processes have left, the oldest first."""
+    token = "[0-9a-f]" * 8
+    paths = target.parent.glob(f".{glob.escape(target.name)}.{suffix}-{token}")
+    return sorted(paths, key=lambda path: path.stat().st_mtime)
+
+
+def _restore(replaced: Path, target: Path) -> None:
+    """Undo a half-finished replacement, or delete the directory that was replaced."""
+    if replaced.exists() and not target.exists():
+        replaced.rename(target)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _clean_up(target: Path) -> None:
-    """Undo a half-finished replacement, and remove temporary directories."""
-    staged, replaced = _siblings(target)
-    if replaced.exists() and not target.exists():
-        replaced.rename(target)
-    for path in (staged, replaced):
-        shutil.rmtree(path, ignore_errors=True)
+    """Restore or remove what killed processes have left.
+
+    Only call this with the lock. Without it, another process may still write to these directories.
+    """
+    for replaced in reversed(_leftovers(target, "replaced")):
+        _restore(replaced, target)
+    for staged in _leftovers(target, "partial"):
+        shutil.rmtree(staged, ignore_errors=True)
 
 
 @contextmanager
-def _locked(target: Path) -> Iterator[None]:
-    """Lock ``target``. If we get killed, the kernel releases the lock."""
+def _locked(target: Path) -> Iterator[bool]:
+    """Lock ``target``. If we get killed, the kernel releases the lock.
+
+    Yields:
+        bool: False if the file system does not support locks.
+
+    Raises:
+        OutputError: If another process has the lock.
+    """
     file = target.with_name(f".{target.name}.lock")
-    with file.open("a") as opened:
-        if try_lock(opened.fileno(), target) is False:
-            raise OutputError(
-                f"{target} is being written by another process. Choose another directory."
-            )
+    descriptor, is_locked = _open_locked(file, target)
+    try:
+        yield is_locked
+    finally:
+        file.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _open_locked(file: Path, target: Path) -> tuple[int, bool]:
+    """Open and lock ``file``. Returns its descriptor, and whether the file system has locks.
+
+    The previous owner deletes its lock file. If it does so between our ``open`` and our ``flock``,
+    we hold the lock of a deleted file, while a third process creates and locks a new one. So we
+    start again until the file that we locked is the one with this name.
+    """
+    while True:
+        descriptor = open_regular_file(file)
         try:
-            yield
-        finally:
-            file.unlink(missing_ok=True)
+            is_locked = try_lock(descriptor, target)
+            if is_locked is False:
+                raise OutputError(
+                    f"{target} is being written by another process. Choose another directory."
+                )
+            if is_locked is None or _is_file_of(file, descriptor):
+                return descriptor, is_locked is True
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _is_file_of(path: Path, descriptor: int) -> bool:
+    """Whether ``path`` still names the file that ``descriptor`` has open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
 def staged_file(target: Path) -> Iterator[Path]:
     """Like :func:`staged_folder`, but for a single file."""
-    staged = target.with_name(f".{target.name}.partial-{os.getpid()}")
+    staged = _temporary_name(target, "partial")
     try:
         try:
             yield staged

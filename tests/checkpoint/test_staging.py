@@ -1,6 +1,8 @@
 """Test that directories and files are replaced as a whole or not at all."""
 
+import ast
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -51,13 +53,14 @@ def old(tmp_path):
 def test_a_new_directory_is_flushed_before_it_replaces_the_old_one(old, monkeypatch):
     events = []
     flush, rename = staging.flush, Path.rename
+    monkeypatch.setattr(staging.secrets, "token_hex", lambda length: "0" * 2 * length)
     monkeypatch.setattr(staging, "flush", lambda path: (events.append(path.name), flush(path)))
     monkeypatch.setattr(
         Path, "rename", lambda path, to: (events.append(f"-> {to.name}"), rename(path, to))
     )
     _write_folder(old)
-    assert set(events[:3]) == {"sub", "new", ".model.partial"}
-    assert events[3:] == ["-> .model.replaced", "-> model", "room"]
+    assert set(events[:3]) == {"sub", "new", ".model.partial-00000000"}
+    assert events[3:] == ["-> .model.replaced-00000000", "-> model", "room"]
     assert _tree(old.parent) == NEW
 
 
@@ -156,6 +159,51 @@ def test_a_second_writer_is_refused_until_the_first_is_killed(old):
     assert _tree(old) == before
     _write_folder(old)
     assert _tree(old.parent) == NEW
+
+
+_RACE = """
+import fcntl, sys, time
+from collections import Counter
+from pathlib import Path
+from kha_megatron.checkpoint.staging import staged_folder
+from kha_megatron.errors import OutputError
+target, deadline = Path(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+results = Counter()
+while time.monotonic() < deadline:
+    try:
+        with staged_folder(target) as staged, open(target.parent / "marker", "a") as marker:
+            try:
+                fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                results["two writers"] += 1
+            (staged / "name").write_text("")
+        results["written"] += 1
+    except OutputError as error:
+        results["refused" if "another process" in str(error) else str(error)] += 1
+print(dict(results))
+"""
+
+
+def test_writers_that_race_for_the_lock_never_write_at_once(tmp_path):
+    command = [sys.executable, "-c", _RACE, str(tmp_path / "model"), "2"]
+    writers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    results = [ast.literal_eval(writer.communicate()[0]) for writer in writers]
+    assert {outcome for result in results for outcome in result} == {"written", "refused"}
+
+
+def test_without_locks_two_writers_do_not_share_a_directory(tmp_path, monkeypatch):
+    def unsupported(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    target = tmp_path / "model"
+    with staged_folder(target) as first:
+        (first / "a").write_text("first")
+        with staged_folder(target) as second:
+            (second / "b").write_text("second")
+        assert _tree(target) == {"b": b"second"}
+        assert _tree(first) == {"a": b"first"}
+    assert _tree(target) == {"a": b"first"}
 
 
 @pytest.mark.parametrize("by", ["the check", "the next writer"])
