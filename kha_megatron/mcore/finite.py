@@ -142,6 +142,49 @@ def find_non_finite_parameter(models: list[_Model]) -> str | None:
     return None if found is None else found[1]
 
 
+def find_non_finite_optimizer_state(optimizer: Any) -> str | None:
+    """Find the first optimizer state with NaN or Inf. Must be called on all ranks.
+
+    An Inf in Adam's ``exp_avg_sq`` turns all updates of that weight into zero, so the weight itself
+    remains finite.
+
+    Args:
+        optimizer: Megatron's optimizer, or None (nothing is checked then).
+
+    Returns:
+        A description like ``Inf in 1 of 9 elements of optimizer state exp_avg_sq on rank 0`` (the
+        same on all ranks), or None if all states are finite.
+    """
+    states = list(_optimizer_states(optimizer))
+    bad = torch.zeros((), dtype=torch.bool, device=torch.cuda.current_device())
+    for _, state in states:
+        bad |= ~torch.isfinite(state).all().to(bad.device)
+
+    def search() -> _Finding | None:
+        for position, (name, state) in enumerate(states):
+            if not torch.isfinite(state).all():
+                text = f"{_count(state)} optimizer state {name}"
+                return _Finding(_PARAMETER, (_FIRST, position), text)
+        return None
+
+    found = _first_on_any_rank(bad, search)
+    return None if found is None else found[1]
+
+
+def _optimizer_states(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over ``(name, local tensor)`` of all floating-point states."""
+    for wrapper in getattr(optimizer, "chained_optimizers", [optimizer]):
+        torch_optimizer = getattr(wrapper, "optimizer", None)  # None without parameters
+        if torch_optimizer is None:
+            continue
+        for parameter_state in torch_optimizer.state.values():
+            for name, state in parameter_state.items():
+                if isinstance(state, DTensor):
+                    state = state.to_local()
+                if isinstance(state, Tensor) and state.is_floating_point():
+                    yield name, state
+
+
 def _first_on_any_rank(
     bad: Tensor, search: Callable[[], _Finding | None]
 ) -> tuple[int, str] | None:

@@ -8,13 +8,15 @@ from megatron.training import training
 
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.errors import CheckpointError, NonFiniteError
-from kha_megatron.mcore.finite import find_non_finite_parameter
+from kha_megatron.mcore.finite import find_non_finite_optimizer_state, find_non_finite_parameter
 from kha_megatron.mcore.patching import patch
 from kha_megatron.training.resume import path_to_load
 
 
 def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
-    """Check parameters for NaN and Inf before each save, after each load and on skipped steps.
+    """Check for NaN and Inf before each save, after each load and on skipped steps.
+
+    Saves and loads also check the state of the optimizer.
 
     With dynamic loss scaling (``--fp16``), Megatron skips a step if gradients overflow, but it
     doesn't check for NaN. A single NaN in the parameters would make it skip all remaining steps.
@@ -24,17 +26,21 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
     """
 
     @patch(training, "save_checkpoint")
-    def save_finite(save: Any, iteration: int, *arguments: Any, **options: Any) -> Any:
-        if found := find_non_finite_parameter(models):
+    def save_finite(
+        save: Any, iteration: int, model: Any, optimizer: Any, *arguments: Any, **options: Any
+    ) -> Any:
+        found = find_non_finite_parameter(models) or find_non_finite_optimizer_state(optimizer)
+        if found:
             raise NonFiniteError(
                 f"{found} after iteration {iteration}. No checkpoint was saved. {_remedy(args)}"
             )
-        return save(iteration, *arguments, **options)
+        return save(iteration, model, optimizer, *arguments, **options)
 
     @patch(training, "load_checkpoint")
-    def load_finite(load: Any, *arguments: Any, **options: Any) -> Any:
-        result = load(*arguments, **options)
-        if found := find_non_finite_parameter(models):
+    def load_finite(load: Any, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
+        result = load(model, optimizer, *arguments, **options)
+        found = find_non_finite_parameter(models) or find_non_finite_optimizer_state(optimizer)
+        if found:
             raise CheckpointError(
                 f"{found} of the checkpoint in {path_to_load(args) or args.load}. Earlier "
                 "checkpoints of this run were checked when they were saved. Choose one with "

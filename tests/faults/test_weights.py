@@ -15,7 +15,7 @@ KEY = "decoder.layers.0.self_attention.knock_value.weight"
 
 
 def spoil(what, rank):
-    """Spoil a shared matrix before the first step, or Adam's momentum before the second."""
+    """Spoil a shared matrix before the first step, or a state of Adam before the second."""
     from megatron.training import training
 
     step = training.train_step
@@ -24,9 +24,12 @@ def spoil(what, rank):
         for name, weight in model[0].named_parameters():
             if what == "weight" and name.endswith("knock_value.weight"):
                 weight.data[0, 0, 0] = float("nan")
-        for adam in optimizer.chained_optimizers if what == "momentum" else ():
+        for adam in optimizer.chained_optimizers:
             for state in adam.optimizer.state.values():
-                state["exp_avg"][0] = float("nan")
+                if what == "exp_avg":
+                    state["exp_avg"][0] = float("nan")
+                elif what == "exp_avg_sq":
+                    state["exp_avg_sq"][0] = float("inf")
         return step(forward, data, model, optimizer, *rest, **options)
 
     training.train_step = spoiled
@@ -42,7 +45,12 @@ def spoil(what, rank):
             ["--fp16", "--initial-loss-scale", "4294967296", "--min-loss-scale", "4294967296"],
             r"overflow although the loss scale is at its minimum of 4\.29497e\+09",
         ),
-        ("momentum", [], r"NaN in .* after iteration 2\. No checkpoint was saved\. Restart from "),
+        ("exp_avg", [], r"NaN in .* after iteration 2\. No checkpoint was saved\. Restart from "),
+        (
+            "exp_avg_sq",
+            ["--bf16"],
+            r"^error: Inf in 1 of \d+ elements of optimizer state exp_avg_sq on .* after ",
+        ),
     ],
 )
 def test_a_run_stops_instead_of_saving_or_skipping(entry, tmp_path, what, words, error):
@@ -71,6 +79,22 @@ def test_a_checkpoint_with_nan_is_not_trained(entry, saved, tmp_path):
     assert line.endswith("Choose one with --ckpt-step.")
     run = entry(arguments(folder, *until(2), "--ckpt-step", "1"), 2)
     assert run.codes == [0, 0], run.output[-3000:]
+
+
+def test_a_checkpoint_with_inf_in_adams_state_is_not_trained(entry, saved, tmp_path):
+    folder = shutil.copytree(saved, tmp_path / "save")
+    spoiled = iteration_folder(folder, 2)
+    checkpoint = MegatronCheckpoint.open(spoiled)
+    key = next(key for key in checkpoint._folder.tensors if key.endswith(".exp_avg_sq"))
+    state = checkpoint._folder.read(key)
+    state[5] = float("inf")
+    replace_value(spoiled, key, state)
+    write_hashes(spoiled)
+    run = entry(arguments(folder, *until(4)), 2)
+    assert run.errors, run.output[-3000:]
+    (line,) = set(run.errors)
+    assert re.search(r"Inf in 1 of \d+ elements of optimizer state exp_avg_sq on .* of", line)
+    assert line.endswith("Choose one with --ckpt-step.")
 
 
 @pytest.mark.parametrize("sharded", [True, False], ids=["distributed", "replicated"])
