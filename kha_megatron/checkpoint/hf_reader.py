@@ -18,6 +18,7 @@ from kha_megatron.checkpoint.foreign import (
 )
 from kha_megatron.checkpoint.integrity import is_file_name
 from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
+from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.checkpoint.safetensors_file import (
     NAMES,
     TensorEntry,
@@ -84,9 +85,9 @@ class HFCheckpoint:
         return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
 
     def identity(self) -> dict[str, Any]:
-        digest = hashlib.sha256((self.path / CONFIG).read_bytes())
+        digest = hashlib.sha256(read_regular(self.path / CONFIG))
         if (self.path / INDEX).is_file():
-            digest.update((self.path / INDEX).read_bytes())
+            digest.update(read_regular(self.path / INDEX))
         return {
             "format": "huggingface",
             "path": str(self.path),
@@ -122,7 +123,7 @@ def json_object(file: Path) -> dict[str, Any]:
     """Like ``json.loads``, but raises CheckpointError unless the file is a JSON object."""
     refuse_lfs_pointer(file, CheckpointError)
     try:
-        return {**json.loads(file.read_bytes())}
+        return {**json.loads(read_regular(file, MAX_JSON_BYTES))}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"Could not read {file} as a JSON object: {error}.") from error
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, open_regular, read_regular
 from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.errors import CheckpointError
 from kha_megatron.lfs import refuse_lfs_pointer
@@ -40,12 +41,12 @@ def read_hashes(folder: Path) -> dict[str, str] | None:
     if not file.exists():
         return None
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_regular(file, MAX_JSON_BYTES))
         files: dict[str, str] = content["files"]
         if content["algorithm"] != "sha256" or not all(map(is_file_name, files)):
             raise ValueError
         return {name: str(digest) for name, digest in files.items()}
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is corrupted. {_REMEDY}") from error
 
 
@@ -121,5 +122,5 @@ def verify_hashes(folder: str | Path) -> None:
 
 def hash_file(file: Path) -> str:
     """Return the hexadecimal SHA-256 of a file."""
-    with file.open("rb") as stream:
+    with open(file, "rb", opener=open_regular) as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -39,14 +40,14 @@ def read_manifest(folder: Path) -> dict[str, tuple[str, list[int], str]]:
     if not file.exists():
         return {}
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_regular(file, MAX_JSON_BYTES))
         if content["format"] != _FORMAT:
             raise ValueError
         return {
             key: (entry["dtype"], entry["shape"], str(entry["sha256"]))
             for key, entry in content["tensors"].items()
         }
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is corrupted or was not written by kha_megatron. Copy it again, or delete it "
             "to load the model without verifying its hashes."

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.foreign import refuse_foreign_checkpoint
 from kha_megatron.checkpoint.integrity import FileChecks, read_hashes
+from kha_megatron.checkpoint.reading import read_regular
 from kha_megatron.checkpoint.torch_dist import (
     METADATA,
     Record,
@@ -93,7 +94,7 @@ class MegatronCheckpoint:
             "format": "torch_dist",
             "path": str(self.path),
             "iteration": self.iteration,
-            "sha256": hashlib.sha256((self.path / METADATA).read_bytes()).hexdigest(),
+            "sha256": hashlib.sha256(read_regular(self.path / METADATA)).hexdigest(),
         }
 
     def keys(self) -> dict[str, StoredTensor]:
@@ -124,7 +125,7 @@ class MegatronCheckpoint:
         legacy = self.path / LEGACY_COMMON
         try:
             if legacy.is_file():
-                return dict(load_plain(legacy.read_bytes()))
+                return dict(load_plain(read_regular(legacy)))
             return dict(self._folder.read_object("common_state/shard_0_1")[0])
         except CheckpointError:
             raise

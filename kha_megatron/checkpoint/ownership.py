@@ -14,7 +14,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import threading
 import time
 import uuid
@@ -26,6 +25,7 @@ from typing import Any
 import psutil
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.reading import open_regular
 from kha_megatron.errors import OutputError
 
 OWNER = ".owner.json"
@@ -37,7 +37,6 @@ HEARTBEAT_TIMEOUT = 180
 """Seconds since the last update after which an owner on another host counts as dead."""
 
 _MAX_OWNER_BYTES = 2**16
-_SAFELY = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # do not wait for a FIFO
 
 
 class Ownership:
@@ -72,7 +71,7 @@ class Ownership:
     def _other_owner(self) -> dict[str, Any] | None:
         """Return the run that has taken over the directory, or None."""
         try:
-            descriptor = os.open(self.directory / OWNER, os.O_RDONLY | _SAFELY)
+            descriptor = open_regular(self.directory / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             return None
         try:
@@ -100,7 +99,7 @@ def claim(directory: Path) -> Ownership:
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        descriptor = open_regular_file(directory / OWNER)
+        descriptor = open_for_locking(directory / OWNER)
     except OSError as error:
         raise OutputError(f"Cannot write to {directory}: {error.strerror}.") from error
     try:
@@ -186,7 +185,7 @@ def _this_process() -> dict[str, Any]:
     }
 
 
-def open_regular_file(file: Path) -> int:
+def open_for_locking(file: Path) -> int:
     """Open a file for reading and writing and create it if necessary. Returns the descriptor.
 
     Raises:
@@ -194,15 +193,11 @@ def open_regular_file(file: Path) -> int:
             make us overwrite any file.
     """
     try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | _SAFELY, 0o666)  # minus the umask
+        return open_regular(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+        if error.errno in (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise OutputError(f"{file} is not a regular file. Delete it.") from error
         raise
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OutputError(f"{file} is not a regular file. Delete it.")
-    return descriptor
 
 
 def _read_owner(descriptor: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ The format is simple::
 
 import json
 import math
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kha_megatron.checkpoint.reading import open_regular
 from kha_megatron.errors import CheckpointError
 from kha_megatron.lfs import refuse_lfs_pointer
 
@@ -86,6 +88,7 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     """Read the header of a file. Raises CheckpointError if it's corrupted."""
     refuse_lfs_pointer(file, CheckpointError)
     try:
+        os.close(open_regular(file))  # safe_open would wait for a FIFO
         with safe_open(file, framework="np") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {

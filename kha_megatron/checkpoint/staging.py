@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kha_megatron.checkpoint.ownership import OWNER, open_regular_file, try_lock
+from kha_megatron.checkpoint.ownership import OWNER, open_for_locking, try_lock
 from kha_megatron.errors import OutputError
 
 
@@ -171,7 +171,7 @@ def _open_locked(file: Path, target: Path) -> tuple[int, bool]:
     start again until the file that we locked is the one with this name.
     """
     while True:
-        descriptor = open_regular_file(file)
+        descriptor = open_for_locking(file)
         try:
             is_locked = try_lock(descriptor, target)
             if is_locked is False:

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from kha_megatron.checkpoint.integrity import FileChecks, is_file_name
+from kha_megatron.checkpoint.reading import open_regular, read_regular
 from kha_megatron.errors import CheckpointError
 from kha_megatron.lfs import refuse_lfs_pointer
 
@@ -135,7 +136,7 @@ class TorchDistFolder:
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
         refuse_lfs_pointer(path / METADATA, CheckpointError)
         try:
-            self.tensors, self.objects = _index(_unpickle((path / METADATA).read_bytes()))
+            self.tensors, self.objects = _index(_unpickle(read_regular(path / METADATA)))
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
                 f"Could not read {path / METADATA} ({reason(error)}). The file is missing, "
@@ -207,7 +208,7 @@ class TorchDistFolder:
         """Open a chunk for reading. Errors in the block are converted to CheckpointError."""
         self.checks.check(chunk.file)
         try:
-            with (self.path / chunk.file).open("rb") as shard:
+            with open(self.path / chunk.file, "rb", opener=open_regular) as shard:
                 view = _create_file_view(cast(io.IOBase, shard), chunk.start, chunk.length)
                 yield cast(IO[bytes], view)
         except Exception as error:
@@ -287,7 +288,43 @@ def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, places: Any)
         chunks.append(chunk)
     if len({chunk.offsets for chunk in chunks}) != len(chunks) or covered != math.prod(shape):
         raise ValueError(f"{key} has {math.prod(shape)} elements, but {covered} are stored")
+    if _overlap(chunks):
+        raise ValueError(f"chunks of {key} overlap, so that others of its elements are not stored")
     return StoredTensor(shape, dtype, tuple(chunks))
+
+
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether any two chunks have elements in common.
+
+    Chunks are split into groups along one dimension after another, wherever no chunk extends across
+    the border. We treat the few patterns that cannot be separated this way (e.g. a pinwheel of five
+    chunks) as overlapping. No parallel layout produces them.
+    """
+    waiting = [[chunk for chunk in chunks if math.prod(chunk.sizes)]]
+    while waiting:
+        group = waiting.pop()
+        if len(group) <= 1:
+            continue
+        for dimension in range(len(group[0].sizes)):
+            parts = _split(group, dimension)
+            if len(parts) > 1:
+                break
+        else:
+            return True
+        waiting += parts
+    return False
+
+
+def _split(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
+    """Split chunks into groups that do not overlap along one dimension."""
+    groups: list[list[Chunk]] = []
+    end = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dimension]):
+        if not groups or chunk.offsets[dimension] >= end:
+            groups.append([])
+        groups[-1].append(chunk)
+        end = max(end, chunk.offsets[dimension] + chunk.sizes[dimension])
+    return groups
 
 
 def _sizes(value: Sequence[int]) -> tuple[int, ...]:

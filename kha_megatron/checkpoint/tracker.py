@@ -23,6 +23,7 @@ from typing import NamedTuple
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.integrity import INTEGRITY
 from kha_megatron.checkpoint.manifest import CONVERTED_FROM
+from kha_megatron.checkpoint.reading import open_regular, read_regular
 from kha_megatron.checkpoint.staging import flush, staged_file
 from kha_megatron.errors import CheckpointError, download_hint
 
@@ -35,6 +36,9 @@ COMMIT_MARK = "metadata.json"
 
 COMMIT = "commit.json"
 """``{"time": <ns since epoch>}``, see :func:`record_commit`."""
+
+_MAX_BYTES = 2**16
+"""The tracker file, the commit mark and ``commit.json`` have less than 200 bytes."""
 
 _CHECKPOINT_FILES = (
     INTEGRITY,
@@ -83,7 +87,7 @@ def select_iteration(folder: Path) -> Selection:
     don't record the commit time, so for their checkpoints we go by iteration (release is 0).
     """
     file = folder / TRACKER
-    tracker = file.read_text(errors="replace").strip() if file.is_file() else None
+    tracker = _read_tracker(file)
     saves = {n: path for path in folder.iterdir() if (n := iteration_of(path)) is not None}
     commits = {n: _commit(path) for n, path in saves.items() if is_complete(path)}
     number = re.fullmatch(r"[0-9]{1,19}", tracker or "")
@@ -121,6 +125,14 @@ def select_iteration(folder: Path) -> Selection:
     )
 
 
+def _read_tracker(file: Path) -> str | None:
+    """Return the content of a tracker file, or None if there is no such file."""
+    if not file.is_file():
+        return None
+    with open(file, errors="replace", opener=open_regular) as stream:
+        return stream.read(_MAX_BYTES).strip()
+
+
 def record_commit(path: Path) -> None:
     """Write ``commit.json``. Call this right before writing the commit mark.
 
@@ -143,7 +155,8 @@ class _Commit(NamedTuple):
 
 def _commit(path: Path) -> _Commit:
     try:
-        return _Commit(int(json.loads((path / COMMIT).read_bytes())["time"]), True)
+        content = json.loads(read_regular(path / COMMIT, _MAX_BYTES))
+        return _Commit(int(content["time"]), True)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         mark = path / COMMIT_MARK
         return _Commit(mark.stat().st_mtime_ns if mark.exists() else 0, False)
@@ -216,7 +229,7 @@ def is_complete(path: Path) -> bool:
     if (path / INTEGRITY).is_file():
         return True
     try:
-        mark = json.loads((path / COMMIT_MARK).read_bytes())
+        mark = json.loads(read_regular(path / COMMIT_MARK, _MAX_BYTES))
         return bool(mark["sharded_backend"] == "torch_dist")
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return False

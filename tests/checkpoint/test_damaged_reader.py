@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.errors import CheckpointError
@@ -72,12 +73,27 @@ def _change_chunks(change):
     return lambda metadata: change(metadata.state_dict_metadata[key].chunks)
 
 
+def _shift_a_chunk(metadata):
+    """Let a chunk overlap with its neighbour by one row, so that its own first row is missing."""
+    key = f"decoder.layers.{PROJ}"
+    chunks = metadata.state_dict_metadata[key].chunks
+    last = max(chunks, key=lambda chunk: tuple(chunk.offsets))
+    axis = max(axis for axis, offset in enumerate(last.offsets) if offset)
+    before = MetadataIndex(key, last.offsets)
+    last.offsets = torch.Size(
+        offset - (number == axis) for number, offset in enumerate(last.offsets)
+    )
+    (place,) = (index for index in metadata.storage_data if index == before)
+    metadata.storage_data[MetadataIndex(key, last.offsets)] = metadata.storage_data[place]
+
+
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
         (_set_path, "not a file name"),
         (_change_chunks(lambda chunks: chunks.pop()), "elements, but"),
         (_change_chunks(lambda chunks: chunks.__setitem__(0, chunks[1])), "elements, but"),
+        (_shift_a_chunk, r"chunks of .*linear_proj\.weight overlap"),
         (
             _change_chunks(lambda chunks: setattr(chunks[0], "sizes", torch.Size((9, 1, 1)))),
             "lies outside",
