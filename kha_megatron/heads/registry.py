@@ -48,6 +48,11 @@ _RESERVED = {
 }
 
 
+_PROVIDER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+"""A package name, or the name of a Python file without directories. Saved models contain it, so it
+must not be anything else that pip or a shell would interpret."""
+
+
 def mechanism_types() -> Mapping[str, type[Mechanism]]:
     """Return all mechanism classes except ``Knock`` by name, in the order in which they run.
 
@@ -94,8 +99,15 @@ def check_registered(providers: Mapping[str, str]) -> None:
         raise ConfigError(f"kha_providers must map mechanisms to packages, got {providers!r:.200}.")
     for name in sorted(providers.keys() - mechanism_types().keys()):
         source = providers[name]
-        is_file = source.endswith(".py")
-        remedy = f"Pass --heads-from {source}" if is_file else f"Run `pip install {source}`"
+        if not _PROVIDER_NAME.fullmatch(source):
+            raise ConfigError(
+                f"kha_providers must map mechanisms to names of packages or Python files, got "
+                f"{source!r:.200} for {name!r:.200}."
+            )
+        if source.endswith(".py"):
+            remedy = f"Read {source} first, then pass it with --heads-from"
+        else:
+            remedy = f"Look at the package {source} first, then install it"
         raise ConfigError(
             f"The model uses the head mechanism {name} from {source}, which is not registered. "
             f"{remedy}."

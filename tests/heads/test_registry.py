@@ -33,11 +33,12 @@ def test_a_missing_mechanism_is_named_with_its_source(monkeypatch):
     registry.use_files([TOY])
     entries = KHAConfig.from_preset("toy").to_entries()
     monkeypatch.setenv(registry.FILES_VARIABLE, "")
-    with pytest.raises(ConfigError, match=r"mechanism toy from toy\.py.*Pass --heads-from toy\.py"):
+    with pytest.raises(ConfigError, match=r"mechanism toy from toy\.py.*Read toy\.py first, then"):
         KHAConfig.from_entries(entries)
-    with pytest.raises(ConfigError, match="pip install kha-toy"):
+    with pytest.raises(ConfigError, match="Look at the package kha-toy first"):
         KHAConfig.from_entries(entries | {"kha_providers": {"toy": "kha-toy"}})
-    for hostile in ("toy.py", {"toy": 1}, {"toy": "a\nb"}):
+    sources = ("git+https://host/x", "--index-url=x", "../toy.py", "a b", "x; y", "a\nb", "", 1)
+    for hostile in ("toy.py", *({"toy": source} for source in sources)):
         with pytest.raises(ConfigError, match="kha_providers must map"):
             KHAConfig.from_entries(entries | {"kha_providers": hostile})
     with pytest.raises(ConfigError, match="Unknown KHA preset"):
