@@ -79,6 +79,10 @@ SECTIONS = {
         ("failing write", "exit codes", "next run loads"),
     ),
     "Writers": ("Several processes try to write to one directory.", ("situation", "result")),
+    "Hashes": (
+        "We slow down the hashing of shards. It must not delay training.",
+        ("job", "added", "slowest iteration"),
+    ),
     "Rollbacks": (
         "A run goes back to an earlier iteration and trains on from there.",
         ("situation", "result"),

@@ -1,13 +1,14 @@
 """Write and verify Megatron's ``integrity.json``, i.e. the SHA-256 of each checkpoint file.
 
-In Megatron-Core, rank 0 hashes one file after another, and checkpoints without hashes can't be
-loaded at all. We use multiple threads, and split up the verification between ranks.
+In Megatron-Core, rank 0 hashes one file after another while all ranks wait, and checkpoints without
+hashes can't be loaded at all. Here, each rank hashes its own shards after writing them, in the same
+background process as the writes (``--async-save``). Rank 0 only collects the results.
 """
 
 import hashlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,47 @@ from kha_megatron.lfs import refuse_lfs_pointer
 
 INTEGRITY = "integrity.json"
 _REMEDY = "Copy it again, or load another checkpoint."
-_THREADS_TO_WRITE = 16  # one rank hashes the files of all ranks
+_RANK_HASHES = "hashes-"
+"""Prefix of files with the hashes of a rank. They only exist during a save."""
+_THREADS_TO_WRITE = 16
 _THREADS_TO_VERIFY = 2  # per rank; all ranks on a node do this at the same time
 
 
+def write_and_hash(write: Callable, rank: int, buckets: Any, *args: Any, **kwargs: Any) -> None:
+    """Write the shards of a rank, and store their hashes for :func:`write_hashes`.
+
+    This is a function of the module so that it can be sent to another process.
+
+    Args:
+        write: Megatron's function, which is called with all other arguments.
+        buckets: Sequence of tuples that start with the path of a shard.
+    """
+    write(rank, buckets, *args, **kwargs)
+    shards = [Path(bucket[0]) for bucket in buckets]
+    digests = _hash_files(shards)
+    with staged_file(shards[0].with_name(f"{_RANK_HASHES}{rank}.json")) as staged:
+        staged.write_text(json.dumps(digests))
+
+
 def write_hashes(folder: str | Path) -> None:
+    """Write ``integrity.json``. Hashes all files that :func:`write_and_hash` has not hashed."""
     folder = Path(folder)
-    found = (file.name for file in folder.iterdir() if file.is_file())
-    names = sorted(name for name in found if name != INTEGRITY)
-    with ThreadPoolExecutor(_THREADS_TO_WRITE) as pool:
-        digests = pool.map(lambda name: hash_file(folder / name), names)
-        files = dict(zip(names, digests, strict=True))
+    digests: dict[str, str] = {}
+    collected = list(folder.glob(f"{_RANK_HASHES}*.json"))
+    for file in collected:
+        digests |= json.loads(file.read_bytes())
+        file.unlink()
+    files = [file for file in folder.iterdir() if file.is_file() and file.name != INTEGRITY]
+    digests |= _hash_files([file for file in files if file.name not in digests])
     with staged_file(folder / INTEGRITY) as staged:
-        staged.write_text(json.dumps({"algorithm": "sha256", "files": files}, indent=2))
+        content = {"algorithm": "sha256", "files": dict(sorted(digests.items()))}
+        staged.write_text(json.dumps(content, indent=2))
+
+
+def _hash_files(files: Sequence[Path]) -> dict[str, str]:
+    """Return the hex digests of files by name."""
+    with ThreadPoolExecutor(_THREADS_TO_WRITE) as pool:
+        return dict(zip((file.name for file in files), pool.map(hash_file, files), strict=True))
 
 
 def read_hashes(folder: Path) -> dict[str, str] | None:

@@ -15,6 +15,7 @@ checkpoints by this time instead of their iteration. After a rollback, there can
 higher iterations that aren't part of the run anymore.
 """
 
+import errno
 import json
 import re
 from pathlib import Path
@@ -133,13 +134,46 @@ def _read_tracker(file: Path) -> str | None:
         return stream.read(_MAX_BYTES).strip()
 
 
+def partial_save(path: Path, run_id: str) -> Path:
+    """Return the directory to which a run writes the checkpoint ``path`` before it is complete."""
+    return path.with_name(f".{path.name}.partial-{run_id}")
+
+
+def partial_saves(folder: Path) -> list[Path]:
+    """List the directories of saves that are still running or were interrupted."""
+    return sorted(folder.glob(".iter_*.partial-*"))
+
+
+def publish(written: Path, final: Path) -> None:
+    """Rename a complete checkpoint, after flushing it to disk.
+
+    Args:
+        written (Path): The result of :func:`partial_save`.
+        final (Path): An empty directory, or one that does not exist. If it contains files of other
+            programs, they are kept.
+    """
+    for file in (*written.iterdir(), written):
+        flush(file)
+    try:
+        written.rename(final)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        marks = (COMMIT_MARK, INTEGRITY)
+        for file in sorted(written.iterdir(), key=lambda file: file.name in marks):
+            file.rename(final / file.name)
+        written.rmdir()
+    flush(final.parent)
+
+
 def record_commit(path: Path) -> None:
     """Write ``commit.json``. Call this right before writing the commit mark.
 
     The recorded time is always later than for other checkpoints in the same ``--save`` directory,
     even if the clocks of two machines differ.
     """
-    others = (other for other in path.parent.iterdir() if other != path and is_complete(other))
+    saves = (other for other in path.parent.iterdir() if iteration_of(other) is not None)
+    others = (save for save in saves if is_complete(save))
     latest = max((_commit(other).time for other in others), default=0)
     with staged_file(path / COMMIT) as staged:
         staged.touch()

@@ -8,7 +8,6 @@ import copy
 import ctypes
 import functools
 import inspect
-import os
 import re
 import sys
 import sysconfig
@@ -237,68 +236,6 @@ def use_forked_writers() -> None:
     get_write_results_queue("fork")
     AsyncCallsQueue.warmup_persistent_caller = lambda *args, **kwargs: None
     AsyncCallsQueue._get_async_caller = lambda self: TemporalAsyncCaller()
-
-
-def make_saves_safe(ownership: Any = None) -> None:
-    """Patch Megatron's checkpointing to be safer and faster.
-
-    - Before overwriting a complete checkpoint, remove its commit marker. Otherwise, a job killed
-      during the save would leave a mix of old and new shards that looks complete.
-    - Write the tracker file atomically, and record the time of the commit.
-    - Before the first shard and before the commit marker, call ``ownership.check()``. It stops the
-      save if another run has taken over the ``--save`` directory.
-    - Load non-tensor state with ``weights_only=True``.
-    - Flush TensorBoard on each save, so that resumed runs have no gaps in their curves.
-    - Hash files with :mod:`kha_megatron.checkpoint.integrity`.
-    """
-    import torch.distributed as dist
-    from megatron.core.dist_checkpointing import serialization
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-    from megatron.training import checkpointing
-    from megatron.training.global_vars import get_tensorboard_writer
-
-    from kha_megatron.checkpoint.integrity import verify_hashes, write_hashes
-    from kha_megatron.checkpoint.staging import staged_file
-    from kha_megatron.checkpoint.tracker import TRACKER, clear_for_overwriting, record_commit
-
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
-    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
-    serialization.save_integrity_manifest = write_hashes
-    serialization.verify_integrity_manifest = verify_hashes
-
-    @contextmanager
-    def open_staged(file: Path) -> Iterator[Any]:
-        with staged_file(file) as staged, staged.open("w") as stream:
-            yield stream
-
-    @patch(checkpointing.maybe_msc, "open")
-    def open_atomically(open_file: Any, file: Any, mode: str = "r", **options: Any) -> Any:
-        if mode != "w" or Path(file).name != TRACKER or "://" in str(file):
-            return open_file(file, mode, **options)
-        return open_staged(Path(file))
-
-    def check_owner() -> None:
-        if ownership is not None:
-            ownership.check()
-
-    @patch(serialization, "save_config")
-    def commit(write_marker: Any, config: Any, checkpoint_dir: Any) -> None:
-        check_owner()
-        if "://" not in str(checkpoint_dir):
-            record_commit(Path(checkpoint_dir))
-        write_marker(config, checkpoint_dir)
-
-    @patch(TorchDistSaveShardedStrategy, "async_save")
-    def save_safely(
-        async_save: Any, self: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if dist.get_rank() == 0:
-            check_owner()
-            clear_for_overwriting(checkpoint_dir)
-        if writer := get_tensorboard_writer():
-            writer.flush()
-        dist.barrier()  # before any rank writes
-        return async_save(self, state, checkpoint_dir, *args, **kwargs)
 
 
 @functools.cache  # once per process

@@ -66,6 +66,7 @@ from kha_megatron.training.resume import (
     starts_from_pretrained,
     vocabulary_size,
 )
+from kha_megatron.training.saving import make_saves_safe, remove_partial_saves
 from kha_megatron.training.scalars import write_scalars
 from kha_megatron.training.weights import stop_on_non_finite_weights
 
@@ -97,7 +98,8 @@ def run(program_start: float) -> None:
     ownership = claim(Path(early.save)) if claims else None
     if ownership is not None:
         atexit.register(ownership.release)
-    compat.make_saves_safe(ownership)
+        remove_partial_saves(Path(early.save))
+    make_saves_safe(ownership)
     repair_tracker(early)
     warn_of_a_fresh_start(early)
     kha = restored_kha(early) or kha_from_args(early)

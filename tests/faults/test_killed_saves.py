@@ -26,9 +26,11 @@ PLACES = [
     (0, "one", ("rename", "*/.metadata"), 1, False),
     (0, "one", ("rename", "*/commit.json"), 1, False),
     (0, "all", ("half", MARK), 1, False),
-    (0, "one", ("write", MARK), 1, True),
-    (0, "all", ("half", "*/.integrity.json.*"), 1, True),
-    (0, "all", ("rename", "*/integrity.json"), 1, True),
+    (0, "one", ("write", MARK), 1, False),
+    (1, "one", ("half", "*/.hashes-1.json.*"), 1, False),
+    (0, "all", ("half", "*/.integrity.json.*"), 1, False),
+    (0, "all", ("rename", "*/integrity.json"), 1, False),
+    (0, "all", ("rename", "iter_*"), 1, True),
     (0, "all", ("open", TRACK), 2, True),  # the first one repairs the tracker file
     (0, "all", ("half", TRACK), 1, True),
     (0, "all", ("rename", TRACKER), 1, True),
@@ -50,7 +52,7 @@ def _once_saving(saved: Path, delay: float) -> float:
 
 
 def _last_complete(folder: Path) -> int:
-    marks = [path for path in folder.glob(MARK) if path.stat().st_size]
+    marks = [path for path in folder.glob(f"iter_{MARK}") if path.stat().st_size]
     return max((int(path.parent.name[5:]) for path in marks), default=0)
 
 
@@ -118,7 +120,7 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_no_mixture(entry, saved, t
     """A run that was rolled back saves an iteration again. Megatron would keep its old mark."""
     folder, note = shutil.copytree(saved, tmp_path / "save"), tmp_path / "killed"
     fault = functools.partial(
-        writes.kill_at, folder, ("half", "iter_0000002/*.distcp"), 3, 1, True, note
+        writes.kill_at, folder, ("half", ".iter_0000002.partial-*/*.distcp"), 3, 1, True, note
     )
     run = entry(arguments(folder, "--ckpt-step", "1"), 2, before=fault)
     assert run.codes == [-9, -9], run.output[-3000:]

@@ -1,0 +1,141 @@
+"""Save checkpoints so that neither a crash nor another run can damage them.
+
+Megatron lets all ranks write into ``iter_0000002``, and marks it as complete afterwards. If another
+run takes over the directory in between, the shards of both runs end up in one checkpoint. So we let
+Megatron write into ``.iter_0000002.partial-<run>``, and rename that directory at the end.
+"""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.training import checkpointing, get_args
+from megatron.training.global_vars import get_tensorboard_writer
+
+from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.integrity import verify_hashes, write_and_hash, write_hashes
+from kha_megatron.checkpoint.ownership import Ownership
+from kha_megatron.checkpoint.staging import staged_file
+from kha_megatron.checkpoint.tracker import (
+    TRACKER,
+    clear_for_overwriting,
+    partial_save,
+    partial_saves,
+    publish,
+    record_commit,
+)
+from kha_megatron.mcore.patching import patch
+
+
+def make_saves_safe(ownership: Ownership | None) -> None:
+    """Patch Megatron's checkpointing.
+
+    - Write each checkpoint to a directory of this run, and rename it once it is complete.
+    - Before overwriting a complete checkpoint, remove its commit marker. Otherwise, a job killed
+      during the save would resume from the old checkpoint, even after a rollback.
+    - Write the tracker file atomically, and record the time of the commit.
+    - Before the first shard and before the rename, call ``ownership.check()``. It stops the save if
+      another run has taken over the ``--save`` directory.
+    - Load non-tensor state with ``weights_only=True``.
+    - Flush TensorBoard on each save, so that resumed runs have no gaps in their curves.
+    - Hash files with :mod:`kha_megatron.checkpoint.integrity`, each rank its own shards.
+
+    Args:
+        ownership: The claim on the ``--save`` directory. None on ranks other than 0, without
+            ``--save``, and for object stores.
+    """
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
+    os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
+    serialization.save_integrity_manifest = write_hashes
+    serialization.verify_integrity_manifest = verify_hashes
+
+    def check_owner() -> None:
+        if ownership is not None:
+            ownership.check()
+
+    @contextmanager
+    def open_staged(file: Path) -> Iterator[Any]:
+        with staged_file(file) as staged, staged.open("w") as stream:
+            yield stream
+
+    @patch(checkpointing.maybe_msc, "open")
+    def open_atomically(open_file: Any, file: Any, mode: str = "r", **options: Any) -> Any:
+        if mode != "w" or Path(file).name != TRACKER or _is_remote(file):
+            return open_file(file, mode, **options)
+        return open_staged(Path(file))
+
+    @patch(dist_checkpointing, "save")
+    def save_and_publish(
+        save: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if _is_remote(checkpoint_dir):  # an object store, which cannot rename directories
+            return save(state, checkpoint_dir, *args, **kwargs)
+        final = Path(checkpoint_dir)
+        written = partial_save(final, _run_id())
+
+        def finish() -> None:
+            if dist.get_rank() == 0:
+                check_owner()
+                publish(written, final)
+
+        if dist.get_rank() == 0:
+            check_owner()
+            clear_for_overwriting(final)
+            written.mkdir(parents=True, exist_ok=True)
+        request = save(state, str(written), *args, **kwargs)
+        if request is None:
+            finish()
+        else:  # --async-save
+            request.add_finalize_fn(finish)
+        return request
+
+    @patch(serialization, "save_config")
+    def commit(write_marker: Any, config: Any, checkpoint_dir: Any) -> None:
+        check_owner()
+        if not _is_remote(checkpoint_dir):
+            record_commit(Path(checkpoint_dir))
+        write_marker(config, checkpoint_dir)
+
+    @patch(TorchDistSaveShardedStrategy, "async_save")
+    def save_safely(
+        async_save: Any, self: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if writer := get_tensorboard_writer():
+            writer.flush()
+        dist.barrier()  # rank 0 has created the directory
+        request = async_save(self, state, checkpoint_dir, *args, **kwargs)
+        is_hashed = get_args().verify_integrity and not _is_remote(checkpoint_dir)
+        if request.async_fn is None or not is_hashed:
+            return request
+        return request._replace(async_fn=partial(write_and_hash, request.async_fn))
+
+
+def remove_partial_saves(folder: Path) -> None:
+    """Delete what killed runs have left of their last save. Only call this as owner of ``folder``.
+
+    If such a run is still alive on a node that was cut off, its save fails.
+    """
+    for path in partial_saves(folder):
+        announce(f"removing {path}, which was left by an interrupted save")
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@cache
+def _run_id() -> str:
+    """Return a random ID of this run, the same on all ranks. Must be called on all ranks."""
+    run_id = [uuid.uuid4().hex[:8]]
+    dist.broadcast_object_list(run_id, src=0)
+    return run_id[0]
+
+
+def _is_remote(path: Any) -> bool:
+    return "://" in str(path)
