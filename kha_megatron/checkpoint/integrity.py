@@ -39,8 +39,10 @@ def write_and_hash(write: Callable, rank: int, buckets: Any, *args: Any, **kwarg
     write(rank, buckets, *args, **kwargs)
     shards = [Path(bucket[0]) for bucket in buckets]
     digests = _hash_files(shards)
-    with staged_file(shards[0].with_name(f"{_RANK_HASHES}{rank}.json")) as staged:
-        staged.write_text(json.dumps(digests))
+    target = shards[0].with_name(f"{_RANK_HASHES}{rank}.json")
+    unfinished = target.with_suffix(".tmp")
+    unfinished.write_text(json.dumps(digests))
+    unfinished.replace(target)
 
 
 def write_hashes(folder: str | Path) -> None:

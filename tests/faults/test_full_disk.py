@@ -12,6 +12,9 @@ from kha_megatron.checkpoint.tracker import COMMIT_MARK, TRACKER
 from tests.faults import writes
 from tests.faults.jobs import arguments, iteration_folder, resumed, small_disk, until
 
+SAVE = ".iter_0000002.partial-*"
+"""The directory of the second save, before it is complete."""
+
 
 def refuse(folder, wanted, victim, rank):
     """Make every step of the wanted kind fail in one rank as on a full disk."""
@@ -48,7 +51,7 @@ def first(saved):
 @pytest.mark.whole
 @pytest.mark.parametrize(
     ("victim", "wanted"),
-    [(1, ("half", "iter_0000002/*.distcp")), (0, ("half", "iter_0000002/.metadata.tmp"))],
+    [(1, ("half", f"{SAVE}/*.distcp")), (0, ("half", f"{SAVE}/.metadata.tmp"))],
     ids=["a shard", "the index"],
 )
 def test_a_failed_write_of_one_rank(entry, first, tmp_path, faults_table, victim, wanted):

@@ -27,7 +27,7 @@ PLACES = [
     (0, "one", ("rename", "*/commit.json"), 1, False),
     (0, "all", ("half", MARK), 1, False),
     (0, "one", ("write", MARK), 1, False),
-    (1, "one", ("half", "*/.hashes-1.json.*"), 1, False),
+    (1, "one", ("half", "*/hashes-1.tmp"), 1, False),
     (0, "all", ("half", "*/.integrity.json.*"), 1, False),
     (0, "all", ("rename", "*/integrity.json"), 1, False),
     (0, "all", ("rename", "iter_*"), 1, True),
