@@ -1,50 +1,23 @@
 """Submit jobs to Slurm with NeMo-Run."""
 
-import json
 import os
 import re
-import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.staging import write_json
-from kha_megatron.errors import ConfigError
-from kha_megatron.recipes.launching import create_experiment, import_nemo_run
+from kha_megatron.recipes.launching import create_experiment
 from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
 from kha_megatron.recipes.logs import Failure, find_failure_in_text
-from kha_megatron.recipes.prepare import SUBMISSION, Job, Slurm, check_shared_paths, owned_output
-
-_RENDEZVOUS_PORT = "$((10000 + SLURM_JOB_ID % 20000))"
-"""Shell expression. Jobs that share a node need different ports, below the ephemeral range."""
-_RENDEZVOUS_ID = 29500
-_RENDEZVOUS_SETTINGS = "is_host=1,read_timeout=600"
-"""Settings of torchrun's rendezvous for several nodes.
-
-``is_host``: every agent opens a store on its node and connects to that of the first node. Otherwise
-torchrun compares addresses to find out whether it runs on the first node. ``read_timeout``: wait
-for the first node for as long as torchrun waits for the others. The default is one minute.
-"""
-_FIND_FIRST_NODE = """\
-case $head_node_ip in "" | 127.* | ::1*)
-  echo "error: Node $head_node resolves its own host name to '$head_node_ip'. It must resolve to \
-an address that other nodes can reach. Fix its /etc/hosts or DNS." >&2
-  exit 1 ;;
-esac
-node_address=$(scontrol show node "$head_node" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
-head_node_ip=${node_address:-${head_node_ip%% *}}"""
-"""Shell commands that replace the result of ``hostname --ip-address`` on the first node.
-
-NeMo-Run passes it to torchrun, but it may contain several addresses or start with IPv6 addresses.
-Slurm's own address of the node is reachable from the other nodes. An unresolvable host name is an
-error, because torchrun and gloo resolve it too.
-"""
+from kha_megatron.recipes.prepare import SUBMISSION, Job, check_shared_paths, owned_output
+from kha_megatron.recipes.slurm_executor import create_executor
 
 _FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 _ENDS = {"COMPLETED": "succeeded", "CANCELLED": "cancelled", "UNKNOWN": "unknown"}
@@ -146,62 +119,11 @@ def _experiment(job: Job) -> Iterator[Any]:
     with redirect_stdout(sys.stderr), open(os.devnull) as nothing:
         sys.stdin = nothing
         try:
-            executor = _executor(job.slurm, job.environment, device=job.device)
+            executor = create_executor(job.slurm, job.environment, device=job.device)
             with create_experiment(job, executor, chain=job.slurm.chain) as experiment:
                 yield experiment
         finally:
             sys.stdin = stdin
-
-
-def _executor(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> Any:
-    run, variables = import_nemo_run(), {**environment, **slurm.environment}
-    setup_lines = []
-    if slurm.nodes > 1:
-        variables.setdefault("PET_RDZV_CONF", _RENDEZVOUS_SETTINGS)  # default of --rdzv-conf
-        setup_lines.append(_FIND_FIRST_NODE)
-    values: dict[str, Any] = {
-        "account": slurm.account,
-        "partition": slurm.partition,
-        "time": slurm.time,
-        "nodes": slurm.nodes,
-        "ntasks_per_node": slurm.gpus,
-        "container_image": slurm.image,
-        "container_mounts": list(slurm.mounts),
-        "retries": slurm.retries,
-        "packager": run.Packager(),
-        # NeMo-Run does not quote values in `export NAME=value`
-        "env_vars": {name: shlex.quote(value) for name, value in variables.items()},
-        "launcher": run.Torchrun(rdzv_port=_RENDEZVOUS_PORT, rdzv_id=_RENDEZVOUS_ID),
-        "tunnel": run.LocalTunnel(job_dir=""),  # use NeMo-Run's home directory
-        "poll_estimated_start_time": False,  # would be printed on stdout
-    }
-    if slurm.image is None:
-        setup_lines.append(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
-    elif variables:  # by default, variables of the container image take precedence
-        values["container_env"] = list(variables)
-    if setup_lines:
-        values["setup_lines"] = "\n".join(setup_lines)
-    if slurm.account is None:  # otherwise part of the job name
-        values["job_name_prefix"] = "kha-megatron."
-    if device == "cpu":  # since Slurm 22.05, srun does not inherit --cpus-per-task
-        values["cpus_per_task"] = slurm.gpus
-        values["srun_args"] = [f"--cpus-per-task={slurm.gpus}"]
-    else:
-        values["gpus_per_node"] = slurm.gpus
-    if slurm.chain > 1:  # start the next job even if the previous one failed
-        values["dependency_type"] = "afterany"
-    hints = get_type_hints(run.SlurmExecutor)
-    for name, text in slurm.settings.items():
-        hint = hints.get(name, str)
-        takes_text = str in (hint, *get_args(hint))
-        try:
-            values[name] = text if takes_text and text[:1] != "[" else json.loads(text)
-        except ValueError:
-            raise ConfigError(f"--set {name}={text}: the value must be valid JSON.") from None
-    try:
-        return run.SlurmExecutor(**values)
-    except Exception as error:  # NeMo-Run does not define exception types
-        raise ConfigError(f"Could not create a Slurm executor: {error}") from error
 
 
 def _job_id(job: Any) -> str:

@@ -28,6 +28,18 @@ CONTAINER = Slurm(
     retries=2,
     settings={"qos": "12", "exclusive": "true", "additional_parameters": '{"reservation": "r"}'},
 )
+SHARED = Slurm(
+    nodes=2,
+    time="04:00:00",
+    environment={"http_proxy": "proxy:80", "LOWER": "x"},
+    settings={
+        "cpus_per_task": "64",
+        "mem": "500G",
+        "setup_lines": "module load cuda",
+        "srun_args": '["--mpi=none"]',
+        "env_vars": '{"A": "1 2"}',
+    },
+)
 
 
 def job_on(slurm, output=Path("/runs/one"), words=()):
@@ -41,6 +53,7 @@ def job_on(slurm, output=Path("/runs/one"), words=()):
         ("slurm", PLAIN, []),
         ("slurm-cpu", CPU, ["--device", "cpu"]),
         ("slurm-container", CONTAINER, []),
+        ("slurm-shared", SHARED, []),
     ],
 )
 def test_dry_run_equals_golden_file(name, slurm, words, nemorun_home, monkeypatch):
@@ -150,12 +163,6 @@ def test_job_is_followed_to_its_end(code, slurm, scripted, nemorun_home, monkeyp
     ("slurm", "options", "match"),
     [
         (Slurm(time="4h"), {}, "--time must be HH:MM:SS"),
-        (Slurm(time="04:00:00", settings={"qso": "x"}), {}, "Could not create .* 'qso'"),
-        (
-            Slurm(time="04:00:00", settings={"ntasks_per_node": "x"}),
-            {},
-            "--set ntasks.* valid JSON",
-        ),
         (CONTAINER, {"output": Path("runs/one")}, "--output must be an absolute path .*, got"),
         (CONTAINER, {"words": ["--load", "/other"]}, "--load /other is not supported here"),
         (PLAIN, {"output": Path("/tmp/one")}, "/tmp/one/ch.* because every node has its own /tmp"),
@@ -164,3 +171,63 @@ def test_job_is_followed_to_its_end(code, slurm, scripted, nemorun_home, monkeyp
 def test_bad_input_is_refused(slurm, options, match, nemorun_home):
     with pytest.raises(ConfigError, match=match):
         dry_submission(job_on(slurm, **options))
+
+
+@pytest.mark.parametrize(
+    ("setting", "match"),
+    [
+        ("reservation=r1", r"""--set 'additional_parameters={"reservation": "r1"}'"""),
+        ("nodelist=n1", r"""--set 'additional_parameters={"nodelist": "n1"}'"""),
+        ("mail-type=END", r"""no field 'mail-type'.*{"mail-type": "END"}"""),
+        ("nodes=2", "--set nodes is not supported. Use --nodes"),
+        ("ntasks_per_node=4", "Use --nproc"),
+        ("heterogeneous=true", "--set heterogeneous is not supported, because launch sets"),
+        ("job_name=x", "--set job_name is not supported"),
+        ("run_as_group=true", "--set run_as_group is not supported"),
+        ("cpus_per_task=x", "--set cpus_per_task=x: the value must be valid JSON of type int"),
+        ("cpus_per_task=true", "of type int"),
+        ("segment=2.5", "of type int"),
+        ("srun_args=--mpi=none", "of type list"),
+        ('env_vars={"a-b": "1"}', "'a-b' is not a valid name of an environment variable"),
+        ('env_vars={"A": 1}', "environment variable A must be a string, got 1"),
+    ],
+)
+def test_setting_that_cannot_work_is_refused(setting, match, nemorun_home):
+    settings = dict([setting.split("=", 1)])
+    with pytest.raises(ConfigError, match=match):
+        dry_submission(job_on(Slurm(time="04:00:00", settings=settings)))
+
+
+def resources_of(*settings: str) -> set[str]:
+    """Return the options of sbatch and srun for CPUs and memory."""
+    slurm = Slurm(time="04:00:00", settings=dict(each.split("=", 1) for each in settings))
+    (request,) = dry_submission(job_on(slurm)).requests
+    options = r"(--(?:exclusive|mem|cpu)\S*)"
+    (srun,) = re.findall(r"^srun .* torchrun ", request, re.M)
+    return {
+        *re.findall(rf"^#SBATCH {options}", request, re.M),
+        *(f"srun {option}" for option in re.findall(options, srun)),
+    }
+
+
+WHOLE_NODES = {"--exclusive", "--mem=0", "srun --mem=0", "srun --cpu-bind=none"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ([], WHOLE_NODES),
+        (["exclusive=true"], WHOLE_NODES),
+        (["exclusive=user"], {"--exclusive=user"}),
+        (["exclusive=false"], set()),
+        (["mem=100G"], {"--exclusive", "--mem=100G", "srun --cpu-bind=none"}),
+        (["cpus_per_task=32"], {"--cpus-per-task=32", "srun --cpus-per-task=32"}),
+        (
+            ['additional_parameters={"cpus-per-task": 32}'],
+            {"--cpus-per-task=32", "srun --cpus-per-task=32"},
+        ),
+        (["gpus_per_node=null"], WHOLE_NODES),
+    ],
+)
+def test_gpu_jobs_get_whole_nodes_unless_asked_otherwise(settings, options, nemorun_home):
+    assert resources_of(*settings) == options

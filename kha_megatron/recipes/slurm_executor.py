@@ -1,0 +1,203 @@
+"""Build NeMo-Run's ``SlurmExecutor`` from the options of a Slurm job."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.recipes.launching import import_nemo_run
+from kha_megatron.recipes.prepare import Slurm
+
+_RENDEZVOUS_PORT = "$((10000 + SLURM_JOB_ID % 20000))"
+"""Shell expression. Jobs that share a node need different ports, below the ephemeral range."""
+_RENDEZVOUS_ID = 29500
+_RENDEZVOUS_SETTINGS = "is_host=1,read_timeout=600"
+"""Settings of torchrun's rendezvous for several nodes.
+
+``is_host``: every agent opens a store on its node and connects to that of the first node. Otherwise
+torchrun compares addresses to find out whether it runs on the first node. ``read_timeout``: wait
+for the first node for as long as torchrun waits for the others. The default is one minute.
+"""
+_FIND_FIRST_NODE = """\
+case $head_node_ip in "" | 127.* | ::1*)
+  echo "error: Node $head_node resolves its own host name to '$head_node_ip'. It must resolve to \
+an address that other nodes can reach. Fix its /etc/hosts or DNS." >&2
+  exit 1 ;;
+esac
+node_address=$(scontrol show node "$head_node" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
+head_node_ip=${node_address:-${head_node_ip%% *}}"""
+"""Shell commands that replace the result of ``hostname --ip-address`` on the first node.
+
+NeMo-Run passes it to torchrun, but it may contain several addresses or start with IPv6 addresses.
+Slurm's own address of the node is reachable from the other nodes. An unresolvable host name is an
+error, because torchrun and gloo resolve it too.
+"""
+
+_OPTIONS = {
+    "account": "--account",
+    "container_image": "--container-image",
+    "container_mounts": "--mount",
+    "nodes": "--nodes",
+    "ntasks_per_node": "--nproc",
+    "partition": "--partition",
+    "retries": "--retries",
+    "time": "--time",
+    "torchrun_nproc_per_node": "--nproc",
+}
+"""Fields that have an option of their own."""
+_OURS = (
+    *("array", "dependencies", "experiment_id", "het_group_indices", "heterogeneous"),
+    *("job_details", "job_dir", "launcher", "packager", "tunnel"),
+)
+"""Fields that cannot be changed, because ranks would be started in another way."""
+_CPUS = ("cpus_per_task", "cpus_per_gpu")
+_MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu")
+
+
+def create_executor(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> Any:
+    """Return the executor of a job.
+
+    GPU jobs get whole nodes, unless the user sets ``exclusive`` or the number of CPUs. On clusters
+    whose nodes are shared, they would otherwise get a single CPU core.
+
+    Raises:
+        MissingDependencyError: If NeMo-Run is not installed.
+        ConfigError: If a field in ``slurm.settings`` is unknown or invalid.
+    """
+    run = import_nemo_run()
+    settings = _parse_settings(slurm.settings, run.SlurmExecutor)
+    variables = {**environment, **settings.pop("env_vars", {}), **slurm.environment}
+    _check_variables(variables)
+    setup_lines = [settings.pop("setup_lines", None)]  # e.g. `module load`, which changes the PATH
+    if slurm.nodes > 1:
+        variables.setdefault("PET_RDZV_CONF", _RENDEZVOUS_SETTINGS)  # default of --rdzv-conf
+        setup_lines.append(_FIND_FIRST_NODE)
+    values: dict[str, Any] = {
+        "account": slurm.account,
+        "partition": slurm.partition,
+        "time": slurm.time,
+        "nodes": slurm.nodes,
+        "ntasks_per_node": slurm.gpus,
+        "container_image": slurm.image,
+        "container_mounts": list(slurm.mounts),
+        "retries": slurm.retries,
+        "packager": run.Packager(),
+        "launcher": run.Torchrun(rdzv_port=_RENDEZVOUS_PORT, rdzv_id=_RENDEZVOUS_ID),
+        "tunnel": run.LocalTunnel(job_dir=""),  # use NeMo-Run's home directory
+        "poll_estimated_start_time": False,  # would be printed on stdout
+    }
+    # NeMo-Run does not quote values in `export NAME=value`, and changes names to upper case
+    quoted = {name: shlex.quote(value) for name, value in variables.items()}
+    values["env_vars"] = {name: value for name, value in quoted.items() if name.isupper()}
+    setup_lines += [f"export {name}={quoted[name]}" for name in quoted if not name.isupper()]
+    if slurm.image is None:
+        setup_lines.append(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
+    elif variables:  # by default, variables of the container image take precedence
+        values["container_env"] = [*(settings.pop("container_env", None) or ()), *variables]
+    if any(setup_lines):
+        values["setup_lines"] = "\n".join(filter(None, setup_lines))
+    if slurm.account is None:  # otherwise part of the job name
+        values["job_name_prefix"] = "kha-megatron."
+    if slurm.chain > 1:  # start the next job even if the previous one failed
+        values["dependency_type"] = "afterany"
+    user_srun_args = settings.pop("srun_args", None) or []
+    values |= settings
+    values |= _choose_resources(slurm, values, device=device)
+    if values.get("exclusive") is False:  # NeMo-Run would write --exclusive=False
+        del values["exclusive"]
+    if srun_args := [*_choose_srun_args(values), *user_srun_args]:
+        values["srun_args"] = srun_args
+    try:
+        return run.SlurmExecutor(**values)
+    except Exception as error:  # NeMo-Run does not define exception types
+        raise ConfigError(f"Could not create a Slurm executor: {error}") from error
+
+
+def _choose_resources(slurm: Slurm, values: Mapping[str, Any], *, device: str) -> dict[str, Any]:
+    """Return the CPUs, GPUs and memory that are not in ``values``."""
+    chosen = _sbatch_options(values)
+    if device == "cpu":
+        return {} if "cpus_per_task" in chosen else {"cpus_per_task": slurm.gpus}
+    resources: dict[str, Any] = {}
+    if "gpus_per_node" not in chosen:
+        resources["gpus_per_node"] = slurm.gpus
+    chooses_cpus = any(name in chosen for name in _CPUS)
+    exclusive = chosen.get("exclusive", not chooses_cpus)
+    if exclusive is True:  # may also be "user" or "mcs"
+        resources["exclusive"] = True
+        if not any(name in chosen for name in _MEMORY):
+            resources["mem"] = "0"  # all memory of the node
+    return resources
+
+
+def _choose_srun_args(values: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of ``srun`` that it does not inherit from ``sbatch``."""
+    options = _sbatch_options(values)
+    srun_args = []
+    if cpus := options.get("cpus_per_task"):  # since Slurm 22.05, srun does not inherit it
+        srun_args.append(f"--cpus-per-task={cpus}")
+    elif options.get("exclusive") is True:
+        # all ranks of a node belong to one task, which must not be bound to one core
+        srun_args.append("--cpu-bind=none")
+    if options.get("mem") == "0":
+        srun_args.append("--mem=0")
+    return srun_args
+
+
+def _sbatch_options(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of the executor and additional parameters, as ``{"cpus_per_task": ...}``."""
+    additional = values.get("additional_parameters") or {}
+    renamed = {name.replace("-", "_"): value for name, value in additional.items()}
+    return {**values, **renamed}
+
+
+def _check_variables(variables: Mapping[str, Any]) -> None:
+    for name, value in variables.items():
+        if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
+            raise ConfigError(f"{name!r} is not a valid name of an environment variable.")
+        if not isinstance(value, str):
+            raise ConfigError(f"The environment variable {name} must be a string, got {value!r}.")
+
+
+def _parse_settings(settings: Mapping[str, str], executor: type) -> dict[str, Any]:
+    """Parse the values of ``--set``. Refuse fields that cannot be set."""
+    hints = get_type_hints(executor)
+    known = {field.name for field in fields(executor) if field.init}
+    parsed = {}
+    for name, text in settings.items():
+        if option := _OPTIONS.get(name):
+            raise ConfigError(f"--set {name} is not supported. Use {option}.")
+        if name in _OURS or (name in hints and name not in known):
+            raise ConfigError(f"--set {name} is not supported, because launch sets this field.")
+        if name not in known:
+            additional = shlex.quote(f"additional_parameters={json.dumps({name: text})}")
+            raise ConfigError(
+                f"NeMo-Run's SlurmExecutor has no field {name!r}. To pass an option to sbatch, use "
+                f"--set {additional}."
+            )
+        parsed[name] = _parse_setting(name, text, hints[name])
+    return parsed
+
+
+def _parse_setting(name: str, text: str, hint: Any) -> Any:
+    types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    is_literal = (text == "null" and type(None) in types) or (
+        text in ("true", "false") and bool in types
+    )
+    if str in types and not is_literal:
+        return text
+    allowed = [get_origin(each) or each for each in types]
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = ...
+    if type(value) not in allowed:
+        names = " or ".join(each.__name__ for each in allowed if each is not type(None))
+        raise ConfigError(f"--set {name}={text}: the value must be valid JSON of type {names}.")
+    return value
