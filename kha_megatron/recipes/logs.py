@@ -2,19 +2,22 @@
 
 import re
 import signal
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 TAIL_LINES = 25
 
+LINE_PREFIX = "[${role_name}${rank}]:"
+"""Template for torchrun's prefix of each line. By default, it contains the local rank, which does
+not identify a rank in a log of several nodes."""
+
 _RANK_PREFIX = re.compile(r"^\[[^\]]*\d+\]:")
-_ROOT_CAUSE = re.compile(
-    r"Root Cause \(first observed failure\):.*?"
-    r"rank\s*:\s*(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\).*?"
-    r"exitcode\s*:\s*(?P<exitcode>-?\d+)",
-    re.DOTALL,
-)
+_ROOT_CAUSE = "Root Cause (first observed failure):"
+_ROOT_CAUSE_FIELD = re.compile(r"\s*(time|host|rank|exitcode)\s*:\s*(.*)")
+_LOCAL_RANK = re.compile(r"(\d+) \(local_rank: (\d+)\)")
+_MAX_LINE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -25,14 +28,28 @@ class Failure:
     exit_code: int | None  # minus the signal number if the rank was killed (e.g. -9)
     log: Path
     lines: tuple[str, ...]  # the end of the log, up to TAIL_LINES lines
+    host: str | None = None  # None if the rank ran on this machine
 
     def __str__(self) -> str:
         if self.rank is None or self.exit_code is None:
             return "torchrun failed without reporting a failed rank"
+        rank = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
         if self.exit_code >= 0:
-            return f"rank {self.rank} failed with exit code {self.exit_code}"
+            return f"{rank} failed with exit code {self.exit_code}"
         hint = " (out of memory?)" if self.exit_code == -signal.SIGKILL else ""
-        return f"rank {self.rank} was killed by {signal.Signals(-self.exit_code).name}{hint}"
+        return f"{rank} was killed by {signal.Signals(-self.exit_code).name}{hint}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RootCause:
+    """The failure that a torchrun agent observed first. There is one agent per node."""
+
+    time: str
+    """ISO format, in seconds."""
+    host: str
+    rank: int
+    local_rank: int
+    exit_code: int
 
 
 def find_failure(launcher: Path, ranks: Path) -> Failure:
@@ -43,36 +60,81 @@ def find_failure(launcher: Path, ranks: Path) -> Failure:
         ranks: torchrun's ``--log-dir``, containing ``<run>/attempt_<n>/<local rank>/``.
     """
     report = launcher / "stderr.log"
-    cause = _root_cause(_last_lines(report, 1000))
+    cause = _find_root_cause(_last_lines(report, 1000))
     if cause is None:
         return Failure(None, None, report, _last_lines(report))
-    rank, local_rank, exit_code = cause
-    attempts = sorted(ranks.glob(f"*/attempt_*/{local_rank}"))
+    attempts = sorted(ranks.glob(f"*/attempt_*/{cause.local_rank}"))
     stderr, stdout = (
         (attempts[-1] if attempts else launcher) / f"{name}.log" for name in ("stderr", "stdout")
     )
     log = stderr if _last_lines(stderr, 1) or not _last_lines(stdout, 1) else stdout
-    return Failure(rank, exit_code, log, _without_usage(_last_lines(log), exit_code))
+    lines = _without_usage(_last_lines(log), cause.exit_code)
+    return Failure(cause.rank, cause.exit_code, log, lines)
 
 
-def find_failure_in_text(text: str, log: Path) -> Failure:
-    """Find the failed rank from ``text``, the tail of a combined log of torchrun and its ranks."""
-    lines = text.rstrip().splitlines()
-    if (cause := _root_cause(lines)) is None:
-        return Failure(None, None, log, _without_prefixes(lines))
-    rank, local_rank, exit_code = cause
-    own = [line for line in lines if line.startswith(f"[default{local_rank}]:")]
-    return Failure(rank, exit_code, log, _without_usage(_without_prefixes(own or lines), exit_code))
+def find_failure_in_log(log: Path) -> Failure:
+    """Find the rank that failed first in a combined log of all nodes, whose lines start with
+    :data:`LINE_PREFIX`.
+
+    Reads the whole log twice, since a log with many nodes can be long after the first failure.
+    """
+    cause = _find_root_cause(_read_lines(log))
+    if cause is None:
+        return Failure(None, None, log, _last_lines(log))
+    prefix = f"[default{cause.rank}]:"
+    own_lines = deque(
+        (line for line in _read_lines(log) if line.startswith(prefix)), maxlen=TAIL_LINES
+    )
+    lines = _without_prefixes(own_lines) if own_lines else _last_lines(log)
+    return Failure(
+        cause.rank, cause.exit_code, log, _without_usage(lines, cause.exit_code), cause.host
+    )
 
 
-def _root_cause(lines: Sequence[str]) -> tuple[int, int, int] | None:
-    """Parse torchrun's failure report. Returns ``(rank, local_rank, exit_code)``."""
-    if (table := _ROOT_CAUSE.search("\n".join(lines))) is None:
+def _find_root_cause(lines: Iterable[str]) -> _RootCause | None:
+    """Find the earliest failure in the reports of all torchrun agents."""
+    earliest: _RootCause | None = None
+    for cause in _parse_reports(lines):
+        if earliest is None or cause.time < earliest.time:
+            earliest = cause
+    return earliest
+
+
+def _parse_reports(lines: Iterable[str]) -> Iterator[_RootCause]:
+    fields: dict[str, str] | None = None  # of the current report
+    for line in lines:
+        if _ROOT_CAUSE in line:
+            fields = {}
+        elif fields is not None and (match := _ROOT_CAUSE_FIELD.match(line)):
+            fields[match[1]] = match[2]
+            if match[1] == "exitcode":
+                if (cause := _parse_cause(fields)) is not None:
+                    yield cause
+                fields = None
+
+
+def _parse_cause(fields: dict[str, str]) -> _RootCause | None:
+    ranks = _LOCAL_RANK.match(fields.get("rank", ""))
+    exit_code = re.match(r"-?\d+", fields["exitcode"])
+    if ranks is None or exit_code is None:
         return None
-    exit_code = int(table["exitcode"])
-    if exit_code == 2:  # for invalid arguments, only rank 0 prints the error
-        return 0, 0, exit_code
-    return int(table["rank"]), int(table["local_rank"]), exit_code
+    rank, local_rank = int(ranks[1]), int(ranks[2])
+    if int(exit_code[0]) == 2:  # for invalid input, only the first rank of a node prints the error
+        rank, local_rank = rank - local_rank, 0
+    return _RootCause(
+        time=fields.get("time", ""),
+        host=fields.get("host", ""),
+        rank=rank,
+        local_rank=local_rank,
+        exit_code=int(exit_code[0]),
+    )
+
+
+def _read_lines(log: Path) -> Iterator[str]:
+    """Yield the lines of a file of any size. Very long lines are split."""
+    with log.open("rb") as file:
+        while line := file.readline(_MAX_LINE_BYTES):
+            yield line.decode(errors="replace").rstrip()
 
 
 def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
@@ -88,9 +150,9 @@ def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ()
-    return _without_prefixes(text.rstrip().splitlines(), count)
+    return _without_prefixes(text.rstrip().splitlines()[-count:])
 
 
-def _without_prefixes(lines: Sequence[str], count: int = TAIL_LINES) -> tuple[str, ...]:
-    """Return the last ``count`` lines without prefixes such as ``[default0]:``."""
-    return tuple(_RANK_PREFIX.sub("", line.rstrip()) for line in lines[-count:])
+def _without_prefixes(lines: Iterable[str]) -> tuple[str, ...]:
+    """Return lines without prefixes such as ``[default0]:``."""
+    return tuple(_RANK_PREFIX.sub("", line.rstrip()) for line in lines)

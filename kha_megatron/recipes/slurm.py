@@ -15,7 +15,7 @@ from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.recipes.launching import create_experiment
 from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
-from kha_megatron.recipes.logs import Failure, find_failure_in_text
+from kha_megatron.recipes.logs import Failure, find_failure_in_log
 from kha_megatron.recipes.prepare import SUBMISSION, Job, check_shared_paths, owned_output
 from kha_megatron.recipes.slurm_executor import create_executor
 
@@ -23,7 +23,9 @@ _FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEAD
 _ENDS = {"COMPLETED": "succeeded", "CANCELLED": "cancelled", "UNKNOWN": "unknown"}
 _ENDS |= dict.fromkeys(_FAILED, "failed")
 _POLL_SECONDS = 3.0
-_TAIL_BYTES = 1 << 17
+_ANSWER_SECONDS = 60.0
+_INVALID = 2
+"""Exit code of ranks with invalid arguments or files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,9 @@ def submit(
                 announce(f"Submitted Slurm job {_job_id(item)} with log file {_log_path(item)}")
             for item in submitted:
                 end = _follow(item, on_step)
+                failure = end["failure"]
+                if failure is not None and failure.exit_code == _INVALID:
+                    break  # the batch script has canceled the rest of the chain
                 if item is not submitted[-1] and end["reason"]:
                     announce(end["reason"])
             end["stopped_at"] = job.stopped_at
@@ -165,11 +170,8 @@ def _follow(job: Any, on_step: Callable[[Step], None] | None) -> dict[str, Any]:
     if state == "UNKNOWN":
         end["reason"] = f"Slurm has no information about job {job_id}. See the log file {path}."
     for log in (Path(path), Path(facts.get("StdOut", ""))):  # log of the ranks or batch script
-        if log.is_file() and (size := log.stat().st_size):
-            with log.open("rb") as file:
-                file.seek(max(0, size - _TAIL_BYTES))
-                text = file.read().decode(errors="replace")
-            return end | {"failure": find_failure_in_text(text, log)}
+        if log.is_file() and log.stat().st_size:
+            return end | {"failure": find_failure_in_log(log)}
     return end
 
 
@@ -193,6 +195,11 @@ def _query(job_id: str) -> dict[str, str]:
 
 def _run(*command: str) -> "subprocess.CompletedProcess[str]":
     try:
-        return subprocess.run(command, capture_output=True, text=True, errors="replace")
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        reason = f"no answer within {_ANSWER_SECONDS} s"
     except FileNotFoundError as error:  # e.g. no sacct without accounting
-        return subprocess.CompletedProcess(command, 1, "", str(error))
+        reason = str(error)
+    return subprocess.CompletedProcess(command, 1, "", reason)

@@ -3,7 +3,7 @@
 import pytest
 
 from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines, read_steps
-from kha_megatron.recipes.logs import TAIL_LINES, find_failure
+from kha_megatron.recipes.logs import TAIL_LINES, find_failure, find_failure_in_log
 
 LINE = (
     "[default1]: [2026-11-20 10:00:00.123456] iteration       10/     300 | consumed samples:"
@@ -114,6 +114,37 @@ def test_failure_is_that_of_the_first_rank_that_failed(report, errors, lines, te
     failure = find_failure(*logs(report, *errors))
     assert failure.lines == lines
     assert str(failure).startswith(text)
+
+
+def test_earliest_failure_of_64_nodes(tmp_path):
+    """Node 37 fails first. All other nodes lose their connection and fill the end of the log."""
+    report = REPORT.replace("localhost", "kn{node}").replace("07:15:03", "07:15:{second}")
+    report = report.replace("rank      : 1", "rank      : {rank}")
+    parts = ["[default297]: RuntimeError: CUDA error: uncorrectable ECC error\n"]
+    parts += ["[default29]: another rank\n", "[default297]:   the last line\n"]
+    for node in [*range(37), *range(38, 64)]:
+        parts.append(f"[default{8 * node + 1}]: RuntimeError: Connection closed by peer\n" * 100)
+        parts.append(report.format(code=1, node=node, second="10", rank=8 * node + 1))
+        if node == 3:
+            parts.append(report.format(code=-6, node=37, second="09", rank=297))
+    text, log = "".join(parts), tmp_path / "log"
+    log.write_text(text)
+    assert len(text) - text.index("host      : kn37") > 1 << 17
+    failure = find_failure_in_log(log)
+    assert str(failure) == "rank 297 on kn37 was killed by SIGABRT"
+    assert failure.lines == (
+        " RuntimeError: CUDA error: uncorrectable ECC error",
+        "   the last line",
+    )
+
+
+def test_invalid_input_on_one_node(tmp_path):
+    report = REPORT.format(code=2).replace("rank      : 1", "rank      : 9")
+    log = tmp_path / "log"
+    log.write_text(f"[default8]:error: No data\n[default9]:other\n[default0]:other\n{report}")
+    failure = find_failure_in_log(log)
+    assert str(failure) == "rank 8 on localhost failed with exit code 2"
+    assert failure.lines == ("error: No data",)
 
 
 def test_only_the_end_of_a_huge_log_is_read(logs):
