@@ -66,15 +66,20 @@ class Training:
     moe_permute_fusion: bool = _option(False)
     log_throughput: bool = _option(False)
     split: str | None = _option(None)
+    data_cache_path: str | None = _option(None)
     num_workers: int = _option(2, least=0)
     eval_interval: int = _option(1000)
     eval_iters: int = _option(100, least=0)
     log_interval: int = _option(100)
     log_timers_to_tensorboard: bool = _option(False)
+    log_memory_to_tensorboard: bool = _option(False)
     tensorboard_log_interval: int = _option(1)
     save_interval: int | None = _option(None)
+    save_interval_in_mins: float | None = _option(None)
+    save_retain_interval: int | None = _option(None)
     ckpt_format: str = _option("torch_dist")
     exit_duration_in_mins: int | None = _option(None)
+    exit_signal_handler: bool = _option(False)
     use_checkpoint_args: bool = _option(False)
     heterogeneous_layers_config_path: str | None = _option(None)
     heterogeneous_layers_config_encoded_json: str | None = _option(None)
@@ -197,6 +202,14 @@ def as_arguments(**values: Any) -> dict[str, Argument]:
     }
 
 
+def _fit_retained(interval: int, retained: Argument | None) -> dict[str, Argument]:
+    """Round ``--save-retain-interval`` to a multiple of ``--save-interval`` (Megatron's rule)."""
+    if retained is None or interval < 1:
+        return {}
+    multiple = max(1, retained.value // interval)
+    return as_arguments(save_retain_interval=multiple * interval)
+
+
 def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
     """Parse a command line into arguments by name. Unknown flags are their own name."""
     found = {}
@@ -227,8 +240,9 @@ class Run:
         """Return a copy with new values and additional command-line arguments.
 
         When you change ``lr``, ``min_lr`` is scaled by the same factor, and likewise for
-        ``train_iters`` and ``lr_warmup_iters``. Arguments that are excluded by the new ones end up
-        in :attr:`dropped`.
+        ``train_iters`` and ``lr_warmup_iters``. ``save_retain_interval`` is rounded to a multiple
+        of a new ``save_interval``. Arguments that are excluded by the new ones end up in
+        :attr:`dropped`.
         """
         new = as_arguments(**values) | parse_arguments(words)
         own = {n: one for n, one in self.given.items() if n in new or n not in values}
@@ -247,6 +261,8 @@ class Run:
                 scaled = value * new[base].value / before if before else value
                 scaled = int(scaled) if isinstance(value, int) else float(f"{scaled:.6g}")
                 new |= as_arguments(**{name: scaled})
+        if "save_interval" in new and "save_retain_interval" not in new:
+            new |= _fit_retained(new["save_interval"].value, own.get("save_retain_interval"))
         dropped = (
             f"{self.given[name].flag}: excluded by {new[other].flag}"
             for name, other in excluded.items()

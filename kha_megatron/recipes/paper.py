@@ -45,6 +45,7 @@ TRAINING: dict[str, Any] = {
     "eval_iters": 0,
     "log_interval": 10,
     "log_throughput": True,
+    "log_timers_to_tensorboard": True,
     "tensorboard_log_interval": 1,
     "save_interval": 1000,
     "ckpt_format": "torch_dist",
@@ -55,6 +56,8 @@ _ON_GPUS: dict[str, Any] = {
     "use_distributed_optimizer": True,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
+    "log_memory_to_tensorboard": True,
+    "save_interval_in_mins": 30,
     "device": "cuda",
 }
 _EXPERTS_ON_GPUS: dict[str, Any] = {
@@ -64,6 +67,10 @@ _EXPERTS_ON_GPUS: dict[str, Any] = {
 }
 """As in Megatron-Bridge's recipe for Qwen3-30B-A3B. With local layers, which don't support the last
 two, :class:`Run` drops them."""
+
+
+_KEPT_CHECKPOINTS = 10
+"""Number of checkpoints that a run keeps, besides the newest one."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,14 @@ class Schedule:
 
     def arguments(self) -> dict[str, Any]:
         tokens = int(self.tokens[:-1]) * {"B": 10**9, "T": 10**12}[self.tokens[-1]]
+        iterations = -(-tokens // (self.batch * self.length))
+        interval = iterations // _KEPT_CHECKPOINTS
         return {
             "seq_length": self.length,
             "max_position_embeddings": self.length,
-            "train_iters": -(-tokens // (self.batch * self.length)),
+            "train_iters": iterations,
+            "save_interval": interval,
+            "save_retain_interval": interval,
             "lr": self.rate,
             "min_lr": round(self.rate * self.last, 10),
             **self.warm_up,
@@ -172,7 +183,7 @@ class Baseline:
                 "moe_router_bias_update_rms": True,
                 **_EXPERTS_ON_GPUS,
             }
-        values |= self.schedule.arguments() | TRAINING | _ON_GPUS
+        values |= TRAINING | _ON_GPUS | self.schedule.arguments()
         values |= {"kha_preset": variant.preset, **variant.heads}
         return Recipe(
             name=name,

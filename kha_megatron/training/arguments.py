@@ -66,6 +66,7 @@ _TRAINING_OPTIONS: dict[str, dict[str, Any]] = {
     "kha_upcycle": _SWITCH,
     "kha_log_interval": {"type": int, "metavar": "N"},
     "kha_perturb_embedding": {"type": float, "default": 0.0, "metavar": "SIZE"},
+    "save_interval_in_mins": {"type": float, "metavar": "N"},
     "no_verify_integrity": {"dest": "verify_integrity", "action": "store_false"},
     "moe_router_bias_update_rms": _SWITCH,
     **{f"rope_{name}": {"type": type(value)} for name, value in LLAMA3_ROPE.items()},
@@ -87,6 +88,8 @@ _TRAINING_HELP = {
     "kha_perturb_embedding": "Multiply each weight of the token embedding by 1 + SIZE * N(0, 1) "
     "after initialization. Used by null runs, which measure how much the final loss changes "
     "because of rounding alone. Recommended: 1e-6 for float32 and 4e-3 for bfloat16.",
+    "save_interval_in_mins": "Also save a checkpoint when the last one is N minutes old. With "
+    "--save-retain-interval, only the newest of these checkpoints is kept.",
     "no_verify_integrity": "Do not write hashes of torch_dist checkpoints, and do not verify them "
     "when loading.",
     "moe_router_bias_update_rms": "Update expert biases by (mean load - load) / RMS(mean load - "
@@ -229,9 +232,19 @@ def check_args(args: argparse.Namespace) -> None:
     """Check arguments, parallel layout and dataset, so that errors show up before Megatron starts.
 
     Raises:
+        ConfigError: See :func:`check_options`.
+        DataError: If the dataset is missing, can't be split, or was made with another tokenizer.
+    """
+    check_options(args)
+    check_data(vars(args))
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Check arguments and parallel layout.
+
+    Raises:
         ConfigError: If sizes aren't divisible, or if an option would be ignored or give wrong
             results.
-        DataError: If the dataset is missing, can't be split, or was made with another tokenizer.
     """
     mistakes = {
         "--spec is not supported by this entry point. Use --kha-preset.": args.spec,
@@ -258,4 +271,3 @@ def check_args(args: argparse.Namespace) -> None:
     raise_first(mistakes)
     check_optimizer_package(args.optimizer)
     check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))
-    check_data(vars(args))

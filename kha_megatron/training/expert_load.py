@@ -22,7 +22,9 @@ _NAMES = ("violation", "least", "bias-range")
 
 
 def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None:
-    """Log one batch. Must be called on all ranks; does nothing between TensorBoard log steps.
+    """Log one batch. Must be called on all ranks.
+
+    Only logs every ``--log-interval`` iterations, because this synchronizes with the device.
 
     Args:
         layers (list[int]): Numbers of the MoE layers on this rank, starting at 1.
@@ -32,7 +34,7 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
     """
     args = get_args()
     iteration = args.curr_iteration + 1
-    if iteration % args.tensorboard_log_interval:
+    if iteration % args.log_interval:
         return
     table = torch.zeros(args.num_layers, len(_NAMES) + 1, dtype=loads.dtype, device=loads.device)
     if layers:

@@ -51,8 +51,8 @@ from kha_megatron.training.arguments import (
 from kha_megatron.training.expert_load import report_expert_load
 from kha_megatron.training.perturbation import perturb_embedding
 from kha_megatron.training.recovery import (
-    end_children_with_the_rank,
     explain_failures,
+    protect_children,
     repair_tracker,
     warn_of_a_fresh_start,
 )
@@ -68,6 +68,8 @@ from kha_megatron.training.resume import (
 )
 from kha_megatron.training.saving import make_saves_safe, remove_partial_saves
 from kha_megatron.training.scalars import write_scalars
+from kha_megatron.training.speed import log_speed
+from kha_megatron.training.timed_saves import keep_release, save_by_time
 from kha_megatron.training.weights import stop_on_non_finite_weights
 
 _SPIKY_LOSS_FACTOR = 10  # times the largest loss seen, as in Megatron's pretrain_gpt.py
@@ -76,7 +78,7 @@ _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 def run(program_start: float) -> None:
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
-    end_children_with_the_rank()
+    protect_children()
     compat.use_shipped_dataset_helpers()
     compat.let_distributed_optimizer_resume()
     compat.save_zeros_as_padding()
@@ -120,6 +122,11 @@ def run(program_start: float) -> None:
         args.verify_integrity = False
     if starts_from_pretrained(early):  # Megatron would continue with the optimizer of a GPTModel
         args.no_load_optim = True
+    if args.log_throughput:
+        log_speed()
+    if args.save and args.save_interval_in_mins:
+        save_by_time(args.save_interval_in_mins)
+    keep_release(args)
     # the checkpoint's arguments record the resolved values
     args.vocab_size = vocabulary_size(early, get_tokenizer().vocab_size)
     for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():

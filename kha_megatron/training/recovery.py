@@ -6,6 +6,7 @@ exits with code 0. If it's missing, Megatron starts from scratch.
 
 import ctypes
 import errno
+import multiprocessing.util
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.torch_dist import reason
@@ -74,14 +76,33 @@ def warn_of_a_fresh_start(args: Namespace) -> None:
         )
 
 
-def end_children_with_the_rank() -> None:
-    """Kill forked children (checkpoint writers, data loaders) when their rank dies. Linux only.
+def protect_children() -> None:
+    """Block SIGTERM in child processes, and kill forked ones when their rank dies. Linux only.
 
-    An orphaned writer could otherwise write into the checkpoint directory of the next run.
+    Before a job is preempted, Slurm sends SIGTERM to all of its processes. With
+    ``--exit-signal-handler``, the rank then saves a checkpoint, which needs its children (data
+    loaders, checkpoint writers and their queues). An orphaned writer, on the other hand, could
+    write into the checkpoint directory of the next run.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        os.register_at_fork(after_in_child=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL))
+    if prctl is None:
+        return
+
+    def prepare_child() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def spawn(*args: Any) -> int:
+        # the new process inherits the mask of this thread
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            return original_spawn(*args)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    os.register_at_fork(after_in_child=prepare_child)
+    original_spawn = multiprocessing.util.spawnv_passfds
+    multiprocessing.util.spawnv_passfds = spawn
 
 
 @contextmanager

@@ -50,6 +50,7 @@ def test_experts_train_with_tensor_and_sequence_parallelism_and_are_logged(corpu
     words += [*EXPERTS, "--moe-token-dispatcher-type", "alltoall", "--kha-log-interval", "4"]
     words += ["--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias"]
     words += ["--moe-router-bias-update-rms", "--moe-router-bias-update-rate", "0.01"]
+    words += ["--log-interval", "4", "--log-throughput", "--log-timers-to-tensorboard"]
     run, checkpoint = train(words, corpus, tmp_path, 2)
     added = 3 * HEAD_DIM**2 * LAYERS
     assert run.knocks == f"knocks value=mlp in 4 of 4 layers: {added} parameters added"
@@ -72,6 +73,27 @@ def test_experts_train_with_tensor_and_sequence_parallelism_and_are_logged(corpu
     assert any(abs(step - round(step)) > 1e-3 for step in steps)
     violations = [logged[f"expert-load/violation-layer-{2 * n}"][8] for n in range(1, LAYERS + 1)]
     assert logged["expert-load/violation"][8] == pytest.approx(sum(violations) / LAYERS, rel=1e-6)
+    assert sorted(logged["expert-load/violation"]) == [4, 8]
+    tokens = 6 * 28 / 2  # of an iteration and rank
+    speeds = {n: tokens / seconds for n, seconds in logged["iteration-time"].items()}
+    assert logged["tokens-per-second-per-gpu"] == pytest.approx(speeds, rel=1e-4)
+    assert "mfu" not in logged
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA GB200", 2500e12),
+        ("", None),
+    ],
+)
+def test_peak_of_a_gpu(name, peak):
+    from kha_megatron.training.speed import find_peak
+
+    assert find_peak(name) == peak
 
 
 def _describe(asked, built, layout):

@@ -1,0 +1,63 @@
+"""Save checkpoints by time, in addition to ``--save-interval``."""
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.training import training
+
+from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.tracker import RELEASE, TRACKER
+from kha_megatron.mcore.patching import patch
+
+
+def save_by_time(minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+    """Save a checkpoint after each iteration that ends ``minutes`` after the last save.
+
+    All ranks agree on the iteration. This costs one small all-reduce per iteration.
+    """
+    last_save = clock()
+
+    @patch(training, "save_checkpoint_and_time")
+    def save(original: Any, *args: Any, **settings: Any) -> None:
+        nonlocal last_save
+        original(*args, **settings)
+        last_save = clock()
+
+    @patch(training, "checkpoint_and_decide_exit")
+    def save_if_due(original: Any, *args: Any) -> bool:
+        if original(*args):
+            return True
+        *state, train_data_iterator = args
+        model, optimizer, scheduler, iteration, *progress = state
+        is_due = torch.tensor(clock() - last_save >= 60 * minutes, dtype=torch.int, device="cuda")
+        torch.distributed.all_reduce(is_due, op=torch.distributed.ReduceOp.MAX)
+        if is_due:
+            training.save_checkpoint_and_time(
+                iteration,
+                model,
+                optimizer,
+                scheduler,
+                *progress,
+                train_data_iterator=train_data_iterator,
+            )
+        return False
+
+
+def keep_release(args: argparse.Namespace) -> None:
+    """Disable ``--save-retain-interval`` if the last checkpoint is a release.
+
+    Megatron expects the number of an iteration and would fail at the first save.
+    """
+    if not args.save_retain_interval or not args.save or "://" in args.save:
+        return
+    tracker = Path(args.save) / TRACKER
+    if tracker.is_file() and tracker.read_text().strip() == RELEASE:
+        args.save_retain_interval = None
+        announce(
+            "Ignoring --save-retain-interval until the next start, because the last checkpoint in "
+            f"{args.save} is a release checkpoint."
+        )
