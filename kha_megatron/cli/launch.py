@@ -18,6 +18,7 @@ from kha_megatron.cli.options import (
 from kha_megatron.errors import ConfigError
 from kha_megatron.plan import search as planner
 from kha_megatron.recipes import Slurm, get_recipe, prepare_job
+from kha_megatron.recipes.megatron_check import check_with_megatron
 
 
 def launch(
@@ -120,6 +121,8 @@ def launch(
         slurm=slurm,
         dry_run=dry_run,
     )
+    if dry_run or slurm is not None:  # a local run reports mistakes right away
+        check_with_megatron(job)
     run_job(job, dry_run=dry_run, detach=detach, as_json=as_json)
 
 

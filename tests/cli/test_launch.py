@@ -68,6 +68,14 @@ def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
     assert "No training data given" in str(run(*words, code=1).exception)
 
 
+@pytest.mark.parametrize("mode", [["--dry-run"], ["--executor", "slurm", "--time", "01:00:00"]])
+def test_misspelled_argument_is_refused(mode, nemorun_home, tmp_path):  # noqa: F811
+    words = ["launch", "quickstart", "--output", str(tmp_path / "run"), *mode]
+    result = run(*words, "--", "--mock-data", "--trian-iters", "5", code=1)
+    assert str(result.exception) == "unrecognized arguments: --trian-iters 5"
+    assert not (tmp_path / "run").exists()
+
+
 def test_missing_scheduler_exits_with_1(nemorun_home, tmp_path):  # noqa: F811
     words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
     words = ["launch", "dense-0.6b", "--executor", "slurm", *words, "--", "--mock-data"]

@@ -1,0 +1,46 @@
+"""Check the arguments of a job with Megatron's own parser before it waits in a queue."""
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+from kha_megatron.announcements import announce
+from kha_megatron.errors import ConfigError
+from kha_megatron.recipes.prepare import Job
+
+_CHECK = "kha_megatron.training.check"
+_TRAINING = "kha_megatron.training"
+
+
+def check_with_megatron(job: Job) -> None:
+    """Parse and validate the arguments of a job with Megatron, in another process.
+
+    This takes several seconds. Does nothing if Megatron is not installed on this machine. In a
+    container, Megatron may have another version, so we only log a warning.
+
+    Raises:
+        ConfigError: If Megatron would refuse the arguments.
+    """
+    if job.recipe.entry != _TRAINING:
+        return
+    if find_spec("torch") is None or find_spec("megatron.training") is None:
+        announce("Megatron is not installed here. Its arguments are checked when the job starts.")
+        return
+    words = job.command[job.command.index(_TRAINING) + 1 :]
+    environment = {**os.environ, **job.environment, "WORLD_SIZE": str(job.ranks)}
+    done = subprocess.run(
+        [sys.executable, "-m", _CHECK, *words],
+        env=environment,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    lines = done.stderr.strip().splitlines()
+    if done.returncode == 0 or not lines:
+        return
+    if done.returncode != 2 or (job.slurm is not None and job.slurm.image is not None):
+        announce(f"WARNING: Megatron's check of the arguments failed: {lines[-1]}")
+        return
+    raise ConfigError(lines[-1])

@@ -1,0 +1,68 @@
+"""Megatron's own parser refuses wrong arguments of a job before it is submitted."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kha_megatron.recipes import Slurm, get_recipe, prepare_job
+from tests.recipes.test_paper import DIFFERENT
+
+WRONG = {
+    "--trian-iters 5": "unrecognized arguments: --trian-iters 5",
+    "--untied": "unrecognized arguments: --untied",
+    "--optimizer nosuch": "argument --optimizer: invalid choice: 'nosuch'",
+    "--ckpt-format torch": "--ckpt-format torch is not supported",
+    "--hybrid-layer-pattern *Q*-": "'Q' is not a valid layer symbol",
+    "--lr-decay-style no": "argument --lr-decay-style: invalid choice",
+    "--normalization Foo": "argument --normalization: invalid choice",
+    "--tokenizer-type Nope": "argument --tokenizer-type: invalid choice",
+    "--recompute-granularity foo": "argument --recompute-granularity: invalid choice",
+    "--attention-backend no": "KeyError('no')",
+    "--transformer-impl foo": "argument --transformer-impl: invalid choice",
+    "--lr-warmup-iters 5": "can only specify one of lr-warmup-fraction and lr-warmup-iters",
+    "--min-lr 1": "Megatron requires: ",
+    "--save-retain-interval 7": "Megatron requires: args.save_retain_interval % args.save_interval",
+    "--spec a b": "--spec is not supported by this entry point",
+    "--init-model-with-meta-device": "requires --use-megatron-fsdp",
+}
+SCRIPT = """
+import json, sys
+from kha_megatron.training.check import find_mistake
+print(json.dumps([find_mistake(words) for words in json.load(sys.stdin)]))
+"""
+
+
+def arguments(recipe: str, *words: str) -> list[str]:
+    options = {"output": Path("/runs/one"), "slurm": Slurm(time="01:00:00", nodes=2)}
+    job = prepare_job(get_recipe(recipe), overrides=["--mock-data", *words], **options)
+    return list(job.command[job.command.index("kha_megatron.training") + 1 :])
+
+
+@pytest.fixture(scope="module")
+def mistakes():
+    """What is wrong with the arguments of recipes and with each of WRONG."""
+    cases = [arguments(name) for name in DIFFERENT]
+    cases += [arguments("dense-0.6b", *words.split()) for words in WRONG]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        input=json.dumps(cases),
+        env=os.environ | {"WORLD_SIZE": "16"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip([*DIFFERENT, *WRONG], found, strict=True))
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_arguments_are_refused(words, mistakes):
+    assert WRONG[words] in mistakes[words]
+
+
+def test_recipes_are_accepted(mistakes):
+    assert {mistakes[name] for name in DIFFERENT} == {None}
