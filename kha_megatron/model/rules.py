@@ -24,6 +24,7 @@ _READ_SIZES_FROM_FILE = (
 )
 _BUILT_IN = ("adam", "sgd")
 """Optimizers that don't require the package emerging-optimizers."""
+_REPLICAS = "replicas"
 
 
 def check_arguments(
@@ -122,11 +123,25 @@ def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None)
             product = " x ".join(f"{count} {what}" for what, count in factors.items() if count > 1)
             nearest = " or ".join(str(multiple) for multiple in (low, low + unit) if multiple)
             raise ConfigError(
-                f"{name} ({size}) must be divisible by {unit} ({product}). Nearest valid values: "
-                f"{nearest}."
+                f"{name} ({size}) must be divisible by {unit} ({product})."
+                f"{_advise_larger_replicas(size, factors)} Nearest valid values: {nearest}."
             )
     if model.num_layers is not None:
         layout.chunk_layers(model.num_layers)  # raises if this is not possible
+
+
+def _advise_larger_replicas(size: int, factors: Mapping[str, int]) -> str:
+    """Return how to keep the global batch size by changing the parallel layout, if possible."""
+    replicas = factors.get(_REPLICAS, 1)
+    other_factors = math.prod(factors.values()) // replicas
+    for scale in divisors(replicas):
+        if size % (other_factors * (replicas // scale)) == 0:
+            return (
+                f" To keep this value, use {scale} times as many ranks per replica, e.g. with "
+                "--pipeline-model-parallel-size or --tensor-model-parallel-size (see kha-megatron "
+                f"plan), or {scale} times fewer ranks."
+            )
+    return ""
 
 
 def _divided(
@@ -140,7 +155,7 @@ def _divided(
         for sizes in (dense, experts):
             yield "The number of ranks", layout.world_size, sizes | pipeline
         if batch and batch.global_batch_size is not None:
-            parts = {"--micro-batch-size": batch.micro_batch_size, "replicas": layout.dp}
+            parts = {"--micro-batch-size": batch.micro_batch_size, _REPLICAS: layout.dp}
             if layout.vpp and layout.microbatch_group is None:
                 parts |= pipeline
             yield "--global-batch-size", batch.global_batch_size, parts

@@ -18,11 +18,11 @@ from typing import Any
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.tracker import RELEASE, iteration_of, newest, select_iteration
-from kha_megatron.data import check_data, check_same_tokenizer, lacks_data, lacks_vocabulary
+from kha_megatron.data import CORPUS, check_data, check_same_tokenizer, lacks_data, lacks_vocabulary
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError
 from kha_megatron.model.rules import check_arguments, check_attention, check_optimizer_package
 from kha_megatron.model.run import Run
-from kha_megatron.recipes.recipe import CHECKPOINTS, Recipe
+from kha_megatron.recipes.recipe import CHECKPOINTS, INDICES, Recipe
 
 SUBMISSION = "submission.json"
 """File in the output directory that records the Slurm job IDs."""
@@ -68,9 +68,10 @@ class Slurm:
     """Other fields of NeMo-Run's ``SlurmExecutor`` (strings or JSON)."""
 
     def arguments(self) -> dict[str, Any]:
-        """Return Megatron arguments that make the run save and exit before the time limit.
+        """Return Megatron arguments that make the run save and exit in time.
 
-        We reserve 10% of the time limit for saving the checkpoint, but no more than 15 minutes.
+        It exits before the time limit, and after SIGTERM, which Slurm sends before a preemption. We
+        reserve 10% of the time limit for saving the checkpoint, but no more than 15 minutes.
 
         Raises:
             ConfigError: If ``time`` is malformed.
@@ -81,7 +82,8 @@ class Slurm:
         days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
         limit = days * 1440 + hours * 60 + minutes + seconds / 60
         usable = limit - min(15, math.ceil(limit / 10))
-        return {"exit_duration_in_mins": int(usable)} if usable >= 1 else {}
+        duration = {"exit_duration_in_mins": int(usable)} if usable >= 1 else {}
+        return {"exit_signal_handler": True, **duration}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,7 @@ def prepare_job(
     restarts = remote or slurm is not None
     if slurm is not None:
         values |= slurm.arguments()
-        ranks, remote = slurm.nodes * slurm.gpus, slurm.image is not None
+        ranks, remote = slurm.nodes * slurm.gpus, remote or slurm.image is not None
     ranks = recipe.ranks if ranks is None else ranks
     for name, path in {"data": data, "output": output}.items():
         if remote and path is not None and not path.is_absolute():
@@ -181,6 +183,8 @@ def prepare_job(
     defaults: dict[str, Any] = {}
     if restarts or resume or run.training.kha_upcycle:  # no effect if the directory is empty
         defaults["load"] = save
+    if data is not None and output is not None and (remote or not _takes_indices(data)):
+        defaults["data_cache_path"] = str(output.absolute() / INDICES)
     if lacks_vocabulary(run.arguments):  # use the vocabulary size of the recipe's tokenizer
         defaults["vocab_size"] = run.vocab_size
     run = run.with_defaults(**defaults).as_hybrid()
@@ -227,6 +231,15 @@ def check_shared_paths(slurm: Slurm | None, words: Iterable[str]) -> None:
                     f"{path} cannot be used with --nodes {slurm.nodes}, because every node has its "
                     f"own {local}. Use a directory that all nodes share."
                 )
+
+
+def _takes_indices(directory: Path) -> bool:
+    """Whether Megatron can write its indices of the samples next to the data."""
+    indices = directory / CORPUS / "cache" / "GPTDataset_indices"
+    for path in (indices, *indices.parents):
+        if path.exists():
+            return os.access(path, os.W_OK | os.X_OK)
+    return False
 
 
 def _check_directories(run: Run, load: str | None, output: Path | None, *, resume: bool) -> None:

@@ -10,7 +10,7 @@ from kha_megatron.data import CORPUS, TOKENIZER
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.run import Run
 
-CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+CHECKPOINTS, TENSORBOARD, INDICES = "checkpoints", "tensorboard", "indices"
 """Subdirectories of a run's output directory."""
 
 HEAD_ARGUMENTS = tuple(f"kha_{name}" for name in ("preset", *PROJECTIONS, "init", "heads"))

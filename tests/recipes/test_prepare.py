@@ -1,5 +1,7 @@
 """Recipes with a user's arguments, and the checks of ``prepare``."""
 
+import os
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +34,14 @@ def test_arguments_replace_those_of_the_recipe():
     given = {"--kha-preset": ("kha_linear",), "--device": ("cuda",), "--num-layers": ("7",)}
     assert merged.items() >= given.items()
     assert "--save" not in merged
+
+
+@pytest.mark.parametrize(
+    ("interval", "retained"), [("1000", "4000"), ("3", "4767"), ("9000", "9000")]
+)
+def test_retained_checkpoints_are_among_the_saved_ones(interval, retained):
+    flags = get_recipe("dense-0.6b").run_for(["--save-interval", interval]).flags
+    assert flags["--save-retain-interval"] == (retained,)
 
 
 def test_layers_are_described_as_a_pattern(data):
@@ -141,6 +151,48 @@ def test_paths_are_absolute(data, monkeypatch):
     arguments = QUICKSTART.run_for(data=Path(data.name), output=Path("out")).flags
     assert arguments["--tokenizer-model"] == (str(data / "tokenizer"),)
     assert arguments["--save"] == (str(data.parent / "out" / "checkpoints"),)
+
+
+@pytest.fixture
+def read_only_data(data):
+    """The data directory, mounted read-only, because root may write despite the permissions."""
+    if os.geteuid():
+        data.chmod(0o555)
+        yield data
+        data.chmod(0o755)
+        return
+    words = ["mount", "--bind", "-o", "ro", data, data]
+    if subprocess.run(words, capture_output=True, check=False).returncode:
+        pytest.skip("cannot mount a directory here")
+    yield data
+    subprocess.run(["umount", data], check=True)
+
+
+def test_indices_of_read_only_data_go_to_the_output(read_only_data, tmp_path):
+    def cache(data, **options):
+        job = prepare_job(QUICKSTART, data=data, output=tmp_path / "run", **options)
+        return job.run.flags.get("--data-cache-path")
+
+    indices = (str(tmp_path / "run" / "indices"),)
+    assert cache(read_only_data) == indices
+    assert cache(read_only_data, overrides=["--data-cache-path", "mine"]) == ("mine",)
+    assert cache(Path("/data"), remote=True) == indices  # may be mounted read-only
+
+
+def test_indices_of_writable_data_stay_next_to_it(data, tmp_path):
+    job = prepare_job(QUICKSTART, data=data, output=tmp_path / "run")
+    assert "--data-cache-path" not in job.run.flags
+
+
+def test_too_many_replicas_are_refused_with_another_layout():
+    slurm = Slurm(time="01:00:00", nodes=128)
+    with pytest.raises(ConfigError) as raised:
+        prepare_job(get_recipe("dense-0.6b"), slurm=slurm, overrides=["--mock-data"])
+    message = str(raised.value)
+    assert "--global-batch-size (512) must be divisible by 1024" in message
+    assert "use 2 times as many ranks per replica" in message
+    words = ["--mock-data", "--pipeline-model-parallel-size", "2"]
+    prepare_job(get_recipe("dense-0.6b"), slurm=slurm, overrides=words)
 
 
 def test_restarted_and_upcycled_jobs_load_their_own_directory(tmp_path):
