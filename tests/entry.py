@@ -83,6 +83,7 @@ class Entry:
         program: str | None = None,
         before: Callable[[int], None] | None = None,
         kill_after: Callable[[], float] | None = None,
+        kill_with: signal.Signals = signal.SIGKILL,
         grace: float = GRACE,
     ) -> Ended:
         """Run on ``ranks`` processes in the caller's environment.
@@ -90,13 +91,14 @@ class Entry:
         Args:
             program: Python source to run instead of the entry point.
             before: called first in each process, with the rank.
-            kill_after: called when the run has started. Returns the seconds until all ranks are
-                killed.
+            kill_after: called when the run has started. Returns the seconds until all ranks and
+                their children are killed.
+            kill_with: signal that they get.
         """
         if self._connection is None:
             self._start()
         life = functools.partial(_rank, list(words), dict(os.environ), program, before)
-        self._connection.send((life, ranks, kill_after, grace))
+        self._connection.send((life, ranks, kill_after, kill_with, grace))
         answer = self._connection.recv()
         if isinstance(answer, Exception):
             raise answer
@@ -142,6 +144,7 @@ def _run(
     life: Callable[[dict[str, str], int], None],
     ranks: int,
     kill_after: Callable[[], float] | None,
+    kill_with: signal.Signals,
     grace: float,
 ) -> Ended:
     port = str(free_port())
@@ -157,7 +160,7 @@ def _run(
             pids.append(pid)
         if kill_after is not None:
             time.sleep(kill_after())
-            os.killpg(pids[0], signal.SIGKILL)
+            os.killpg(pids[0], kill_with)
         codes, overdue = _wait(pids, grace)
         deadline = time.monotonic() + grace
         while (helpers := _lives(pids[0])) and time.monotonic() < deadline:

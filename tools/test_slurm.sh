@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run tests/slurm on a Slurm cluster on this machine, without accounting and then with it. It has three nodes that
-# fail, and one for jobs on one node, which run at the same time.
+# fail, one for jobs on one node, which run at the same time, and one for jobs that are preempted.
 # Needs root and Debian's packages below, which are installed if they are missing.
 #
 # Each node has its own network, host name, processes, /tmp and slurmd. Nodes share one writable
@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 checkout=$PWD
-nodes="kn1 kn2 kn3 kn4" # tests/slurm/cluster.py uses these names and addresses
+nodes="kn1 kn2 kn3 kn4 kn5" # tests/slurm/cluster.py uses these names and addresses
 network=10.77.0
 
 # Modes of this script: (none) -> cluster -> node -> slurmd
@@ -119,6 +119,11 @@ $(for name in $nodes; do echo "NodeName=$name NodeAddr=$network.${name#kn} CPUs=
 PartitionName=DEFAULT MaxTime=INFINITE State=UP OverSubscribe=FORCE:4
 PartitionName=three Nodes=kn[1-3] Default=YES
 PartitionName=one Nodes=kn4
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=grace Nodes=kn5 GraceTime=120 OverSubscribe=NO
+PartitionName=no-grace Nodes=kn5 GraceTime=0 OverSubscribe=NO
+PartitionName=urgent Nodes=kn5 PriorityTier=2 OverSubscribe=NO
 $1
 CONF
   # the first step asks for the node's address
@@ -126,7 +131,7 @@ CONF
   chmod 755 "$place/prolog"
   slurmctld -f "$SLURM_CONF"
   for name in $nodes; do "$0" node "$name" & done
-  answers eval '[ "$(sinfo -h -N -t idle -o %N | wc -l)" = 4 ]'
+  answers eval '[ "$(sinfo -h -N -t idle -o %N | sort -u | wc -l)" = 5 ]'
   sinfo
 }
 

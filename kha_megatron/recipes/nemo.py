@@ -13,8 +13,9 @@ from typing import Any, Optional
 import nemo_run as run
 
 from kha_megatron.errors import KHAError
-from kha_megatron.recipes import get_recipe, prepare_job
+from kha_megatron.recipes import Slurm, get_recipe, prepare_job
 from kha_megatron.recipes.launching import TASK
+from kha_megatron.recipes.slurm_executor import add_protection
 
 
 def run_rank(command: list[str]) -> None:
@@ -33,7 +34,9 @@ def partial(
 ) -> Any:
     """Build a ``run.Partial`` for a recipe.
 
-    Note: This also sets the launcher and the environment variables of ``executor``.
+    Note: This also sets the launcher and the environment variables of ``executor``. Jobs of a
+    SlurmExecutor get the same setup lines as those of ``kha-megatron launch``. They exit before
+    their time limit, save before they are preempted, and are requeued ``executor.retries`` times.
 
     Args:
         executor: NeMo-Run executor. Its nodes and processes per node determine the ranks.
@@ -44,6 +47,7 @@ def partial(
         resume: Resume from the last checkpoint in ``output``.
     """
     local = isinstance(executor, run.LocalExecutor)
+    slurm = _slurm_options(executor) if isinstance(executor, run.SlurmExecutor) else None
     job = prepare_job(
         get_recipe(recipe),
         data=Path(data) if data else None,
@@ -51,13 +55,26 @@ def partial(
         overrides=shlex.split(megatron),
         ranks=executor.nnodes() * executor.nproc_per_node(),
         resume=resume,
+        slurm=slurm,
         remote=not local,
     )
+    if slurm is not None:
+        add_protection(executor, slurm)
     executor.launcher = executor.launcher or run.Torchrun()
     executor.env_vars = {**job.environment, **executor.env_vars}
     if local:
         executor.env_vars.setdefault("PATH", str(Path(sys.executable).parent))  # for torchrun
     return run.Partial(run_rank, command=list(job.command[1:]))
+
+
+def _slurm_options(executor: Any) -> Slurm:
+    return Slurm(
+        time=executor.time,
+        nodes=executor.nnodes(),
+        gpus=executor.nproc_per_node(),
+        image=executor.container_image,
+        retries=executor.retries,
+    )
 
 
 @run.cli.entrypoint(namespace="kha", type="experiment")

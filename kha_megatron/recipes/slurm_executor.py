@@ -11,7 +11,9 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.recipes.batch_script import FIND_FIRST_NODE, run_ranks
 from kha_megatron.recipes.launching import import_nemo_run
+from kha_megatron.recipes.logs import LINE_PREFIX
 from kha_megatron.recipes.prepare import Slurm
 
 _RENDEZVOUS_PORT = "$((10000 + SLURM_JOB_ID % 20000))"
@@ -24,20 +26,8 @@ _RENDEZVOUS_SETTINGS = "is_host=1,read_timeout=600"
 torchrun compares addresses to find out whether it runs on the first node. ``read_timeout``: wait
 for the first node for as long as torchrun waits for the others. The default is one minute.
 """
-_FIND_FIRST_NODE = """\
-case $head_node_ip in "" | 127.* | ::1*)
-  echo "error: Node $head_node resolves its own host name to '$head_node_ip'. It must resolve to \
-an address that other nodes can reach. Fix its /etc/hosts or DNS." >&2
-  exit 1 ;;
-esac
-node_address=$(scontrol show node "$head_node" | grep -o 'NodeAddr=[^ ]*' | cut -d= -f2)
-head_node_ip=${node_address:-${head_node_ip%% *}}"""
-"""Shell commands that replace the result of ``hostname --ip-address`` on the first node.
-
-NeMo-Run passes it to torchrun, but it may contain several addresses or start with IPv6 addresses.
-Slurm's own address of the node is reachable from the other nodes. An unresolvable host name is an
-error, because torchrun and gloo resolve it too.
-"""
+_SHUTDOWN_SECONDS = 3600
+"""How long torchrun waits for the ranks to save a checkpoint after SIGTERM. The default is 30."""
 
 _OPTIONS = {
     "account": "--account",
@@ -53,7 +43,7 @@ _OPTIONS = {
 """Fields that have an option of their own."""
 _OURS = (
     *("array", "dependencies", "experiment_id", "het_group_indices", "heterogeneous"),
-    *("job_details", "job_dir", "launcher", "packager", "tunnel"),
+    *("job_details", "job_dir", "launcher", "memory_measure", "packager", "tunnel"),
 )
 """Fields that cannot be changed, because ranks would be started in another way."""
 _CPUS = ("cpus_per_task", "cpus_per_gpu")
@@ -75,9 +65,6 @@ def create_executor(slurm: Slurm, environment: Mapping[str, str], *, device: str
     variables = {**environment, **settings.pop("env_vars", {}), **slurm.environment}
     _check_variables(variables)
     setup_lines = [settings.pop("setup_lines", None)]  # e.g. `module load`, which changes the PATH
-    if slurm.nodes > 1:
-        variables.setdefault("PET_RDZV_CONF", _RENDEZVOUS_SETTINGS)  # default of --rdzv-conf
-        setup_lines.append(_FIND_FIRST_NODE)
     values: dict[str, Any] = {
         "account": slurm.account,
         "partition": slurm.partition,
@@ -86,9 +73,7 @@ def create_executor(slurm: Slurm, environment: Mapping[str, str], *, device: str
         "ntasks_per_node": slurm.gpus,
         "container_image": slurm.image,
         "container_mounts": list(slurm.mounts),
-        "retries": slurm.retries,
         "packager": run.Packager(),
-        "launcher": run.Torchrun(rdzv_port=_RENDEZVOUS_PORT, rdzv_id=_RENDEZVOUS_ID),
         "tunnel": run.LocalTunnel(job_dir=""),  # use NeMo-Run's home directory
         "poll_estimated_start_time": False,  # would be printed on stdout
     }
@@ -100,8 +85,7 @@ def create_executor(slurm: Slurm, environment: Mapping[str, str], *, device: str
         setup_lines.append(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
     elif variables:  # by default, variables of the container image take precedence
         values["container_env"] = [*(settings.pop("container_env", None) or ()), *variables]
-    if any(setup_lines):
-        values["setup_lines"] = "\n".join(filter(None, setup_lines))
+    values["setup_lines"] = "\n".join(filter(None, setup_lines))
     if slurm.account is None:  # otherwise part of the job name
         values["job_name_prefix"] = "kha-megatron."
     if slurm.chain > 1:  # start the next job even if the previous one failed
@@ -114,9 +98,35 @@ def create_executor(slurm: Slurm, environment: Mapping[str, str], *, device: str
     if srun_args := [*_choose_srun_args(values), *user_srun_args]:
         values["srun_args"] = srun_args
     try:
-        return run.SlurmExecutor(**values)
+        executor = run.SlurmExecutor(**values)
     except Exception as error:  # NeMo-Run does not define exception types
         raise ConfigError(f"Could not create a Slurm executor: {error}") from error
+    add_protection(executor, slurm)
+    return executor
+
+
+def add_protection(executor: Any, slurm: Slurm) -> None:
+    """Let jobs share nodes, find the first node, and save before they are preempted.
+
+    Sets the launcher of ``executor``, and adds environment variables and setup lines.
+    """
+    variables = {
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": shlex.quote(LINE_PREFIX),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(_SHUTDOWN_SECONDS),
+    }
+    setup_lines = [executor.setup_lines]
+    if slurm.nodes > 1:
+        variables["PET_RDZV_CONF"] = _RENDEZVOUS_SETTINGS  # default of --rdzv-conf
+        setup_lines.append(FIND_FIRST_NODE)
+    setup_lines.append(run_ranks(slurm))
+    executor.setup_lines = "\n".join(filter(None, setup_lines))
+    executor.env_vars = variables | executor.env_vars
+    if slurm.image is not None:
+        executor.container_env = [*(executor.container_env or ()), *variables]
+    executor.launcher = import_nemo_run().Torchrun(
+        rdzv_port=_RENDEZVOUS_PORT, rdzv_id=_RENDEZVOUS_ID
+    )
+    executor.retries = 0  # see run_ranks
 
 
 def _choose_resources(slurm: Slurm, values: Mapping[str, Any], *, device: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.run import Run
 from kha_megatron.recipes import Slurm, dry_submission, get_recipe, prepare_job, submit
+from kha_megatron.recipes.batch_script import run_ranks
 
 GOLDEN = Path(__file__).parent / "golden"
 PLAIN = Slurm(nodes=2, account="acme", time="04:00:00", environment={"NOTE": "it's $HOME"}, chain=2)
@@ -99,6 +101,8 @@ exec "$@"
     "scontrol": """
 [ "$1 $2" = "show hostnames" ] && exec echo localhost
 [ "$1" = requeue ] && { echo "$@" >> "$STATE/scontrol"; exit; }
+[ -n "$SLURM_JOB_ID" ] && exec echo JobState=RUNNING
+[ -e "$STATE/hung" ] && { rm "$STATE/hung"; exec sleep 1000; }
 [ -e "$STATE/silent" ] && { rm "$STATE/silent"; echo "Unable to contact controller" >&2; exit 1; }
 echo "JobId=77 JobName=x JobState=$(cat "$STATE/end") Reason=None Restarts=0 ExitCode=3:0"
 """,
@@ -137,7 +141,9 @@ sys.exit(int(sys.argv[sys.argv.index("--code") + 1]) if os.environ["RANK"] == "1
 def test_job_is_followed_to_its_end(code, slurm, scripted, nemorun_home, monkeypatch):
     """``make test-slurm`` does the same with a real Slurm, and with one that forgets the job."""
     monkeypatch.setattr("kha_megatron.recipes.slurm._POLL_SECONDS", 0.1)
-    (slurm / "silent").touch()  # the controller answers at the second request
+    monkeypatch.setattr("kha_megatron.recipes.slurm._ANSWER_SECONDS", 1.0)
+    for state in ("hung", "silent"):  # the controller answers at the third request
+        (slurm / state).touch()
     resources = Slurm(gpus=2, retries=1, environment={"NOTE": "it's $HOME"}, time="04:00:00")
     run = Run.from_values(vocab_size=90).updated(
         ["--code", str(code), "--save", str(slurm / "runs")]
@@ -157,6 +163,47 @@ def test_job_is_followed_to_its_end(code, slurm, scripted, nemorun_home, monkeyp
         assert "job 77 ended with state FAILED (exit code 3:0" in result.reason
         assert (result.failure.rank, result.failure.exit_code) == (1, 3)
         assert "the disk is full" in result.failure.lines  # two streams have no order
+
+
+STEP = """
+timeout() { shift; "$@"; }
+command() { echo "$STEP_LOG" >"${3//%j/77}"; return $CODE; } # srun
+scontrol() { [ "$1" = show ] && echo "$JOB" || echo "$@" >&3; }
+squeue() { printf '%s(unfulfilled)\\n' '78 afterany:77' '79 afterany:78' '80 afterany:177'; }
+scancel() { echo scancel $1 >&3; }
+SLURM_JOB_ID=77
+"""
+FAILED = "Root Cause (first observed failure):\n  exitcode  : {} (pid: 7)"
+TERMINATED = "torch...SignalException: Process 7 got signal: 15"
+AGAIN = "requeue 77"
+
+
+@pytest.mark.parametrize(
+    ("log", "job", "options", "calls"),
+    [
+        (FAILED.format(1), "JobState=RUNNING", {}, ["", "", ""]),
+        (FAILED.format(1), "JobState=RUNNING", {"retries": 2}, [AGAIN, AGAIN, ""]),
+        (TERMINATED, "JobState=RUNNING", {"retries": 1}, [AGAIN, AGAIN, AGAIN]),
+        (TERMINATED, "JobState=COMPLETING Reason=None", {"retries": 2}, ["", "", ""]),
+        (FAILED.format(1), "JobState=RUNNING", {"chain": 3}, ["", "", ""]),
+        (
+            FAILED.format(2),
+            "JobState=RUNNING",
+            {"chain": 3, "retries": 1},
+            [AGAIN, "scancel 79\nscancel 78"],
+        ),
+    ],
+)
+def test_step_that_fails_is_requeued(log, job, options, calls, tmp_path):
+    script = f"{STEP}\n{run_ranks(Slurm(time='01:00:00', **options))}\n"
+    script += f"srun --output {tmp_path}/log_%j_${{RESTARTS}}.out torchrun"
+    environment = {"STEP_LOG": log, "JOB": job, "CODE": "1", "PATH": os.environ["PATH"]}
+    for restarts, call in enumerate(calls):
+        words = ["bash", "-c", f"{script} 3>{tmp_path}/calls"]
+        variables = environment | {"RESTARTS": str(restarts)}
+        done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (1, "")
+        assert (tmp_path / "calls").read_text().strip() == call
 
 
 @pytest.mark.parametrize(

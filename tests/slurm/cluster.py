@@ -37,6 +37,7 @@ class Launch:
         save=8,
         ranks=2,
         last=None,
+        megatron=(),
     ):
         self.output, self._iterations = output or home / "run", iterations
         self._log = home / f"log{len(list(home.iterdir()))}"
@@ -47,6 +48,7 @@ class Launch:
         words += ["--nproc", ranks, *options, "--", *SMALL]
         words += ["--train-iters", iterations, "--save-interval", save]
         words += ["--exit-interval", last] if last else []
+        words += megatron
         with self._log.open("w") as file:
             self.process = subprocess.Popen(
                 [KHA, *map(str, words)],
@@ -97,6 +99,10 @@ class Launch:
     @property
     def state(self) -> str:
         return call("squeue", "-h", "-j", self.job, "-o", "%T")[:-1]
+
+    @property
+    def restarts(self) -> int:
+        return int(re.search(r"Restarts=(\d+)", call("scontrol", "show", "job", self.job))[1])
 
     def until(self, condition, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds

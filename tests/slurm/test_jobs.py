@@ -56,6 +56,79 @@ def test_cancelled_job_ends_with_1_and_a_chain_goes_on_from_it(data, tmp_path):
     assert len(re.findall(r"is COMPLETED", chain.log)) == 2
 
 
+def preempt() -> None:
+    """Submit a job with a higher priority, which needs all cores of the node."""
+    words = ["--partition", "urgent", "--cpus-per-task", "2", "--output", "/dev/null"]
+    call("sbatch", *words, "--wrap", "sleep 15")
+
+
+HELPERS = ["--async-save", "--async-strategy", "mcore", "--num-workers", "1"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "megatron"),
+    [("preempt", []), ("preempt", HELPERS), ("scancel", HELPERS)],
+    ids=["preempted", "preempted with helper processes", "SIGTERM"],
+)
+def test_job_that_gets_sigterm_saves_and_is_requeued(stop, megatron, data, tmp_path):
+    """It has no retry that it could use, and no iteration is trained twice."""
+    partition = "grace" if stop == "preempt" else "one"
+    run = Launch(data, "--partition", partition, home=tmp_path, save=100, megatron=megatron)
+    run.until(lambda: len(run.iterations) > 3)
+    if stop == "preempt":
+        preempt()
+    else:
+        call("scancel", "--signal", "TERM", run.job)
+    run.until(lambda: run.saved)
+    saved = run.saved
+    run.until(lambda: run.state == "RUNNING" and run.restarts == 1)
+    assert run.end() == 0, run.log
+    assert 3 < saved < 24
+    assert run.iterations == list(range(1, 25))
+    assert "FAILED" not in run.log
+    assert not list(tmp_path.rglob("*.failures"))
+
+
+def test_preemption_without_grace(data, tmp_path):
+    run = Launch(data, "--partition", "no-grace", home=tmp_path)
+    run.until(lambda: run.saved == 8)
+    preempt()
+    run.until(lambda: run.restarts == 1)
+    saved = run.saved
+    assert run.end() == 0, run.log
+    assert run.saved == 24
+    assert saved >= 8
+    assert "FAILED" not in run.log
+
+
+def test_time_limit_uses_a_retry(data, tmp_path):
+    run = Launch(data, "--time", "00:01:00", "--retries", "1", home=tmp_path, iterations=4000)
+    run.until(lambda: run.restarts == 1)
+    assert run.end() == 1
+    assert f"job {run.job} ended with state TIMEOUT" in run.log
+    assert run.saved > 0
+    assert run.iterations.count(1) == 1  # it was resumed
+    (failures,) = tmp_path.rglob("*.failures")
+    assert failures.read_text().split() == ["failed", "failed"]
+
+
+def test_invalid_arguments_end_a_chain(data, tmp_path):
+    run = Launch(data, "--chain", "3", "--env", "KHA_CONFIG=x", home=tmp_path)
+    jobs = [run.job, *(str(int(run.job) + number) for number in (1, 2))]
+    assert run.end() == 2, run.log
+    assert "KHA_CONFIG only applies to layer specs" in run.log
+    for job in jobs[1:]:
+        assert "JobState=CANCELLED" in call("scontrol", "show", "job", job)
+
+
+def test_cancelled_job_uses_no_retry(data, tmp_path):
+    run = Launch(data, "--retries", "3", home=tmp_path)
+    run.until(lambda: run.saved == 8)
+    call("scancel", run.job)
+    assert run.end() == 1
+    assert f"job {run.job} ended with state CANCELLED" in run.log
+
+
 def test_step_that_is_killed_is_started_again(data, tmp_path):
     run = Launch(data, "--retries", "1", home=tmp_path)
     run.until(lambda: run.saved == 8)
