@@ -1,8 +1,7 @@
 """Train a recipe with another of NeMo-Run's executors.
 
-``python examples/launch_executor.py docker|lepton|kubeflow|skypilot [--dry-run]``. With
-``--dry-run``, only print the request. Kubeflow needs ``pip install kubernetes`` and a kubeconfig,
-and SkyPilot ``pip install 'nemo-run[skypilot]'``, even for a dry run.
+``python examples/launch_executor.py docker|lepton|slurm [--dry-run]``. With ``--dry-run``, only
+print the request.
 """
 
 import sys
@@ -17,6 +16,9 @@ EXECUTORS = {
         container_image="train:1",
         num_gpus=8,
         ntasks_per_node=8,
+        shm_size="64g",  # NCCL and data loaders exchange data in shared memory
+        ipc_mode="host",
+        ulimits=["memlock=-1", "stack=67108864"],
         volumes=["/data:/data", "/runs:/runs"],
     ),
     # NVIDIA DGX Cloud Lepton.
@@ -28,25 +30,21 @@ EXECUTORS = {
         nprocs_per_node=8,
         gpus_per_node=8,
     ),
-    # Kubernetes with Kubeflow's training operator. All pods mount the claim "work".
-    "kubeflow": lambda: run.KubeflowExecutor(
-        image="registry.example/train:1",
-        num_nodes=2,
-        nprocs_per_node=8,
+    # Slurm, from a login node. `kha-megatron launch --executor slurm` also checks the paths.
+    "slurm": lambda: run.SlurmExecutor(
+        account="acme",
+        time="04:00:00",
+        nodes=2,
+        ntasks_per_node=8,
         gpus_per_node=8,
-        namespace="training",
-        workdir_pvc="work",
-        workdir_pvc_path="/workdir",
-    ),
-    # Kubernetes or a cloud. SkyPilot copies the committed tree of this repository.
-    "skypilot": lambda: run.SkypilotExecutor(
-        container_image="docker:registry.example/train:1",
-        infra="k8s",
-        gpus="H100",
-        gpus_per_node=8,
-        torchrun_nproc_per_node=8,
-        num_nodes=2,
-        packager=run.GitArchivePackager(),
+        exclusive=True,
+        mem="0",
+        srun_args=["--mem=0", "--cpu-bind=none"],
+        container_image="registry.example/train:1",
+        container_mounts=["/data:/data", "/runs:/runs"],
+        tunnel=run.LocalTunnel(job_dir="/runs/nemo"),
+        packager=run.Packager(),
+        retries=2,
     ),
 }
 

@@ -1,11 +1,9 @@
 """The examples print the output that they document, and their executors exist in NeMo-Run."""
 
-import ast
 import os
 import re
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -32,27 +30,27 @@ def test_example_prints_its_documented_output(name, tmp_path):
         assert line in result.stdout
 
 
-@pytest.mark.parametrize("name", ["docker", pytest.param("lepton", marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    "name", ["docker", "slurm", pytest.param("lepton", marks=pytest.mark.whole)]
+)
 def test_dry_run_of_an_executor_starts_the_recipe(name, nemorun_home):  # noqa: F811
     command = [sys.executable, LAUNCH, name, "--dry-run"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    wide = os.environ | {"COLUMNS": "2000"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
     assert result.returncode == 0, result.stderr
     assert "torchrun" in result.stdout
     assert "nemo_run.core.runners.fdl_runner" in result.stdout
+    if name == "docker":
+        for setting in ("shm_size", "ipc_mode", "ulimits"):
+            assert setting in result.stdout
+    if name == "slurm":
+        assert "--rdzv-endpoint $head_node_ip:$((10000 + SLURM_JOB_ID % 20000))" in result.stdout
+        assert "export PET_RDZV_CONF=is_host=1,read_timeout=600" in result.stdout
+        assert "node_address=$(scontrol show node" in result.stdout
+        assert re.search(r"retries=2 *\n", result.stdout)
     (config,) = nemorun_home.rglob("train_config.yaml")
     config = config.read_text()
     assert "kha_megatron.recipes.nemo.run_rank" in config
     for argument in ("kha_megatron.training", "--mock-data", "/runs/one/checkpoints"):
         assert argument in config
-
-
-def test_executors_have_the_fields_that_the_example_sets():
-    """NeMo-Run creates Kubeflow's and SkyPilot's executors only if their clients are installed."""
-    run = pytest.importorskip("nemo_run", reason="needs the launch extra")
-    calls = [n for n in ast.walk(ast.parse(LAUNCH.read_text())) if isinstance(n, ast.Call)]
-    executors = [call for call in calls if ast.unparse(call.func).endswith("Executor")]
-    assert len(executors) == 4
-    for call in executors:
-        executor = getattr(run, ast.unparse(call.func).removeprefix("run."))
-        known = {field.name for field in fields(executor) if field.init}
-        assert {keyword.arg for keyword in call.keywords} <= known
+    assert ("--exit-duration-in-mins" in config) == (name == "slurm")
