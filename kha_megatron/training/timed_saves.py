@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.training import training
+from megatron.training import get_args, training
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER
@@ -29,10 +29,12 @@ def save_by_time(minutes: float, clock: Callable[[], float] = time.monotonic) ->
 
     @patch(training, "checkpoint_and_decide_exit")
     def save_if_due(original: Any, *args: Any) -> bool:
-        if original(*args):
-            return True
         *state, train_data_iterator = args
         model, optimizer, scheduler, iteration, *progress = state
+        if original(*args):
+            return True
+        if iteration == get_args().train_iters:  # Megatron saves the last iteration
+            return False
         is_due = torch.tensor(clock() - last_save >= 60 * minutes, dtype=torch.int, device="cuda")
         torch.distributed.all_reduce(is_due, op=torch.distributed.ReduceOp.MAX)
         if is_due:
