@@ -62,15 +62,22 @@ def preempt() -> None:
     call("sbatch", *words, "--wrap", "sleep 15")
 
 
+RESUMED = "resumes from its last checkpoint"
 HELPERS = ["--async-save", "--async-strategy", "mcore", "--num-workers", "1"]
 
 
 @pytest.mark.parametrize(
-    ("stop", "megatron"),
-    [("preempt", []), ("preempt", HELPERS), ("scancel", HELPERS)],
+    ("stop", "megatron", "row"),
+    [
+        ("preempt", [], "the job is preempted, with a grace period"),
+        ("preempt", HELPERS, "the same, with `--async-save` and data loader workers"),
+        ("scancel", HELPERS, "`scancel --signal TERM`"),
+    ],
     ids=["preempted", "preempted with helper processes", "SIGTERM"],
 )
-def test_job_that_gets_sigterm_saves_and_is_requeued(stop, megatron, data, tmp_path):
+def test_job_that_gets_sigterm_saves_and_is_requeued(
+    stop, megatron, row, data, tmp_path, nodes_table
+):
     """It has no retry that it could use, and no iteration is trained twice."""
     partition = "grace" if stop == "preempt" else "one"
     run = Launch(data, "--partition", partition, home=tmp_path, save=100, megatron=megatron)
@@ -87,9 +94,10 @@ def test_job_that_gets_sigterm_saves_and_is_requeued(stop, megatron, data, tmp_p
     assert run.iterations == list(range(1, 25))
     assert "FAILED" not in run.log
     assert not list(tmp_path.rglob("*.failures"))
+    nodes_table(row, "saves, is requeued without using up a retry, trains no iteration twice")
 
 
-def test_preemption_without_grace(data, tmp_path):
+def test_preemption_without_grace(data, tmp_path, nodes_table):
     run = Launch(data, "--partition", "no-grace", home=tmp_path)
     run.until(lambda: run.saved == 8)
     preempt()
@@ -99,9 +107,10 @@ def test_preemption_without_grace(data, tmp_path):
     assert run.saved == 24
     assert saved >= 8
     assert "FAILED" not in run.log
+    nodes_table("the job is preempted, without a grace period", RESUMED)
 
 
-def test_time_limit_uses_a_retry(data, tmp_path):
+def test_time_limit_uses_a_retry(data, tmp_path, nodes_table):
     run = Launch(data, "--time", "00:01:00", "--retries", "1", home=tmp_path, iterations=4000)
     run.until(lambda: run.restarts == 1)
     assert run.end() == 1
@@ -110,6 +119,7 @@ def test_time_limit_uses_a_retry(data, tmp_path):
     assert run.iterations.count(1) == 1  # it was resumed
     (failures,) = tmp_path.rglob("*.failures")
     assert failures.read_text().split() == ["failed", "failed"]
+    nodes_table("the job reaches its time limit", f"uses a retry, {RESUMED}")
 
 
 def test_invalid_arguments_end_a_chain(data, tmp_path):
