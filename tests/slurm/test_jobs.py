@@ -111,8 +111,10 @@ def test_preemption_without_grace(data, tmp_path, nodes_table):
 
 
 def test_time_limit_uses_a_retry(data, tmp_path, nodes_table):
-    run = Launch(data, "--time", "00:01:00", "--retries", "1", home=tmp_path, iterations=4000)
-    run.until(lambda: run.restarts == 1)
+    options = ["--time", "00:02:00", "--retries", "1"]
+    late = ["--exit-duration-in-mins", "60"]  # the run does not exit before the limit
+    run = Launch(data, *options, home=tmp_path, iterations=4000, megatron=late)
+    run.until(lambda: run.restarts == 1, 400)
     assert run.end() == 1
     assert f"job {run.job} ended with state TIMEOUT" in run.log
     assert run.saved > 0
