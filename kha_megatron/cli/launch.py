@@ -57,7 +57,11 @@ def launch(
     partition: Annotated[str | None, typer.Option(help="Slurm: partition to submit to.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm: account to charge.")] = None,
     retries: Annotated[
-        int, typer.Option(min=0, help="Slurm: number of times that a failed job is requeued.")
+        int,
+        typer.Option(
+            min=0,
+            help="Slurm: number of requeues after a failure or when the time limit is reached.",
+        ),
     ] = 0,
     chain: Annotated[
         int, typer.Option(min=1, help="Slurm: number of jobs, each resuming the previous one.")
@@ -77,8 +81,9 @@ def launch(
     """Train a recipe with NeMo-Run on this machine or on Slurm.
 
     The command waits for the job to finish, unless you pass --detach. Slurm jobs save a checkpoint
-    shortly before their time limit. If Slurm restarts a job, it resumes from its last checkpoint.
-    For executors other than Slurm, see `nemo kha train`.
+    shortly before their time limit, and before they are preempted. If Slurm restarts a job, it
+    resumes from its last checkpoint. Dry runs and submissions check the arguments with Megatron's
+    own parser, if it is installed. For executors other than Slurm, see `nemo kha train`.
 
     Exit codes: 0 if the job succeeded (or was submitted with --detach), 1 if it failed, 2 for
     invalid arguments, 130 if you interrupted the command.

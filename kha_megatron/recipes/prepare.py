@@ -61,7 +61,7 @@ class Slurm:
     partition: str | None = None
     account: str | None = None
     retries: int = 0
-    """How often Slurm requeues a failed job."""
+    """How often a job is requeued after a failure or at its time limit. Preemptions don't count."""
     chain: int = 1
     """Number of jobs to run one after another. Each resumes from the previous checkpoint."""
     settings: Mapping[str, str] = field(default_factory=dict)
