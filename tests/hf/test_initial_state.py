@@ -33,7 +33,7 @@ def test_new_matrices_are_an_exact_no_op(name, dtype):
         assert torch.equal(knocked(ids).logits, baseline(ids).logits)
 
 
-@pytest.mark.parametrize("sizes", [{}, MOE, LATENT, {"kha_collaborative": {"dim": 6}}])
+@pytest.mark.parametrize("sizes", [{}, MOE, LATENT, {"kha_collaborative": {"dim": 14}}])
 def test_norms_around_zero_start_as_ordinary_norms(sizes):
     torch.manual_seed(4)
     centered = KHAForCausalLM(make_config(**sizes, zero_centered_norms=True)).eval()
