@@ -59,7 +59,7 @@ def _find_contradiction(args: argparse.Namespace) -> str | None:
 
 def _describe(error: Exception) -> str:
     if isinstance(error, AssertionError) and not str(error):
-        condition = traceback.extract_tb(error.__traceback__)[-1].line
+        condition = traceback.extract_tb(error.__traceback__)[-1].line or ""
         return f"Megatron requires: {condition.removeprefix('assert ')}"
     is_message = isinstance(error, AssertionError | ValueError | RuntimeError)
     return in_one_line(error) if is_message else repr(error)

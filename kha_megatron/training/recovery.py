@@ -101,8 +101,9 @@ def protect_children() -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     os.register_at_fork(after_in_child=prepare_child)
-    original_spawn = multiprocessing.util.spawnv_passfds
-    multiprocessing.util.spawnv_passfds = spawn
+    util: Any = multiprocessing.util
+    original_spawn = util.spawnv_passfds
+    util.spawnv_passfds = spawn
 
 
 @contextmanager

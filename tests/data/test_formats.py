@@ -28,7 +28,7 @@ def write(file):
         case ".jsonl":
             file.write_text(LINES + "\n")
         case ".jsonl.gz":
-            file.write_bytes(gzip.compress(LINES.encode()))
+            file.write_bytes(gzip.compress(LINES.encode(), mtime=0))
         case ".jsonl.zst":
             file.write_bytes(pa.compress(LINES.encode(), codec="zstd", asbytes=True))
         case ".parquet":
@@ -124,7 +124,7 @@ MESSAGES = [[{"role": "user", "content": "x"}]]
         ("a.jsonl.zst", "junk", "is damaged"),
         ("a.txt", b"caf\xe9", "is not UTF-8"),
         ("a.txt", b"x\n" * 5000 + b"\xff", "is not UTF-8"),
-        ("a.txt.gz", gzip.compress(b"x\n" * 5000 + b"\xff"), "is not UTF-8"),
+        ("a.txt.gz", gzip.compress(b"x\n" * 5000 + b"\xff", mtime=0), "is not UTF-8"),
     ],
 )
 def test_other_content_is_refused(run, tmp_path, name, content, message):
