@@ -177,8 +177,11 @@ def stock_type(model: Architecture) -> str:
     closest = _closest_stock_type(model)
     refusals = []
     for model_type in (closest, *(name for name in FAMILIES if name not in ("kha", closest))):
+        exported = model
+        if FAMILIES[model_type].always.get("layernorm_zero_centered_gamma"):
+            exported = replace(model, layernorm_zero_centered_gamma=True)  # see center_norms
         try:
-            to_hf_config(model, model_type)
+            to_hf_config(exported, model_type)
         except CheckpointError as error:
             refusals.append(str(error))
         else:

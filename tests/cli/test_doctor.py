@@ -56,7 +56,7 @@ def test_an_unsupported_version_blocks(site, run):
     assert (torch.status, torch.found, torch.blocks) == ("wrong", "2.3.1", True)
     code, stdout, _ = run("doctor")
     assert code == 1
-    assert "torch: run `pip install 'torch>=" in stdout
+    assert "torch: run `pip install 'torch<" in stdout
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,10 @@ def test_bounds_are_those_of_pyproject():
     for extra in ("megatron", "launch", "plots", "te", "flash"):
         lines += project["optional-dependencies"][extra]
     bounds = {line.name: line.specifier for line in map(Requirement, lines)}
-    supported = {row.name: SpecifierSet(row.supported) for row in doctor.inspect_components()}
+    supported = {row.name: row.supported for row in doctor.inspect_components()}
     for name in bounds.keys() & supported.keys():
-        assert supported[name] == bounds[name], f"{name}: the environment is older: run make setup"
+        found = SpecifierSet(supported[name])
+        assert found == bounds[name], f"{name}: the environment is older: run make setup"
 
 
 @pytest.mark.parametrize(("minor", "status"), [(19, "ok"), (16, "wrong")])

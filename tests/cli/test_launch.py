@@ -31,7 +31,7 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     output = tmp_path / "an output"
     words = ["--data", str(data), "--output", str(output), "--nproc", "4", "--device", "cpu"]
     extra = ["--", "--global-batch-size", "32", "--moe-layer-freq", "([0]*1+[1]*3)"]
-    extra += ["--lr=-1e-3", "--swiglu"]
+    extra += ["--lr=8e-3", "--swiglu"]
     text = run(*LAUNCH, *words, *extra).stdout
     as_json = json.loads(run(*LAUNCH, *words, "--json", *extra).stdout)
 
@@ -46,7 +46,7 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     assert command[command.index("--save") + 1] == str(output / "checkpoints")
     assert command[command.index("--data-path") + 1] == str(data / "corpus")
     assert command[command.index("--hybrid-layer-pattern") + 1] == "*-*E*E*E"
-    assert "--lr=-1e-3" in command
+    assert "--lr=8e-3" in command
     assert "--lr" not in command
     assert command.count("--swiglu") == 1
 
@@ -70,7 +70,7 @@ def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
 
 @pytest.mark.parametrize("mode", [["--dry-run"], ["--executor", "slurm", "--time", "01:00:00"]])
 def test_misspelled_argument_is_refused(mode, nemorun_home, tmp_path):  # noqa: F811
-    words = ["launch", "quickstart", "--output", str(tmp_path / "run"), *mode]
+    words = ["launch", "quickstart", "--nproc", "2", "--output", str(tmp_path / "run"), *mode]
     result = run(*words, "--", "--mock-data", "--trian-iters", "5", code=1)
     assert str(result.exception) == "unrecognized arguments: --trian-iters 5"
     assert not (tmp_path / "run").exists()

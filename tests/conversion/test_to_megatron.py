@@ -98,4 +98,6 @@ def test_round_trips_keep_tensors_and_settings(models, converted, tmp_path, name
     for config in (one, other):
         for name in ("auto_map", "kha_gate", "kha_moh"):  # settings may be left to their defaults
             config.pop(name, None)
+        for name in ("rope_theta", "rope_scaling", "partial_rotary_factor", "torch_dtype"):
+            config.pop(name, None)  # written for transformers 4
     assert one == other

@@ -61,7 +61,11 @@ def test_links_within_the_directory_and_the_hub_cache_are_followed(model, tmp_pa
     model.rename(snapshot)
     to_hf.plan_export(snapshot, architecture="qwen3").write(tmp_path / "out")
     assert_same_tensors(snapshot, tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer_config.json").read_bytes() == text
+    settings = json.loads(text)
+    assert settings["tokenizer_class"] == "TokenizersBackend"
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert written == settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    assert (blobs / "tokenizer_config.json").read_bytes() == text
     assert not (tmp_path / "out" / "tokenizer.json").is_symlink()
 
 
