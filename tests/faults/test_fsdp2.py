@@ -19,6 +19,7 @@ SMALL = shlex.split("""
 --num-query-groups 2 --kv-channels 8 --seq-length 12 --max-position-embeddings 12 --vocab-size 56
 --global-batch-size 4 --train-iters 5 --save-interval 2 --log-interval 1 --lr 1e-2 --mock-data
 --num-workers 0 --no-gradient-accumulation-fusion --untie-embeddings-and-output-weights
+--save-retain-interval 2
 """)
 
 

@@ -179,6 +179,8 @@ def half_precision_steps(precision, update):
     wrapped = Float16Module(config, model)
     ddp = [DistributedDataParallel(config, DistributedDataParallelConfig(), wrapped)]
     pieces.fill(ddp)
+    for router in routers:
+        router.expert_bias.zero_()
     reported = []
     if update:
         balance_experts(ddp, update, lambda *report: reported.append(report[1].tolist()))

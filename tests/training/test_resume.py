@@ -197,6 +197,7 @@ def arguments(folder: Path | None, **changes) -> Namespace:
         "no_load_optim": False,
         "finetune": False,
         "use_checkpoint_args": False,
+        "layernorm_zero_centered_gamma": False,
     }
     return Namespace(**args | changes)
 
