@@ -452,6 +452,7 @@ def match_fsdp2_parameters() -> None:
         return tensor._local_tensor if isinstance(tensor, DTensor) else to_local(tensor)
 
 
+@functools.cache  # once per process
 def ignore_saved_strides() -> None:
     """Load checkpoints strictly that torch 2.15 has written (upstream's main is not fixed).
 

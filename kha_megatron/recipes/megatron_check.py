@@ -40,7 +40,8 @@ def check_with_megatron(job: Job) -> None:
     lines = done.stderr.strip().splitlines()
     if done.returncode == 0 or not lines:
         return
+    mistake = lines[-1].removeprefix("error: ")
     if done.returncode != 2 or (job.slurm is not None and job.slurm.image is not None):
-        announce(f"WARNING: Megatron's check of the arguments failed: {lines[-1]}")
+        announce(f"WARNING: Megatron's check of the arguments failed: {mistake}")
         return
-    raise ConfigError(lines[-1])
+    raise ConfigError(mistake)

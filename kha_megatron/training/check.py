@@ -67,5 +67,5 @@ def _describe(error: Exception) -> str:
 
 if __name__ == "__main__":
     if mistake := find_mistake(sys.argv[1:]):
-        print(mistake, file=sys.stderr)
+        print(f"error: {mistake}", file=sys.stderr)
         sys.exit(2)

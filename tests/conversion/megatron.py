@@ -35,8 +35,10 @@ def load_and_run(
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     from kha_megatron.conversion.megatron_model import build_model
+    from kha_megatron.mcore.compat import ignore_saved_strides
     from tests.distributed import models
 
+    ignore_saved_strides()
     models.initialize(**layout)
     checkpoint = MegatronCheckpoint.open(folder)
     overrides = {"params_dtype": getattr(torch, dtype), "bf16": dtype == "bfloat16"}
