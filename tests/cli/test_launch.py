@@ -31,7 +31,7 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     output = tmp_path / "an output"
     words = ["--data", str(data), "--output", str(output), "--nproc", "4", "--device", "cpu"]
     extra = ["--", "--global-batch-size", "32", "--moe-layer-freq", "([0]*1+[1]*3)"]
-    extra += ["--lr=8e-3", "--swiglu"]
+    extra += ["--min-lr=-1e-3", "--swiglu"]
     text = run(*LAUNCH, *words, *extra).stdout
     as_json = json.loads(run(*LAUNCH, *words, "--json", *extra).stdout)
 
@@ -46,8 +46,8 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     assert command[command.index("--save") + 1] == str(output / "checkpoints")
     assert command[command.index("--data-path") + 1] == str(data / "corpus")
     assert command[command.index("--hybrid-layer-pattern") + 1] == "*-*E*E*E"
-    assert "--lr=8e-3" in command
-    assert "--lr" not in command
+    assert "--min-lr=-1e-3" in command
+    assert "--min-lr" not in command
     assert command.count("--swiglu") == 1
 
     # the launcher draws a new rendezvous id each time

@@ -75,6 +75,7 @@ ONE_PER_CLAIM = [
     case(khas=(RANDOM,), pp=2, layers=3),  # the stages split a pair of attention and MLP
     case(mtp=2, tp=2, sp=True, savings=FULL),
     case(mtp=1, tp=2, sp=True, pp=2, model="moe"),
+    case(tp=2, sp=True, groups=1),
     case(tp=2, sp=True, groups=1, config=CENTERED),
     case(tp=4, groups=2),
     case(dp=2, ddp=OVERLAP_ALL),
