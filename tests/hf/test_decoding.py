@@ -6,6 +6,8 @@ import sys
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 
 from tests.hf.conftest import load, tokens
 from tests.hf.test_cache import CLASSES
@@ -66,6 +68,10 @@ def test_decoding_with_this_package(models, name):
     check(torch.cat([start.logits, end.logits], 1), whole[name])
 
 
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.10"),
+    reason="exported code needs transformers 5.10",
+)
 def test_decoding_with_exported_code(models, tmp_path):
     root, whole = models
     subprocess.run(
