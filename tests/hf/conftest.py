@@ -9,6 +9,16 @@ from kha_megatron.heads.knock import MATRICES, PROJECTIONS, module_name
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 from kha_megatron.hf.modeling_kha import attention_class
 
+HIDE_PACKAGE = """
+import sys
+class Hide:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "kha_megatron":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Hide())
+"""
+"""Start of a program in which kha_megatron cannot be imported."""
+
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 22,

@@ -9,20 +9,16 @@ import torch
 import transformers
 from packaging.version import Version
 
-from tests.hf.conftest import load, tokens
+from tests.hf.conftest import HIDE_PACKAGE, load, tokens
 from tests.hf.test_cache import CLASSES
 from tests.hf.test_uses import model_of
 
 pytestmark = pytest.mark.versions
 
 # Decodes every model in a directory, in a process where kha_megatron cannot be imported.
-DECODE = """
-import sys
-class Hide:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "kha_megatron":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Hide())
+DECODE = (
+    HIDE_PACKAGE
+    + """
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
@@ -36,6 +32,7 @@ for directory in sorted(Path(sys.argv[1]).iterdir()):
         end = model(ids[:, 4:], past_key_values=start.past_key_values, use_cache=True)
     torch.save(torch.cat([start.logits, end.logits], 1), directory / "decoded.pt")
 """
+)
 
 
 @pytest.fixture(scope="module")

@@ -16,18 +16,24 @@ from transformers import AutoModelForCausalLM
 
 from kha_megatron.hf import KHAForCausalLM
 from kha_megatron.hf.modelling_files import AUTO_MAP, modelling_files
-from tests.hf.conftest import FAMILY, MIXED, MOE, load, make_config, make_model, tokens
+from tests.hf.conftest import (
+    FAMILY,
+    HIDE_PACKAGE,
+    MIXED,
+    MOE,
+    load,
+    make_config,
+    make_model,
+    tokens,
+)
 
 HEADS = {"kha_gate": {"output": "head"}, "kha_moh": {"shared": 1, "active": [1, 3, 2]}}
 
-# Runs where kha_megatron cannot be imported. This is the only place with trust_remote_code=True.
-STRANGER = """
-import sys
-class Hide:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "kha_megatron":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-sys.meta_path.insert(0, Hide())
+# Runs where kha_megatron cannot be imported. Only this file and test_decoding.py set
+# trust_remote_code=True.
+STRANGER = (
+    HIDE_PACKAGE
+    + """
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -55,6 +61,7 @@ print("variants:", config.kha_query, config.kha_key, config.kha_value)
 print("classes:", *(type(x).__module__.split(".")[0] for x in (model, base, config)))
 assert not [name for name in sys.modules if name.split(".")[0] == "kha_megatron"]
 """
+)
 
 
 def save_and_run(model, root):
