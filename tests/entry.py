@@ -8,6 +8,7 @@ import argparse
 import atexit
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import multiprocessing as mp
@@ -128,6 +129,8 @@ def _serve(connection: Any, install: Callable[[], None] | None) -> None:
     importlib.import_module("megatron.training.arguments").add_megatron_arguments(
         argparse.ArgumentParser(allow_abbrev=False)
     )
+    gc.collect()
+    gc.freeze()  # so that no rank visits the 300,000 objects of torch and Megatron
 
     while True:
         try:
