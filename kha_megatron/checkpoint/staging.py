@@ -39,6 +39,7 @@ def check_output_folder(
             if is_locked:
                 _clean_up(target)
     if not folder.exists():
+        _check_parents(target)
         return
     held = sorted(path for path in folder.iterdir() if path.name != OWNER)
     foreign = [path.name for path in held if only and not any(map(path.match, only))]
@@ -64,6 +65,15 @@ def check_output_folder(
     else:
         return
     raise OutputError(problem)
+
+
+def _check_parents(target: Path) -> None:
+    """Raise OutputError if ``target`` cannot be created because it needs a file as a directory."""
+    existing = target
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    if not existing.is_dir():  # a file, or symlinks in a loop
+        raise OutputError(f"Could not write {target}: {existing} is not a directory.")
 
 
 def check_room(folder: Path, needed: int) -> None:

@@ -232,3 +232,13 @@ def test_check_output_folder_accepts_new_empty_and_marked_directories(old, tmp_p
 def test_a_mount_point_is_not_replaced():
     with pytest.raises(OutputError, match="/proc is a mount point"):
         check_output_folder(Path("/proc"), overwrite=True)
+
+
+def test_a_file_or_a_loop_of_links_is_no_place_for_a_directory(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("file", "loop"):
+        with pytest.raises(OutputError, match=f"Could not write .*{name} is not a directory"):
+            check_output_folder(tmp_path / name / "model", overwrite=False)
+    (tmp_path / "link").symlink_to("later")
+    check_output_folder(tmp_path / "link", overwrite=False)
