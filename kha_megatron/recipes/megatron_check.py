@@ -29,6 +29,19 @@ def check_with_megatron(job: Job) -> None:
         return
     words = job.command[job.command.index(_TRAINING) + 1 :]
     environment = {**os.environ, **job.environment, "WORLD_SIZE": str(job.ranks)}
+    exit_code, output = _run_check(list(words), environment)
+    lines = output.strip().splitlines()
+    if exit_code == 0 or not lines:
+        return
+    mistake = lines[-1].removeprefix("error: ")
+    if exit_code != 2 or (job.slurm is not None and job.slurm.image is not None):
+        announce(f"WARNING: Megatron's check of the arguments failed: {mistake}")
+        return
+    raise ConfigError(mistake)
+
+
+def _run_check(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    """Return the exit code and the standard error of the check."""
     done = subprocess.run(
         [sys.executable, "-m", _CHECK, *words],
         env=environment,
@@ -37,11 +50,4 @@ def check_with_megatron(job: Job) -> None:
         errors="replace",
         check=False,
     )
-    lines = done.stderr.strip().splitlines()
-    if done.returncode == 0 or not lines:
-        return
-    mistake = lines[-1].removeprefix("error: ")
-    if done.returncode != 2 or (job.slurm is not None and job.slurm.image is not None):
-        announce(f"WARNING: Megatron's check of the arguments failed: {mistake}")
-        return
-    raise ConfigError(mistake)
+    return done.returncode, done.stderr

@@ -15,7 +15,7 @@ from kha_megatron.cli import app, following
 from kha_megatron.data import prepare
 from kha_megatron.recipes import Failure, LaunchResult, Step
 from tests.checkpoint.saved import save
-from tests.recipes.conftest import data, nemorun_home  # noqa: F401
+from tests.recipes.conftest import data, forked_megatron_check, nemorun_home  # noqa: F401
 from tests.training.conftest import corpus  # noqa: F401
 
 LAUNCH = ["launch", "quickstart", "--dry-run"]
@@ -27,6 +27,7 @@ def run(*words: str, code: int = 0):
     return result
 
 
+@pytest.mark.usefixtures("forked_megatron_check")
 def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "an output"
     words = ["--data", str(data), "--output", str(output), "--nproc", "4", "--device", "cpu"]
@@ -58,6 +59,7 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     assert list((nemorun_home / "experiments" / "quickstart").iterdir()) == []
 
 
+@pytest.mark.usefixtures("forked_megatron_check")
 def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
     words = ["launch", "table2/mlp-v", "--executor", "slurm", "--nodes", "4", "--time", "01:00:00"]
     result = run(*words, "--dry-run")
@@ -69,13 +71,16 @@ def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
 
 
 @pytest.mark.parametrize("mode", [["--dry-run"], ["--executor", "slurm", "--time", "01:00:00"]])
-def test_misspelled_argument_is_refused(mode, nemorun_home, tmp_path):  # noqa: F811
+def test_misspelled_argument_is_refused(mode, nemorun_home, tmp_path, request):  # noqa: F811
+    if mode != ["--dry-run"]:  # which checks in a new process, as users do
+        request.getfixturevalue("forked_megatron_check")
     words = ["launch", "quickstart", "--nproc", "2", "--output", str(tmp_path / "run"), *mode]
     result = run(*words, "--", "--mock-data", "--trian-iters", "5", code=1)
     assert str(result.exception) == "unrecognized arguments: --trian-iters 5"
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.usefixtures("forked_megatron_check")
 def test_missing_scheduler_exits_with_1(nemorun_home, tmp_path):  # noqa: F811
     words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
     words = ["launch", "dense-0.6b", "--executor", "slurm", *words, "--", "--mock-data"]

@@ -1,12 +1,20 @@
 """Fixtures for tests of recipes and of ``kha-megatron launch``."""
 
+import json
 import struct
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from kha_megatron.recipes import Recipe, get_recipe
+from kha_megatron.recipes import Recipe, get_recipe, megatron_check
+from tests import entry
+
+CHECK = """
+import json, os, runpy, sys
+os.environ.update(json.loads(sys.argv.pop(1)))
+runpy.run_module("kha_megatron.training.check", run_name="__main__")
+"""
 
 
 @pytest.fixture
@@ -41,3 +49,14 @@ def scripted(tmp_path: Path):
         return replace(get_recipe("quickstart"), name="scripted", entry=str(script), **changes)
 
     return make
+
+
+@pytest.fixture
+def forked_megatron_check(monkeypatch) -> None:
+    """Check the arguments of jobs in a fork of a process that has imported Megatron."""
+
+    def run_check(words, environment):
+        run = entry.run([json.dumps(environment), *words], program=CHECK)
+        return run.codes[0], run.output
+
+    monkeypatch.setattr(megatron_check, "_run_check", run_check)

@@ -1,14 +1,12 @@
 """Megatron's own parser refuses wrong arguments of a job before it is submitted."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from kha_megatron.recipes import Slurm, get_recipe, prepare_job
+from tests import entry
 from tests.recipes.test_paper import DIFFERENT
 
 WRONG = {
@@ -30,9 +28,10 @@ WRONG = {
     "--init-model-with-meta-device": "requires --use-megatron-fsdp",
 }
 SCRIPT = """
-import json, sys
+import json, os, sys
 from kha_megatron.training.check import find_mistake
-print(json.dumps([find_mistake(words) for words in json.load(sys.stdin)]))
+os.environ["WORLD_SIZE"] = "16"
+print(json.dumps([find_mistake(words) for words in json.loads(sys.argv[1])]))
 """
 
 
@@ -47,15 +46,9 @@ def mistakes():
     """What is wrong with the arguments of recipes and with each of WRONG."""
     cases = [arguments(name) for name in DIFFERENT]
     cases += [arguments("dense-0.6b", *words.split()) for words in WRONG]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        input=json.dumps(cases),
-        env=os.environ | {"WORLD_SIZE": "16"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(done.stdout.splitlines()[-1])
+    run = entry.run([json.dumps(cases)], program=SCRIPT)
+    assert run.codes == [0], run.output
+    found = json.loads(run.output.splitlines()[-1])
     return dict(zip([*DIFFERENT, *WRONG], found, strict=True))
 
 
