@@ -55,12 +55,18 @@ def check_mechanism(mechanism: type[Mechanism], *, smooth: bool = True, **settin
     _raise_first(_find_wrong_declarations(kha))
     with tempfile.TemporaryDirectory(prefix="kha-check-") as scratch:
         request = json.dumps({"kha": kha.to_dict(), "smooth": smooth, "scratch": scratch})
-        words = [sys.executable, "-m", "kha_megatron.testing.layouts", request]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        assert not done.returncode, done.stderr
-        if mistake := json.loads(done.stdout.splitlines()[-1]):
+        if mistake := _check_layouts(request):
             raise AssertionError(mistake)
         _raise_first(_find_wrong_exports(kha, Path(scratch)))
+
+
+def _check_layouts(request: str) -> str | None:
+    """Run :mod:`kha_megatron.testing.layouts` in a new process. Returns the first mistake."""
+    words = [sys.executable, "-m", "kha_megatron.testing.layouts", request]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+    mistake: str | None = json.loads(done.stdout.splitlines()[-1])
+    return mistake
 
 
 def _raise_first(mistakes: Iterator[str]) -> None:

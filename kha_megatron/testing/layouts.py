@@ -4,6 +4,7 @@
 once and then forks the ranks of each layout.
 """
 
+import gc
 import json
 import math
 import multiprocessing
@@ -421,6 +422,7 @@ def main() -> None:
     from kha_megatron.mcore import compat, specs  # noqa: F401, so that forked ranks don't have to
 
     compat.use_forked_writers()
+    gc.freeze()  # so that no garbage collection of a rank visits what torch and Megatron hold
     kha = KHAConfig.from_dict(request["kha"])
     mistakes = find_mistakes(kha, Path(request["scratch"]), request["smooth"])
     sys.stdout.write(json.dumps(next(mistakes, None)))

@@ -21,12 +21,12 @@ def mea(monkeypatch):
 
 
 @pytest.mark.parametrize("norm", [True, pytest.param(False, marks=pytest.mark.whole)])
-def test_mea_follows_all_rules(mea, norm):
+def test_mea_follows_all_rules(mea, norm, forked_check):
     """Without the norm, this includes that the outputs start bit-identical to the baseline's."""
     check_mechanism(mea, norm=norm)
 
 
-def test_heads_that_cannot_be_viewed_are_found(tmp_path, monkeypatch):
+def test_heads_that_cannot_be_viewed_are_found(tmp_path, monkeypatch, forked_check):
     """Megatron's unfused attention fails with them under TP, unless it repeats the KV heads."""
     copied = FILE.read_text()
     assert "own.contiguous()" in copied

@@ -39,7 +39,7 @@ def test_toy_follows_all_rules():
         (CollaborativeHeads, {"dim": 10}),
     ],
 )
-def test_mechanisms_of_this_package_follow_all_rules(mechanism, settings):
+def test_mechanisms_of_this_package_follow_all_rules(mechanism, settings, forked_check):
     check_mechanism(mechanism, smooth=not settings.get("quantized"), **settings)
 
 
@@ -120,7 +120,7 @@ QUICK = [
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.whole) for n in MISTAKES]
 )
-def test_broken_rules_are_named(name, tmp_path, monkeypatch):
+def test_broken_rules_are_named(name, tmp_path, monkeypatch, forked_check):
     message, *changes = MISTAKES[name]
     source = TOY.read_text()
     for right, wrong in changes:
