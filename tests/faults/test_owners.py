@@ -43,7 +43,7 @@ def holder(tmp_path):
 
 def test_a_second_training_does_not_save_into_the_same_directory(entry, tmp_path, faults_table):
     with owned(tmp_path):
-        run = entry(arguments(tmp_path, *until(1)), 2)
+        run = entry(arguments(tmp_path, *until(1)), 2, grace=5)
     assert 2 in run.codes
     (error,) = run.errors
     assert f"{tmp_path} is in use by process {os.getpid()} on " in error
