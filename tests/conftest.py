@@ -11,9 +11,11 @@ import pytest
 import torch
 
 import kha_megatron.mcore  # noqa: F401  # before Megatron, which takes half a Transformer Engine
+from kha_megatron.conversion import megatron_model
 from kha_megatron.heads.registry import FILES_VARIABLE
 from kha_megatron.mcore.compat import lacks_te_extension, version_of
 from tests.conversion.fixtures import copy, dense, run, sparse, tokenizer  # noqa: F401
+from tests.conversion.forked import run_in_fork
 from tests.distributed.launcher import RankPool
 from tests.interpreting import interpret
 from tests.tables import SECTIONS, TABLES, Tables
@@ -59,6 +61,14 @@ def same_random_numbers() -> None:
 def no_mechanisms_of_files(monkeypatch) -> None:
     """Forget after each test the files that it passed to ``--heads-from``."""
     monkeypatch.setenv(FILES_VARIABLE, "")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def run_megatron_in_forks():
+    """Start no process that imports Megatron for each comparison of logits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(megatron_model, "run_megatron", run_in_fork)
+        yield
 
 
 @pytest.fixture(scope="session")

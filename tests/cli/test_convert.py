@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kha_megatron.conversion import to_hf
+from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.verify import LOGIT_TOLERANCE
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.checkpoints import VOCAB
+from tests.conversion.forked import run_in_new_process
 from tests.conversion.models import CONFIGS, SIZES, make
 
 
@@ -113,7 +114,10 @@ def test_overwrite_replaces_a_model_and_nothing_else(to_hf_format, sparse, tmp_p
     assert _files(out) == whole
 
 
-def test_to_megatron_is_verified_and_prints_the_arguments_to_resume(run, qwen3, tmp_path):
+def test_to_megatron_is_verified_and_prints_the_arguments_to_resume(
+    run, qwen3, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(megatron_model, "run_megatron", run_in_new_process)
     out = tmp_path / "ckpt"
     words = ("--make-vocab-size-divisible-by", 8, "--workers", 2, "--json")
     code, stdout, _ = run("convert", "to-megatron", qwen3, out, *words)
