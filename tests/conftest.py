@@ -3,6 +3,7 @@
 import tests.surroundings  # noqa: F401  # before all others
 
 # isort: split
+import gc
 import random
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))  # programs, not a pac
 torch.set_num_threads(1)  # as in ranks; more would only wait for one another
 
 LONG = ("training", "distributed", "faults", "mcore", "conversion", "cli", "recipes")
+LONG += ("mechanisms", "kernels", "hf", "tests")
 """Directories that run first, so that the two processes of ``make test`` end at the same time."""
 
 
@@ -48,6 +50,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent.name not in LONG)
     mark_fast(config, items)
+
+
+def pytest_collection_finish():
+    """Exclude the imported modules and the tests from garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
