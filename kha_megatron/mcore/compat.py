@@ -281,13 +281,20 @@ def let_distributed_optimizer_resume() -> None:
             state["step"] = state["step"].detach().clone()
 
 
-def save_zeros_as_padding() -> None:
-    """Zero the padding of optimizer buckets before saving them.
+def fix_saved_padding() -> None:
+    """Zero the padding of optimizer buckets before saving them, and cut it off at their end.
 
-    Megatron saves uninitialized memory there, so checkpoints of identical runs would differ.
+    Megatron saves uninitialized memory there, so checkpoints of identical runs would differ. If a
+    bucket's padding reaches beyond the end that is saved, e.g. with multi-token prediction and
+    pipeline parallelism, saving ends in "out of bounds chunk" (upstream's main is not fixed).
     """
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    def fix(padding: Any) -> None:
+        (size,), (start,) = padding.global_shape, padding.global_offset
+        padding.data = padding.data[: size - start].zero_()
+        padding.local_shape = tuple(padding.data.shape)
 
     @patch(DistributedOptimizer, "sharded_param_state_dp_reshardable")
     def build_with_zeros(build: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -297,8 +304,24 @@ def save_zeros_as_padding() -> None:
         for entry in (entry for bucket in buckets for entry in bucket):
             for value in entry.values() if entry["padding"].unwrap() else ():
                 if isinstance(value, ShardedTensor):
-                    value.data.zero_()
+                    fix(value)
         return state
+
+
+def share_embedding_with_mtp() -> None:
+    """Build no output weight next to multi-token prediction (MTP) if embeddings are tied.
+
+    The last pipeline stage then has a copy of the embedding, which is also its output weight.
+    Megatron builds another output weight, which is never used, and refuses to save it (upstream's
+    main is not fixed).
+    """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    @patch(LanguageModule, "setup_embeddings_and_output_layer")
+    def remove_unused_weight(set_up: Any, self: Any) -> None:
+        if self.share_embeddings_and_output_weights and getattr(self, "mtp_process", False):
+            self.output_layer.weight = None
+        set_up(self)
 
 
 def let_adams_exchange_states() -> None:

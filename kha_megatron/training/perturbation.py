@@ -13,13 +13,13 @@ def perturb_embedding(models: list[Any], size: float, seed: int) -> None:
     """Multiply each weight of the token embedding by ``1 + size * N(0, 1)``, in place.
 
     Call this before the models are wrapped. Ranks with the same weights (data-parallel ranks, and
-    the first and last pipeline stage if embeddings are tied) draw the same noise.
+    the first and last pipeline stage if they share the embedding) draw the same noise.
 
     Raises:
         ConfigError: If ``size`` is too small to change any weight in this dtype.
     """
     for model in models:
-        if model.pre_process:
+        if hasattr(model, "embedding"):  # also in the last stage with multi-token prediction
             weight = model.embedding.word_embeddings.weight
         elif model.post_process and model.share_embeddings_and_output_weights:
             weight = model.output_layer.weight
