@@ -205,6 +205,26 @@ def change_arguments(change: Callable[[Any], None]) -> None:
         return validate(args, *defaults)
 
 
+def check_loads_gpt_checkpoint(pattern: str) -> None:
+    """Raise ValueError if Megatron can't load a GPTModel's checkpoint into these hybrid layers."""
+    from megatron.core.dist_checkpointing import gpt_checkpoint_interop
+
+    gpt_checkpoint_interop.gpt_compatible_layer_maps(pattern)
+
+
+def load_latent_gpt_checkpoints() -> None:
+    """Load GPTModel checkpoints with latent attention (``+``) into a HybridModel.
+
+    Megatron only knows ``*`` there, although both have the attention's tensors under the same
+    names (upstream's main is not fixed).
+    """
+    from megatron.core.dist_checkpointing import gpt_checkpoint_interop
+
+    @patch(gpt_checkpoint_interop, "gpt_compatible_layer_maps")
+    def map_latent_layers(get_maps: Any, pattern: str) -> Any:
+        return get_maps(pattern.replace("+", "*"))
+
+
 def use_shipped_dataset_helpers() -> None:
     """Don't compile the dataset helpers if they were installed with Megatron's wheel.
 

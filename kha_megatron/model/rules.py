@@ -36,6 +36,13 @@ def check_arguments(
         return
     layout, batch = Layout.from_arguments(arguments, world_size), Batch.from_arguments(arguments)
     check_layout(model, layout, batch)
+    has_query_norm = model.multi_latent_attention and model.qk_layernorm
+    if has_query_norm and model.q_lora_rank is None and model.transformer_impl == "local":
+        raise ConfigError(
+            "--qk-layernorm normalizes compressed queries in local layers with "
+            "--multi-latent-attention, but there are none. Add --q-lora-rank, or remove "
+            "--qk-layernorm."
+        )
     training = Training(**read_arguments(Training, arguments))
     name = training.optimizer
     is_distributed = name.startswith("dist_") or training.use_distributed_optimizer

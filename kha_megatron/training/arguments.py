@@ -271,3 +271,20 @@ def check_options(args: argparse.Namespace) -> None:
     raise_first(mistakes)
     check_optimizer_package(args.optimizer)
     check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))
+
+
+def check_restored_sizes(args: argparse.Namespace, kha: KHAConfig) -> None:
+    """Check the parallel layout with the sizes that ``--use-checkpoint-args`` has restored.
+
+    Raises:
+        ConfigError: See :func:`kha_megatron.model.rules.check_arguments`.
+    """
+    if not args.use_checkpoint_args:
+        return
+    try:
+        check_arguments(vars(args) | {"use_checkpoint_args": False}, args.world_size, kha)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error} --use-checkpoint-args has read sizes from the checkpoint. Choose a parallel "
+            "layout that fits them."
+        ) from error

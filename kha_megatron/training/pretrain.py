@@ -45,6 +45,7 @@ from kha_megatron.model.rules import check_attention
 from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
+    check_restored_sizes,
     describe_layers,
     kha_from_args,
 )
@@ -81,6 +82,7 @@ def run(program_start: float) -> None:
     protect_children()
     compat.use_shipped_dataset_helpers()
     compat.let_distributed_optimizer_resume()
+    compat.load_latent_gpt_checkpoints()
     compat.fix_saved_padding()
     compat.share_embedding_with_mtp()
     compat.let_adams_exchange_states()
@@ -107,13 +109,18 @@ def run(program_start: float) -> None:
     warn_of_a_fresh_start(early)
     kha = restored_kha(early) or kha_from_args(early)
     check_attention(vars(early), kha)
-    check_model_class(early)
     upcycled = path_to_upcycle(early, kha)
     if upcycled is None:
         check_same_kha(early, kha)
     load_from_either(scales=loads_fp8_scales(early))
     pattern_is_saved = not early.hybrid_layer_pattern
-    compat.change_arguments(partial(describe_layers, pattern_is_saved=pattern_is_saved))
+
+    def complete(args: argparse.Namespace) -> None:
+        describe_layers(args, pattern_is_saved=pattern_is_saved)
+        check_model_class(args)
+        check_restored_sizes(args, kha)
+
+    compat.change_arguments(complete)
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
     args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)

@@ -23,6 +23,7 @@ from kha_megatron.checkpoint.tracker import (
 )
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.mcore import compat
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.recorded import check_same_heads, check_same_sizes, read_kha_config
 from kha_megatron.model.run import parse_kha_config
@@ -128,7 +129,10 @@ def restored_kha(args: Namespace) -> KHAConfig | None:
 
 
 def check_model_class(args: Namespace) -> None:
-    """Raise CheckpointError if Megatron can't load the checkpoint into this kind of model."""
+    """Raise CheckpointError if Megatron can't load the checkpoint into this kind of model.
+
+    This needs the final ``--hybrid-layer-pattern``, see ``arguments.describe_layers``.
+    """
     if (path := path_to_load(args)) is None:
         return
     saved = _stored(path)[1]
@@ -142,13 +146,15 @@ def check_model_class(args: Namespace) -> None:
         if args.gpt_model:
             raise CheckpointError(f"{path} contains a HybridModel. Remove --gpt-model.")
         return
-    model = ModelConfig.from_arguments(saved)
-    if model and model.experts and model.has_dense_layers and not args.gpt_model:
+    if args.gpt_model:
+        return
+    try:
+        compat.check_loads_gpt_checkpoint(args.hybrid_layer_pattern)
+    except ValueError as error:
         raise CheckpointError(
-            f"{path} contains a GPTModel with both dense and MoE layers, which Megatron cannot "
-            "load into a HybridModel. Convert it with `kha-megatron convert to-megatron`, or add "
-            "--gpt-model."
-        )
+            f"{path} contains a GPTModel, which Megatron cannot load into this HybridModel. {error} "
+            "Convert it with `kha-megatron convert to-hf` and `to-megatron`, or add --gpt-model."
+        ) from error
 
 
 def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
@@ -172,6 +178,13 @@ def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
         return
     if saved.get("use_distributed_optimizer") and saved.get("dist_ckpt_optim_fully_reshardable"):
         return
+    is_gpt_model = not saved.get("hybrid_layer_pattern")
+    if saved.get("use_distributed_optimizer") and is_gpt_model and not args.gpt_model:
+        raise CheckpointError(
+            f"The optimizer state in {path} can only be loaded into a GPTModel. Save a checkpoint "
+            "with --gpt-model and --dist-ckpt-optim-fully-reshardable first, or add "
+            "--no-load-optim."
+        )
     # otherwise Megatron would silently assign main weights and moments to the wrong parameters
     before, here = ({n: a.get(n, d) for n, d in _BUFFERS.items()} for a in (saved, vars(args)))
     if before != here:

@@ -165,6 +165,16 @@ def test_muon_must_not_split_a_projection_with_other_rows(name):
     check_arguments(asked, None, KHAConfig(gate=Gate(dense="element")))
 
 
+def test_local_layers_cannot_normalize_queries_that_are_not_compressed():
+    asked = SIZES | {"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 8}
+    local = {"transformer_impl": "local"}
+    with pytest.raises(ConfigError, match="Add --q-lora-rank, or remove --qk-layernorm"):
+        check_arguments(asked | local | {"q_lora_rank": None}, None)
+    check_arguments(asked | {"q_lora_rank": None}, None)  # Transformer Engine has no norm there
+    check_arguments(asked | local, None)
+    check_arguments(asked | local | {"q_lora_rank": None, "qk_layernorm": False}, None)
+
+
 @pytest.mark.parametrize(
     ("kha", "asked", "words"),
     [

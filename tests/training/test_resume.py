@@ -198,6 +198,7 @@ def arguments(folder: Path | None, **changes) -> Namespace:
         "finetune": False,
         "use_checkpoint_args": False,
         "layernorm_zero_centered_gamma": False,
+        "gpt_model": False,
     }
     return Namespace(**args | changes)
 
@@ -225,10 +226,16 @@ def test_optimizer_state_of_another_layout_is_refused(copy):
 
 def test_model_classes_that_megatron_cannot_load_are_refused(tmp_path):
     sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_experts": 4}
-    mixed = save(tmp_path / "gpt", 1, {}, **sizes, moe_layer_freq=[0, 1]).parent
-    with pytest.raises(CheckpointError, match=r"both dense and MoE layers.*add --gpt-model"):
-        check_model_class(arguments(mixed, gpt_model=False))
-    check_model_class(arguments(mixed, gpt_model=True))
+    gpt = save(tmp_path / "gpt", 1, {}, **sizes, moe_layer_freq=[0, 1]).parent
+    for pattern, problem in (("*-*E", "mixes dense"), ("*-*-/*-", "contains MTP layers")):
+        with pytest.raises(CheckpointError, match=rf"{problem}.*add --gpt-model"):
+            check_model_class(arguments(gpt, hybrid_layer_pattern=pattern))
+    check_model_class(arguments(gpt, gpt_model=True))
+    distributed = {"use_distributed_optimizer": True, "transformer_impl": "local"}
+    buckets = save(tmp_path / "buckets", 1, {}, **sizes, **distributed).parent
+    with pytest.raises(CheckpointError, match=r"into a GPTModel.* add --no-load-optim"):
+        check(buckets, KHAConfig(), **sizes, **distributed)
+    check(buckets, KHAConfig(), **sizes, **distributed, gpt_model=True)
     hybrid = save(tmp_path / "hybrid", 1, {}, hybrid_layer_pattern="*-*E").parent
     with pytest.raises(CheckpointError, match="Remove --gpt-model"):
         check_model_class(arguments(hybrid, gpt_model=True))
@@ -313,3 +320,24 @@ def test_a_misleading_tracker_of_another_directory_is_refused(copy):
         spoil()
         with pytest.raises(CheckpointError, match="Write 7 into this"):
             check(copy, KHA)
+
+
+def test_sizes_of_a_checkpoint_that_do_not_fit_the_layout_are_refused(tmp_path):
+    """With ``--use-checkpoint-args``, they are only known after the checkpoint was read."""
+    sizes = ["--num-attention-heads", "12", "--num-query-groups", "3", "--hidden-size", "48"]
+    words = ["--device", "cpu", *TRAINING, "--kha-preset", "kha_mlp", "--mock-data"]
+    words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "51", "--train-iters", "1"]
+    saved = start([*words, *MODEL, *sizes, "--save", str(tmp_path)])
+    assert saved.codes == [0], saved.output[-4000:]
+    words += ["--load", str(tmp_path), "--use-checkpoint-args"]
+    for ranks, flags, message in (
+        (2, ["--micro-batch-size", "1"], "12 query heads and 3 key/value heads over 2"),
+        (3, [], "--padded-vocab-size (128) must be divisible by 3"),
+        (3, ["--padded-vocab-size", "129", "--sequence-parallel"], "--seq-length (28) must be"),
+    ):
+        run = start([*words, "--tensor-model-parallel-size", str(ranks), *flags], ranks)
+        assert run.codes == [2] * ranks, run.output[-4000:]
+        assert len(run.errors) == 1
+        assert message in run.errors[0]
+        assert "Choose a parallel layout" in run.errors[0]
+        assert "Traceback" not in run.output
