@@ -28,6 +28,7 @@ from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
 from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import ModelSource, open_source
+from kha_megatron.conversion.table import tensor_slots
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     center_norms,
@@ -252,17 +253,29 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
         sum(math.prod(shape) for slot, _, shape in named.values() if slot.row.trained)
         for named in (ours, theirs)
     )
+    our_copies, their_copies = missing_copies(pair.one), missing_copies(pair.other)
     return TensorComparison(
         tensors=len(both),
         parameters=(ours_trained, theirs_trained),
-        missing=sorted(ours.keys() - theirs.keys()),
-        unexpected=sorted(theirs.keys() - ours.keys()),
+        missing=sorted(ours.keys() - theirs.keys() | their_copies - our_copies),
+        unexpected=sorted(theirs.keys() - ours.keys() | our_copies - their_copies),
         mismatched=sorted(mismatched),
         different=sorted(different),
         rounded=sorted(rounded),
         not_finite=dict(sorted((Counter(wrong) + Counter(not_finite)).items())),
         remark=pair.remark,
     )
+
+
+def missing_copies(source: ModelSource) -> set[str]:
+    """Return the copies of the embedding and LM head that the MTP layers of a HF model lack.
+
+    Servers load these layers separately. transformers ignores them, and Megatron has no copies.
+    """
+    expected = set[str]()
+    for slot in tensor_slots(source.model):
+        expected.update(source.files.copies(slot, source.model))
+    return expected - source.checkpoint.keys().keys()
 
 
 def _equal_after_rounding(one: Tensor, other: Tensor) -> bool:

@@ -58,6 +58,7 @@ CASES = {
 
 
 EXTRA = ("embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head")
+COPIES = (".embed_tokens.weight", ".shared_head.head.weight")
 QWEN = {
     "mtp.fc.": "eh_proj.",
     "mtp.pre_fc_norm_embedding.": "enorm.",
@@ -146,15 +147,24 @@ def test_layers_for_multi_token_prediction(ranks, tmp_path, case, capsys):
     ours = predict(hf, tmp_path / "scratch", tokens())
     torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
 
+    count = config["mtp_num_layers"]
     before, stored = MegatronCheckpoint.open(save), load_file(hf / "model.safetensors")
     projection = "mtp.fc" if architecture == "qwen3_next" else f"model.layers.{layers}.eh_proj"
     same = before.tensor("mtp.layers.0.eh_proj.weight"), stored[f"{projection}.weight"]
     assert torch.equal(*same)
 
+    copies = {}
+    for layer in range(layers, layers + (count if architecture != "qwen3_next" else 0)):
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = "model.embed_tokens.weight"
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = (
+            "model.embed_tokens.weight" if "tied" in case else "lm_head.weight"
+        )
+    assert {name for name in stored if "layers." in name and name.endswith(COPIES)} == copies.keys()
+    assert all(torch.equal(stored[name], stored[copies[name]]) for name in copies)
+
     # Megatron's local norm, which GPTModel uses in MTP layers, has no --apply-layernorm-1p
     gpt = "hybrid_layer_pattern" not in args and architecture != "qwen3_next"
     to_megatron.plan_import(hf, divisible_by=8, gpt_model=gpt).write(back)
-    count = config["mtp_num_layers"]
     if not fold and gpt == ("hybrid_layer_pattern" not in args):
         check_back(save, back)
     case = str(back), tokens().tolist(), TP2
@@ -166,9 +176,15 @@ def test_layers_for_multi_token_prediction(ranks, tmp_path, case, capsys):
     assert_same_tensors(hf, tmp_path / "again")
     assert Pair.open(save, hf).compare(logits="two layers" in case).agrees
 
+    (hf / "manifest.json").unlink()
+    if copies:
+        edit_tensors(hf, lambda held: [held.pop(name) for name in copies])
+        assert Pair.open(save, hf).compare(logits=False).tensors.missing == sorted(copies)
+        assert Pair.open(hf, save).compare(logits=False).tensors.unexpected == sorted(copies)
+        assert Pair.open(hf, hf).compare(logits=False).agrees
+
     # transformers saves no MTP layers, but keeps their number in config.json
     extra = ("mtp.", *(f"model.layers.{layers + n}." for n in range(count)))
-    (hf / "manifest.json").unlink()
     edit_tensors(hf, lambda held: [held.pop(name) for name in list(held) if name.startswith(extra)])
     assert not capsys.readouterr().err.count("Ignoring")
     assert Pair.open(save, hf).compare(logits=False).agrees
