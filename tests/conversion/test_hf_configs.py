@@ -87,6 +87,14 @@ def test_scaled_attention_of_yarn_is_refused(raw, name):
             parse(**changes)
 
 
+def test_both_scales_of_yarn_are_imported(raw):
+    """They change the softmax scale of latent attention, each in another way."""
+    rope = raw["deepseek_v3, yarn"]["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 0.4}
+    model = from_hf_config(raw["deepseek_v3, yarn"] | {"rope_parameters": rope})
+    given = to_arguments(model)
+    assert (given["mscale"], given["mscale_all_dim"]) == (0.7, 0.4)
+
+
 def test_windows_of_the_whole_sequence_are_accepted(raw):
     model = from_hf_config(raw["mistral"])
     assert from_hf_config(raw["mistral"] | {"sliding_window": 24}) == model
