@@ -24,7 +24,6 @@ from kha_megatron.checkpoint.tracker import (
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.mcore import compat
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.recorded import check_same_heads, check_same_sizes, read_kha_config
 from kha_megatron.model.run import parse_kha_config
 
@@ -152,8 +151,8 @@ def check_model_class(args: Namespace) -> None:
         compat.check_loads_gpt_checkpoint(args.hybrid_layer_pattern)
     except ValueError as error:
         raise CheckpointError(
-            f"{path} contains a GPTModel, which Megatron cannot load into this HybridModel. {error} "
-            "Convert it with `kha-megatron convert to-hf` and `to-megatron`, or add --gpt-model."
+            f"{path} contains a GPTModel, which does not fit this HybridModel. {error} "
+            "Convert it with `kha-megatron convert to-megatron`, or add --gpt-model."
         ) from error
 
 
