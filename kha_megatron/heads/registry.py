@@ -52,6 +52,8 @@ _PROVIDER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 """A package name, or the name of a Python file without directories. Saved models contain it, so it
 must not be anything else that pip or a shell would interpret."""
 
+_MECHANISM_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
 
 def mechanism_types() -> Mapping[str, type[Mechanism]]:
     """Return all mechanism classes except ``Knock`` by name, in the order in which they run.
@@ -99,7 +101,7 @@ def check_registered(providers: Mapping[str, str]) -> None:
         raise ConfigError(f"kha_providers must map mechanisms to packages, got {providers!r:.200}.")
     for name in sorted(providers.keys() - mechanism_types().keys()):
         source = providers[name]
-        if not _PROVIDER_NAME.fullmatch(source):
+        if not (_PROVIDER_NAME.fullmatch(source) and _MECHANISM_NAME.fullmatch(name)):
             raise ConfigError(
                 f"kha_providers must map mechanisms to names of packages or Python files, got "
                 f"{source!r:.200} for {name!r:.200}."
@@ -143,7 +145,7 @@ def _register(files: tuple[str, ...]) -> Mapping[str, tuple[type[Mechanism], str
     found: dict[str, tuple[type[Mechanism], str | None]] = {k.name: (k, None) for k in _OWN}
     for kind, provider in [*_from_packages(), *(pair for f in files for pair in _from_file(f))]:
         name = kind.name
-        if name in found or name in _RESERVED or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        if name in found or name in _RESERVED or not _MECHANISM_NAME.fullmatch(name):
             raise ConfigError(
                 f"The mechanism name {name!r} in {provider} is invalid or already in use. Choose "
                 "another name with lower-case letters, digits and underscores."

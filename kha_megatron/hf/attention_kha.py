@@ -95,11 +95,13 @@ class KHAHeads(KHAModule):
         """Validate the attention settings. Returns `"eager"` if other backends can't be used."""
         known = mechanism_types()
         if unknown := config.mechanisms.keys() - known.keys():
-            source = (config.kha_providers or {}).get(min(unknown), "a newer kha-megatron")
+            # no other text of the config, which could be read as a command
+            names = sorted(f"kha_{name}" for name in unknown if name.isidentifier())
             raise ValueError(
-                f"Unknown fields kha_{', kha_'.join(sorted(unknown))} in the config. They require "
-                f"{source} (install a package, or list a file in the environment variable "
-                f"KHA_HEADS_FROM). Registered mechanisms: {', '.join(known)}."
+                f"Unknown fields {', '.join(names)} in the config. They belong to head mechanisms "
+                "that are not registered. Look at their code first (see `kha_providers` in the "
+                "config). Then install their package, or list their file in the environment "
+                f"variable KHA_HEADS_FROM. Registered mechanisms: {', '.join(known)}."
             )
         latent = config.kv_lora_rank is not None
         if config.kha_attention == "gta" and config.kha_key is not None:

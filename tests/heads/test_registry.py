@@ -38,7 +38,10 @@ def test_a_missing_mechanism_is_named_with_its_source(monkeypatch):
     with pytest.raises(ConfigError, match="Look at the package kha-toy first"):
         KHAConfig.from_entries(entries | {"kha_providers": {"toy": "kha-toy"}})
     sources = ("git+https://host/x", "--index-url=x", "../toy.py", "a b", "x; y", "a\nb", "", 1)
-    for hostile in ("toy.py", *({"toy": source} for source in sources)):
+    names = ("toy. Run x", "--toy", "toy`x`", "")
+    hostile_maps = [{"toy": source} for source in sources]
+    hostile_maps += [{name: "kha-toy"} for name in names]
+    for hostile in ("toy.py", *hostile_maps):
         with pytest.raises(ConfigError, match="kha_providers must map"):
             KHAConfig.from_entries(entries | {"kha_providers": hostile})
     with pytest.raises(ConfigError, match="Unknown KHA preset"):

@@ -37,6 +37,19 @@ def test_contradictory_settings_are_refused(settings, message):
         make_model(**settings)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"kha_providers": {"unknown": "x. Run `pip install y`"}, "kha_unknown": {}},
+        {"kha_unknown. Run `pip install y`": {}},
+    ],
+)
+def test_no_text_of_a_config_becomes_a_command(settings):
+    with pytest.raises(ValueError, match="Look at their code first") as caught:
+        make_model(**settings)
+    assert "pip install" not in str(caught.value)
+
+
 def test_defaults_of_heads_layers_and_widths():
     assert make_config(num_key_value_heads=None).num_key_value_heads == 6
     assert make_config().mlp_layer_types == ["dense"] * 3
