@@ -22,13 +22,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import accumulate, batched, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import kha_megatron
 from kha_megatron.checkpoint.integrity import hash_file
+from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.documents.files import Skipped, empty_skipped, find_files, select_sources
 from kha_megatron.documents.formats import printable
@@ -118,9 +119,13 @@ class DataReport:
     def read(cls, folder: Path) -> Self:
         """Load ``data.json`` from a prepared directory."""
         try:
-            values = json.loads((folder / REPORT).read_bytes())
+            values = json.loads(read_regular(folder / REPORT, MAX_JSON_BYTES))
             if values.pop("format") != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}")
+            for item in fields(cls):
+                kind = item.type if item.type in (int, str) else object
+                if not isinstance(values.get(item.name), kind):
+                    raise TypeError(f"{item.name} is missing or has the wrong type")
             return cls(**values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"Could not read {folder / REPORT} ({error}). {_PREPARE}") from error
@@ -561,7 +566,7 @@ def check_same_tokenizer(
         if not old.items() <= new.items():
             raise DataError(
                 f"{path} was trained with the tokenizer in {before}, but the tokens in {now} have "
-                f"other ids. Prepare the data with --tokenizer {before}."
+                "other ids. Prepare the data with the tokenizer of that run."
             )
 
 

@@ -7,6 +7,8 @@ exits with ``exit_code``.
 from collections.abc import Mapping
 from pathlib import Path
 
+_MAX_SHOWN = 200
+
 
 class KHAError(Exception):
     """Base class of all our exceptions."""
@@ -72,6 +74,18 @@ def download_hint(path: Path) -> str:
 def in_one_line(error: BaseException) -> str:
     """Format an exception as a single line, e.g. for the CLI."""
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def show_value(value: object) -> str:
+    """Format a value for an error message, e.g. a setting in a file of someone else.
+
+    The result is short, and stays in its line and outside of commands.
+    """
+    if not isinstance(value, bool | int | float | str | None):
+        return f"a {type(value).__name__}"
+    text = str(value)
+    is_simple = text.isprintable() and len(text) <= _MAX_SHOWN and "`" not in text
+    return text if is_simple else repr(text[:_MAX_SHOWN])
 
 
 def raise_first(mistakes: Mapping[str, object]) -> None:

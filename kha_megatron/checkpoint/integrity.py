@@ -51,7 +51,7 @@ def write_hashes(folder: str | Path) -> None:
     digests: dict[str, str] = {}
     collected = list(folder.glob(f"{_RANK_HASHES}*.json"))
     for file in collected:
-        digests |= json.loads(file.read_bytes())
+        digests |= json.loads(read_regular(file, MAX_JSON_BYTES))
         file.unlink()
     files = [file for file in folder.iterdir() if file.is_file() and file.name != INTEGRITY]
     digests |= _hash_files([file for file in files if file.name not in digests])

@@ -7,6 +7,7 @@ from typing import Any
 
 from kha_megatron import __version__
 from kha_megatron.checkpoint.hf_reader import CONFIG, is_hf_folder, json_object
+from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.checkpoint.staging import as_json, flush, staged_file
 from kha_megatron.errors import CheckpointError, OutputError, in_one_line
 from kha_megatron.hf import KHAModelConfig
@@ -58,7 +59,11 @@ def update_code(folder: Path) -> CodeUpdate:
     auto_map = _merge_auto_map(folder, raw)
     if auto_map != raw.get("auto_map"):
         contents[CONFIG] = (as_json(raw | {"auto_map": auto_map}) + "\n").encode()
-    present = {name: (folder / name).read_bytes() for name in contents if (folder / name).exists()}
+    present = {
+        name: read_regular(folder / name, MAX_JSON_BYTES)
+        for name in contents
+        if (folder / name).exists()
+    }
     changed = {name: text for name, text in contents.items() if present.get(name) != text}
     _replace_files(folder, changed)
     return CodeUpdate(

@@ -33,8 +33,14 @@ from kha_megatron.conversion.hf_fields import (
 )
 from kha_megatron.errors import CheckpointError, KHAError, in_one_line
 from kha_megatron.hf import KHAModelConfig, read_kha
+from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS
 
-_MAX = {"num_hidden_layers": 10**4, "num_experts": 10**5, "n_routed_experts": 10**5}
+_MAX = {
+    "num_hidden_layers": MAX_LAYERS,
+    "num_nextn_predict_layers": MAX_LAYERS,
+    "num_experts": MAX_EXPERTS,
+    "n_routed_experts": MAX_EXPERTS,
+}
 """Sanity limits for fields that set the length of a list."""
 
 

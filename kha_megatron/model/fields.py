@@ -15,10 +15,12 @@ from enum import Enum
 from functools import cache
 from typing import Any, get_args, get_origin, get_type_hints
 
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, show_value
 
 MAX_LAYERS = 4096
 """Upper limit for layers, and for repetitions in a layer pattern."""
+MAX_EXPERTS = 10**5
+"""Upper limit for experts. Other sizes do not determine the length of a list."""
 
 _ROW = "row"
 
@@ -35,7 +37,7 @@ class Field:
     default: Any  # Megatron's default (None for required fields)
     kind: type  # int, float, str or bool
     many: bool  # whether the flag takes a list of values
-    least: int  # minimum for integers, only checked on the command line
+    least: int  # minimum for integers; 0 is accepted as well where Megatron records it
     most: int
     reads: Callable[[str], Any] | None  # parser that raises ValueError with the expected format
     writes: Callable[[Any], str]
@@ -53,22 +55,35 @@ class Field:
     def convert(self, value: Any) -> Any:
         """Convert a string, list or enum member to the type of this field."""
         if isinstance(value, list):
-            return tuple(value)
+            value = tuple(value)
         if isinstance(value, Enum):
             value = value.value if isinstance(value.value, str) else value.name
         is_text = isinstance(value, str) and self.kind is not bool
         if is_text and self.many:
             return (value,)
+        shown = show_value(value)
         try:
             parsed = (self.reads or self.kind)(value) if is_text else value
-            is_integer = self.kind is int and type(parsed) is int
-            if not is_integer or (parsed <= self.most and (not is_text or parsed >= self.least)):
-                return parsed
-            expected = f"an integer between {self.least} and {self.most}"
         except ValueError as error:
-            expected = "an integer" if self.kind is int else "a number"
-            expected = str(error) if self.reads else expected
-        raise ConfigError(f"{self.flag} must be {expected}, got {value}.")
+            expected = str(error) if self.reads else self._expected_type
+            raise ConfigError(f"{self.flag} must be {expected}, got {shown}.") from error
+        if not self._has_type(parsed):
+            raise ConfigError(f"{self.flag} must be {self._expected_type}, got {shown}.")
+        least = self.least if is_text else min(self.least, 0)
+        if self.kind is int and type(parsed) is int and not least <= parsed <= self.most:
+            limits = f"between {self.least} and {self.most}"
+            raise ConfigError(f"{self.flag} must be an integer {limits}, got {shown}.")
+        return parsed
+
+    @property
+    def _expected_type(self) -> str:
+        return {int: "an integer", float: "a number"}.get(self.kind, "a string")
+
+    def _has_type(self, value: Any) -> bool:
+        """Whether a value that is not from a command line has the right type, or is missing."""
+        if value is None or self.many or self.reads or self.kind is bool:
+            return True
+        return isinstance(value, (int, float) if self.kind is float else self.kind)
 
     def format_words(self, value: Any) -> tuple[str, ...] | None:
         """Inverse of :meth:`parse_words`. None means that we shouldn't pass the flag at all."""

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from kha_megatron.config import AttentionKind, KHAConfig
+from kha_megatron.errors import ConfigError, show_value
 from kha_megatron.heads import HeadSizes
-from kha_megatron.model.fields import MAX_LAYERS, flag, read_arguments, read_attributes
+from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, flag, read_arguments, read_attributes
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.qkv import QKVLayout
 
@@ -102,7 +103,9 @@ class ModelConfig:
     mla_down_proj_fusion: bool = flag(False)
     transformer_impl: str = flag("transformer_engine")
 
-    num_experts: int | None = flag(None, attribute="num_moe_experts", hf="num_experts")
+    num_experts: int | None = flag(
+        None, attribute="num_moe_experts", hf="num_experts", most=MAX_EXPERTS
+    )
     moe_layer_freq: int | tuple[int, ...] = flag(
         1, reads=parse_layer_frequency, writes=_format_layer_frequency
     )
@@ -118,7 +121,7 @@ class ModelConfig:
     moe_router_load_balancing_type: tuple[str, ...] = flag(("aux_loss",))
     moe_router_dtype: str | None = flag(None)
     moe_token_dispatcher_type: str = flag("allgather")
-    mtp_num_layers: int | None = flag(None, least=0)
+    mtp_num_layers: int | None = flag(None, least=0, most=MAX_LAYERS)
     flash_decode: bool = flag(False)
     hybrid_layer_pattern: str | None = flag(None, attribute=None)
     gpt_model: bool = flag(False, attribute=None)
@@ -134,6 +137,19 @@ class ModelConfig:
     def __post_init__(self) -> None:
         kha = self.kha.with_output_gate(self.attention_output_gate)
         gated = kha.has_output_gate and not self.multi_latent_attention
+        freq = self.moe_layer_freq
+        kinds = set(map(type, freq)) if isinstance(freq, tuple) else {type(freq)}
+        if not kinds <= {int} or freq == 0:
+            raise ConfigError(
+                "--moe-layer-freq must be a positive integer or a list of 0 and 1, got "
+                f"{show_value(freq)}."
+            )
+        is_used = bool(self.num_experts) and self.num_layers is not None
+        if is_used and isinstance(freq, tuple) and len(freq) != self.num_layers:
+            raise ConfigError(
+                f"--moe-layer-freq has {len(freq)} values, but the model has {self.num_layers} "
+                "layers. Pass one value for each layer."
+            )
         object.__setattr__(self, "kha", kha)
         object.__setattr__(self, "attention_output_gate", gated)
 

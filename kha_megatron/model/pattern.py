@@ -11,11 +11,15 @@ from itertools import islice
 from typing import Any, Self
 
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.fields import MAX_LAYERS
 
 ATTENTION = {"*": False, "+": True}
 """Attention symbols, and whether the attention is multi-latent."""
 MLP = {"-": 0, "E": 1}
 """MLP symbols, and whether the MLP is a mixture of experts."""
+
+_MAX_LENGTH = 3 * MAX_LAYERS
+"""Two symbols for each pair of attention and MLP, and one for the end of a pipeline stage."""
 
 _GPT_ONLY = {
     "no_rope_freq": "--no-rope-freq",
@@ -41,8 +45,18 @@ class LayerPattern:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse a pattern. Returns None if it doesn't alternate between attention and MLP."""
+        """Parse a pattern. Returns None if it doesn't alternate between attention and MLP.
+
+        Raises:
+            ConfigError: If it has too many layers.
+        """
         main, *predictions = text.split("/")
+        for what, count in (("layers", len(main)), ("predicted tokens", len(predictions))):
+            if count > _MAX_LENGTH:
+                raise ConfigError(
+                    f"--hybrid-layer-pattern has {count:,} {what}, at most {_MAX_LENGTH:,} are "
+                    "supported."
+                )
         symbols = main.replace("|", "")
         attention, mlps = set(symbols[::2]), symbols[1::2]
         if len(symbols) % 2 or len(attention) != 1 or not attention <= ATTENTION.keys():

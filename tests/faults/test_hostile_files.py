@@ -1,15 +1,19 @@
 """Test that hostile files cause no hang, no traceback, and no use of memory beyond their size."""
 
+import functools
 import json
 import os
 import tracemalloc
+from dataclasses import fields
 
 import pytest
 import torch
 
 from kha_megatron.checkpoint.integrity import write_hashes
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.errors import CheckpointError
+from kha_megatron.data import DataReport
+from kha_megatron.errors import CheckpointError, ConfigError, DataError
+from kha_megatron.model.model_config import ModelConfig
 from tests.checkpoint.saved import save
 from tests.faults import fuzz
 
@@ -49,6 +53,72 @@ def test_an_index_that_takes_gigabytes_to_print_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="a size is not") as caught:
         MegatronCheckpoint.open(tmp_path / "folder", verify=False)
     assert len(str(caught.value)) < 1000
+
+
+LAUGHS = functools.reduce(lambda pair, _: (pair, pair), range(40), ())
+"""A value that prints as a terabyte of text."""
+
+HOSTILE_SIZES = [
+    ({"num_layers": 2**40}, "--num-layers must be an integer between 1 and 4096"),
+    ({"num_layers": 10**9}, "--num-layers must be an integer between 1 and 4096"),
+    ({"num_layers": 2.5}, "--num-layers must be an integer, got 2.5"),
+    ({"num_layers": [2]}, "--num-layers must be an integer, got a tuple"),
+    ({"num_layers": LAUGHS}, "--num-layers must be an integer, got a tuple"),
+    ({"hidden_size": 2**40}, "--hidden-size must be an integer between"),
+    ({"hidden_size": -8}, "--hidden-size must be an integer between"),
+    ({"num_attention_heads": "many"}, "--num-attention-heads must be an integer"),
+    ({"num_experts": 10**9}, "--num-experts must be an integer between 1 and 100000"),
+    ({"mtp_num_layers": 10**9}, "--mtp-num-layers must be an integer between 0 and 4096"),
+    ({"rotary_base": "x" * 10**6}, "--rotary-base must be a number"),
+    ({"normalization": 7}, "--normalization must be a string"),
+    ({"moe_layer_freq": 2.5}, "--moe-layer-freq must be a positive integer or a list"),
+    ({"moe_layer_freq": ["E", 1]}, "--moe-layer-freq must be a positive integer or a list"),
+    ({"num_experts": 4, "moe_layer_freq": [1] * 9}, "has 9 values, but the model has 2 layers"),
+    ({"hybrid_layer_pattern": "*-" * 10**6}, "has 2,000,000 layers"),
+    ({"hybrid_layer_pattern": "*-" + "/*-" * 10**6}, "has 1,000,000 predicted tokens"),
+    ({"hybrid_layer_pattern": 7}, "--hybrid-layer-pattern must be a string"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), HOSTILE_SIZES)
+def test_impossible_sizes_in_recorded_arguments_are_refused(tmp_path, changes, message):
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+    save(tmp_path, 7, {"a": torch.arange(5.0)}, **sizes | changes)
+    arguments = MegatronCheckpoint.open(tmp_path).args
+    with pytest.raises(ConfigError, match=message) as caught:
+        ModelConfig.from_arguments(arguments)
+    assert len(str(caught.value)) < 300
+
+
+def test_the_report_of_a_data_directory_is_read_with_a_limit(tmp_path):
+    with (tmp_path / "data.json").open("wb") as file:
+        file.truncate(2**31)  # sparse
+    tracemalloc.start()
+    with pytest.raises(DataError, match="larger than 134,217,728 bytes"):
+        DataReport.read(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**29
+    (tmp_path / "data.json").unlink()
+    os.mkfifo(tmp_path / "data.json")
+    with pytest.raises(DataError, match="not a regular file"):
+        DataReport.read(tmp_path)
+
+
+def test_numbers_in_the_report_of_a_data_directory_are_numbers(tmp_path):
+    """We print some of them in a command."""
+    report = {"format": 1} | {item.name: 1 for item in fields(DataReport)}
+    texts = {item.name: "" for item in fields(DataReport) if item.type is str}
+    content = report | texts | {"vocab_size": "7; curl x"}
+    (tmp_path / "data.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match="vocab_size is missing or has the wrong type"):
+        DataReport.read(tmp_path)
+
+
+def test_hashes_of_ranks_are_regular_files(tmp_path):
+    os.mkfifo(tmp_path / "hashes-0.json")
+    with pytest.raises(OSError, match="not a regular file"):
+        write_hashes(tmp_path)
 
 
 def _megatron(folder):
