@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import psutil
-
-from tests.ports import free_port
+from torch.distributed import TCPStore
 
 TIMEOUT = 300.0
 """Seconds until the ranks of a run are killed."""
@@ -165,8 +164,14 @@ def _run(
     kill_with: signal.Signals,
     grace: float,
 ) -> Ended:
-    port = str(free_port())
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    # like torchrun's agent, which serves the store of its ranks
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": str(ranks),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     with tempfile.TemporaryFile() as log:
         pids: list[int] = []
         for rank in range(ranks):

@@ -88,7 +88,7 @@ def select_iteration(folder: Path) -> Selection:
     don't record the commit time, so for their checkpoints we go by iteration (release is 0).
     """
     file = folder / TRACKER
-    tracker = _read_tracker(file)
+    tracker = read_tracker(file)
     saves = {n: path for path in folder.iterdir() if (n := iteration_of(path)) is not None}
     commits = {n: _commit(path) for n, path in saves.items() if is_complete(path)}
     number = re.fullmatch(r"[0-9]{1,19}", tracker or "")
@@ -126,7 +126,7 @@ def select_iteration(folder: Path) -> Selection:
     )
 
 
-def _read_tracker(file: Path) -> str | None:
+def read_tracker(file: Path) -> str | None:
     """Return the content of a tracker file, or None if there is no such file."""
     if not file.is_file():
         return None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, show_value
 from kha_megatron.heads import HeadSizes, Knock, Projection
 from kha_megatron.heads.registry import mechanism_types
 from kha_megatron.model.fields import rows
@@ -19,6 +19,39 @@ _SIZES = (
     *("kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
 )
+_EXPERT_SIZES = ("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+_OTHER_SIZES = (
+    *("moe_latent_size", "mamba_state_dim", "mamba_head_dim"),
+    *("mamba_num_groups", "mamba_num_heads"),
+)
+"""Sizes that ModelConfig does not have."""
+_SWITCHES = (
+    *("multi_latent_attention", "qk_layernorm", "add_bias_linear", "add_qkv_bias"),
+    *("untie_embeddings_and_output_weights", "moe_router_enable_expert_bias"),
+)
+_TOLERANT = ("log_all", "ignore_all", "return_all")
+"""Values of ``--dist-ckpt-strictness`` with which Megatron initializes missing tensors."""
+_SHARDED_BY_ELEMENT = ("adam", "sgd")
+"""Optimizers whose distributed version has other state. The others distribute whole parameters."""
+_BUFFERS: dict[str, Any] = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "transformer_impl": "transformer_engine",
+    "bf16": False,
+    "fp16": False,
+    "grad_reduce_in_bf16": False,
+    "ddp_num_buckets": None,
+    "ddp_bucket_size": None,
+    "mtp_num_layers": None,
+    "padded_vocab_size": None,
+}
+"""Arguments (and Megatron's defaults) that affect the layout of distributed optimizer buffers.
+
+In its default format, Megatron saves these buffers instead of the state of each parameter. If they
+had another layout, it would even assign state silently to the wrong parameters.
+"""
+
 Checkpoint = Any
 """A ``MegatronCheckpoint`` or an ``HFCheckpoint``. Only the latter has a ``config``."""
 _ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # for tensor names, any size will do
@@ -56,18 +89,167 @@ def check_same_heads(path: Path, stored: KHAConfig | None, kha: KHAConfig) -> No
         )
 
 
-def check_same_sizes(path: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if a model is resumed with other sizes (Megatron's arguments)."""
+def check_same_tensors(path: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if a resumed model would have other tensors than its checkpoint.
+
+    Args:
+        path: The checkpoint, for the error message.
+        saved: Megatron's arguments in the checkpoint.
+        given: Megatron's arguments of this run. If some are missing, we use Megatron's defaults.
+    """
     before, now = ModelConfig.from_arguments(saved), ModelConfig.from_arguments(given)
-    if not (before and now) or None in (before.num_layers, now.num_layers):
+    if not (before and now):
         return
-    for row in rows(ModelConfig):
-        old, new = getattr(before, row.field), getattr(now, row.field)
-        if row.field in _SIZES and old != new:
-            raise CheckpointError(
-                f"{row.flag} is {new or 'not set'}, but {path} was trained with {old or 'none'}. "
-                "Use the sizes of that run, or start a new run in another directory."
-            )
+    for flag, (old, new) in _compared_sizes(before, now).items():
+        _check_value(path, flag, old, new)
+    for name in saved.keys() & given.keys() & {*_OTHER_SIZES}:
+        _check_value(path, f"--{name.replace('_', '-')}", saved[name], given[name])
+    if given.get("dist_ckpt_strictness") in _TOLERANT:
+        return
+    _check_value(path, "--normalization", before.normalization, now.normalization)
+    switches = _switches(now, given)
+    for flag, was_set in _switches(before, saved).items():
+        _check_switch(path, flag, was_set, switches[flag])
+    # Megatron can leave out layers and position embeddings, but not add any
+    old, new = _prediction_layers(before, saved), _prediction_layers(now, given)
+    if new > old:
+        _check_value(path, "--mtp-num-layers", old, new)
+    positions = _learned_positions(now)
+    if positions:
+        _check_value(path, "--max-position-embeddings", _learned_positions(before), positions)
+
+
+def check_same_optimizer(path: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if Megatron cannot load the optimizer state into this optimizer.
+
+    Args:
+        path: The checkpoint, for the error message.
+        saved: Megatron's arguments in the checkpoint.
+        given: Megatron's validated arguments of this run.
+    """
+    is_distributed = bool(saved.get("use_distributed_optimizer"))
+    is_reshardable = is_distributed and bool(saved.get("dist_ckpt_optim_fully_reshardable"))
+    compared: dict[str, Any] = {"optimizer": "adam", "decoupled_lr": None}
+    if saved.get("optimizer", "adam") in _SHARDED_BY_ELEMENT:
+        compared["use_distributed_optimizer"] = False
+    if not is_reshardable and _has_main_weights(saved) != _has_main_weights(given):
+        compared |= {"bf16": False, "fp16": False}
+    for name, default in compared.items():
+        _check_optimizer_argument(path, name, default, saved, given, "Use the same value")
+    has_buffers = is_distributed and not is_reshardable
+    if not (has_buffers and given.get("use_distributed_optimizer")):
+        return
+    if not (saved.get("hybrid_layer_pattern") or given.get("gpt_model")):
+        raise CheckpointError(
+            f"The optimizer state in {path} can only be loaded into a GPTModel. Save a checkpoint "
+            "with --gpt-model and --dist-ckpt-optim-fully-reshardable first, or add "
+            "--no-load-optim."
+        )
+    for name, default in _BUFFERS.items():
+        remedy = "Save a checkpoint with --dist-ckpt-optim-fully-reshardable first"
+        _check_optimizer_argument(path, name, default, saved, given, remedy)
+
+
+def _check_optimizer_argument(
+    path: Path,
+    name: str,
+    default: Any,
+    saved: Mapping[str, Any],
+    given: Mapping[str, Any],
+    remedy: str,
+) -> None:
+    old, new = saved.get(name, default), given.get(name, default)
+    if old != new:
+        raise CheckpointError(
+            f"The optimizer state in {path} was saved {_describe_argument(name, old)} and cannot "
+            f"be loaded {_describe_argument(name, new)}. {remedy}, or add --no-load-optim to start "
+            "with a new optimizer state."
+        )
+
+
+def _describe_argument(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    if value is None or value is False:
+        return f"without {flag}"
+    return f"with {flag}" if value is True else f"with {flag} {show_value(value)}"
+
+
+def _has_main_weights(arguments: Mapping[str, Any]) -> bool:
+    """Whether the optimizer has a float32 copy of the weights."""
+    return bool(arguments.get("bf16") or arguments.get("fp16"))
+
+
+def _check_value(path: Path, flag: str, old: Any, new: Any) -> None:
+    if (old or None) != (new or None):
+        raise CheckpointError(
+            f"{flag} is {new or 'not set'}, but {path} was trained with "
+            f"{show_value(old) if old else 'none'}. Use the value of that run, or start a new "
+            "run in another directory."
+        )
+
+
+def _check_switch(path: Path, flag: str, old: bool, new: bool) -> None:
+    if old != new:
+        raise CheckpointError(
+            f"{path} was trained {'with' if old else 'without'} {flag}. "
+            f"{'Add' if old else 'Remove'} this flag, or start a new run in another directory."
+        )
+
+
+def _compared_sizes(before: ModelConfig, now: ModelConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the sizes of two models by flag."""
+    sizes = {}
+    ignored = () if _has_experts(before) or _has_experts(now) else _EXPERT_SIZES
+    if None not in (before.num_layers, now.num_layers):
+        for row in rows(ModelConfig):
+            if row.field in _SIZES and row.field not in ignored:
+                sizes[row.flag] = getattr(before, row.field), getattr(now, row.field)
+    return sizes | {"--hybrid-layer-pattern": (_main_layers(before), _main_layers(now))}
+
+
+def _switches(model: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, bool]:
+    """Return which of the flags are set that add tensors to a model, or remove some."""
+    switches = {
+        row.flag: getattr(model, row.field) != row.default
+        for row in rows(ModelConfig)
+        if row.field in _SWITCHES
+    }
+    # these include the biases of queries, keys and values
+    switches["--add-qkv-bias"] |= model.add_bias_linear
+    switches["--moe-router-enable-expert-bias"] &= _has_experts(model)
+    is_gated = arguments.get("swiglu") or arguments.get("quick_geglu")
+    has_offset = arguments.get("softmax_type") == "learnable"
+    shared_gate = arguments.get("moe_shared_expert_gate") and _has_experts(model)
+    return switches | {
+        "--swiglu": bool(is_gated),
+        "--softmax-type learnable": has_offset,
+        "--moe-shared-expert-gate": bool(shared_gate),
+    }
+
+
+def _prediction_layers(model: ModelConfig, arguments: Mapping[str, Any]) -> int:
+    """Return the number of layers for multi-token prediction that have their own weights."""
+    predictions = (model.hybrid_layer_pattern or "").count("/") or model.predictions
+    return min(predictions, 1) if arguments.get("mtp_use_repeated_layer") else predictions
+
+
+def _learned_positions(model: ModelConfig) -> int | None:
+    is_learned = model.position_embedding_type == "learned_absolute"
+    return model.max_position_embeddings if is_learned else None
+
+
+def _has_experts(model: ModelConfig) -> bool:
+    """Whether there may be MoE layers. Megatron ignores ``--num-experts`` without any."""
+    return "E" in (_main_layers(model) or "E")
+
+
+def _main_layers(model: ModelConfig) -> str | None:
+    """Return the layer pattern without pipeline stages and multi-token prediction."""
+    if model.hybrid_layer_pattern:
+        return model.hybrid_layer_pattern.partition("/")[0].replace("|", "")
+    if model.num_layers is None:
+        return None
+    return str(model.layer_pattern([model.num_layers])).partition("/")[0]
 
 
 def _find_mismatch(

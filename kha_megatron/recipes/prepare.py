@@ -287,7 +287,7 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
 
             path, checkpoint = verdict.newest, MegatronCheckpoint.open(verdict.newest, verify=False)
             recorded.check_same_heads(path, recorded.read_kha_config(checkpoint), run.kha)
-            recorded.check_same_sizes(path, checkpoint.args, run.arguments)
+            recorded.check_same_tensors(path, checkpoint.args, run.arguments)
             check_same_tokenizer(path, checkpoint.args, run.arguments)
             if path.name != RELEASE and not any(map(_OTHER_SCHEDULE.fullmatch, run.arguments)):
                 _check_schedule(path, checkpoint.args, run)

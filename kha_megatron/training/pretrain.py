@@ -7,6 +7,7 @@ import argparse
 import atexit
 import json
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_l
 from torch import Tensor
 
 from kha_megatron.announcements import announce, is_first_rank
-from kha_megatron.checkpoint.ownership import claim
+from kha_megatron.checkpoint.ownership import Ownership, claim
+from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import DataError
 from kha_megatron.mcore import compat, cpu
@@ -41,7 +43,6 @@ from kha_megatron.mcore.building import model_config
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.instruments import watch_heads
 from kha_megatron.mcore.knocking import MechanismWeight
-from kha_megatron.model.rules import check_attention
 from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
@@ -50,21 +51,18 @@ from kha_megatron.training.arguments import (
     kha_from_args,
 )
 from kha_megatron.training.expert_load import report_expert_load
+from kha_megatron.training.first_rank import compute_on_first_rank
 from kha_megatron.training.perturbation import perturb_embedding
-from kha_megatron.training.recovery import (
-    explain_failures,
-    protect_children,
-    repair_tracker,
-    warn_of_a_fresh_start,
-)
+from kha_megatron.training.recovery import explain_failures, protect_children, repair_tracker
 from kha_megatron.training.resume import (
+    Start,
     check_model_class,
-    check_same_kha,
+    check_same_state,
+    choose_start,
+    is_upcycled,
     loads_fp8_scales,
     object_store,
-    path_to_upcycle,
     restored_kha,
-    starts_from_pretrained,
     vocabulary_size,
 )
 from kha_megatron.training.saving import make_saves_safe, remove_partial_saves
@@ -98,26 +96,25 @@ def run(program_start: float) -> None:
     early = parse_args(add_kha_arguments)
     check_args(early)
     compat.let_learning_rate_change(keep=early.use_checkpoint_opt_param_scheduler)
-    # rank 0 claims --save, so that no other run writes to it until this run exits
-    claims = early.save and "://" not in early.save and is_first_rank()
-    ownership = claim(Path(early.save)) if claims else None
-    if ownership is not None:
-        atexit.register(ownership.release)
-        remove_partial_saves(Path(early.save))
+    ownership: Ownership | None = None
+
+    def prepare_directories() -> dict[str, Any]:
+        nonlocal ownership
+        ownership = _claim_save(early)
+        return choose_start(early).to_dict()
+
+    timeout = timedelta(minutes=early.distributed_timeout_minutes)
+    start = Start.from_dict(compute_on_first_rank(prepare_directories, timeout))
+    if start.is_tracker_repaired and not is_first_rank():
+        repair_tracker(early)
     make_saves_safe(ownership)
-    repair_tracker(early)
-    warn_of_a_fresh_start(early)
-    kha = restored_kha(early) or kha_from_args(early)
-    check_attention(vars(early), kha)
-    upcycled = path_to_upcycle(early, kha)
-    if upcycled is None:
-        check_same_kha(early, kha)
-    load_from_either(scales=loads_fp8_scales(early))
+    kha = restored_kha(start, early) or kha_from_args(early)
+    load_from_either(scales=loads_fp8_scales(start, early))
     pattern_is_saved = not early.hybrid_layer_pattern
 
     def complete(args: argparse.Namespace) -> None:
         describe_layers(args, pattern_is_saved=pattern_is_saved)
-        check_model_class(args)
+        check_model_class(start, args)
         check_restored_sizes(args, kha)
 
     compat.change_arguments(complete)
@@ -128,18 +125,20 @@ def run(program_start: float) -> None:
     if args.verify_integrity and (remote := object_store(args)):
         announce(f"Writing and checking no hashes in the object store of {remote}.")
         args.verify_integrity = False
-    if starts_from_pretrained(early):  # Megatron would continue with the optimizer of a GPTModel
+    if start.is_pretrained:  # Megatron would continue with the optimizer of a GPTModel
         args.no_load_optim = True
     if args.log_throughput:
         log_speed()
     if args.save and args.save_interval_in_mins:
         save_by_time(args.save_interval_in_mins)
     keep_release(args)
+    check_same_state(start, args)
     # the checkpoint's arguments record the resolved values
-    args.vocab_size = vocabulary_size(early, get_tokenizer().vocab_size)
+    args.vocab_size = vocabulary_size(start, early, get_tokenizer().vocab_size)
     for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
         setattr(args, name, value)
 
+    upcycled = start.path if is_upcycled(start, early, kha) else None
     with explain_failures(args):
         pretrain(
             pretrain_cfg_container_from_args(args, _model_config(args, kha, upcycled)),
@@ -152,7 +151,17 @@ def run(program_start: float) -> None:
         torch.distributed.destroy_process_group()
 
 
-def _model_config(args: argparse.Namespace, kha: KHAConfig, upcycled: Path | None) -> Any:
+def _claim_save(args: argparse.Namespace) -> Ownership | None:
+    """On rank 0, claim ``--save``, so that no other run writes to it until this run exits."""
+    if not args.save or "://" in args.save or not is_first_rank():
+        return None
+    ownership = claim(Path(args.save))
+    atexit.register(ownership.release)
+    remove_partial_saves(Path(args.save))
+    return ownership
+
+
+def _model_config(args: argparse.Namespace, kha: KHAConfig, upcycled: str | None) -> Any:
     """Build Megatron's model config and register our hooks on the unwrapped model."""
     config = model_config(args, kha)
 
@@ -195,7 +204,10 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig, upcycled: Path | Non
 def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    sizes = args.per_dataset_sequences_path
+    sizes = None
+    if args.per_dataset_sequences_path:
+        file = Path(args.per_dataset_sequences_path)
+        sizes = json.loads(read_regular(file, MAX_JSON_BYTES))
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -217,7 +229,7 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        sequences_per_dataset=json.loads(Path(sizes).read_bytes()) if sizes else None,
+        sequences_per_dataset=sizes,
     )
 
     def is_built_here() -> bool:

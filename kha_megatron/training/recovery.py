@@ -28,32 +28,40 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _SCHEDULE = re.compile(
     r"OptimizerParamScheduler: class input value (.+) and checkpoint\s*value (.+) for (.+) do not "
 )
+_DIFFERING = re.compile(
+    r"(\w+) value from checkpoint \((.*)\) is not equal to the input argument value \((.*)\)"
+)
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
-def repair_tracker(args: Namespace) -> None:
+def repair_tracker(args: Namespace) -> bool:
     """Point the tracker file to the newest complete checkpoint.
 
-    Only done if ``--save`` and ``--load`` are the same directory. Call this on every rank before
-    Megatron is initialized. Rank 0 writes the file, and the others wait until they see the change.
+    Only done if ``--save`` and ``--load`` are the same directory. Call this on rank 0 before
+    Megatron is initialized. If it returns True, call it on all other ranks, which then wait until
+    they see the change.
+
+    Returns:
+        bool: True if the tracker file was or has to be changed.
 
     Raises:
         CheckpointError: If a rank doesn't see the change within a minute.
         OutputError: If the tracker file can't be written.
     """
     if args.ckpt_format != "torch_dist" or not args.load or not args.save:
-        return
+        return False
     folder = Path(args.load)
     if not folder.is_dir() or folder.resolve() != Path(args.save).resolve():
-        return
+        return False
     verdict = select_iteration(folder)
     # Megatron reads the tracker file even with --ckpt-step
     readable = verdict.tracker in (None, RELEASE) or verdict.tracker.isdecimal()
     if args.ckpt_step and readable:
-        return
+        return False
+    is_wrong = verdict.problem is not None and verdict.newest is not None
     if is_first_rank():
         repair(verdict)
-        return
+        return is_wrong
     deadline = time.monotonic() + _WAIT
     while verdict.problem and verdict.newest:
         if time.monotonic() > deadline:
@@ -63,6 +71,7 @@ def repair_tracker(args: Namespace) -> None:
             )
         time.sleep(0.1)
         verdict = select_iteration(folder)
+    return is_wrong
 
 
 def warn_of_a_fresh_start(args: Namespace) -> None:
@@ -112,7 +121,7 @@ def explain_failures(args: Namespace) -> Iterator[None]:
 
     Raises:
         OutputError: If a checkpoint can't be written, e.g. because the disk is full.
-        CheckpointError: If a checkpoint can't be read, or has another learning-rate schedule.
+        CheckpointError: If a checkpoint can't be read, or was saved with other arguments.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -129,6 +138,12 @@ def explain_failures(args: Namespace) -> Iterator[None]:
             raise
         raise _not_written(args.save, "see the lines above") from error
     except AssertionError as error:
+        if differing := _DIFFERING.search(str(error)):
+            name, stored, given = differing.groups()
+            raise CheckpointError(
+                f"{name} is {given}, but {args.load} was saved with {stored}. Use the value of "
+                "that run, or start a new run in another directory."
+            ) from error
         if (found := _SCHEDULE.search(str(error))) is None:
             raise
         given, stored, name = found.groups()

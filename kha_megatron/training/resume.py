@@ -2,10 +2,9 @@
 
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import replace
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.integrity import FileChecks
@@ -22,10 +21,18 @@ from kha_megatron.checkpoint.tracker import (
     tracker_word,
 )
 from kha_megatron.config import KHAConfig
-from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.errors import CheckpointError, ConfigError, show_value
 from kha_megatron.mcore import compat
-from kha_megatron.model.recorded import check_same_heads, check_same_sizes, read_kha_config
+from kha_megatron.model.recorded import (
+    check_same_heads,
+    check_same_optimizer,
+    check_same_tensors,
+    read_kha_config,
+)
+from kha_megatron.model.rules import check_attention
 from kha_megatron.model.run import parse_kha_config
+from kha_megatron.training.arguments import kha_from_args
+from kha_megatron.training.recovery import repair_tracker, warn_of_a_fresh_start
 
 _STATELESS = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes without state, i.e. without scaling factors to save."""
@@ -34,13 +41,72 @@ _ROPE = ("position_embedding_type", "use_rope_scaling", "rope_", "rotary_", "yar
 _RESTORED = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
 """Arguments of RoPE, and those that ``--use-checkpoint-args`` restores."""
 
-_BUFFERS = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "transformer_impl": "transformer_engine",
-}
-"""Arguments (and Megatron's defaults) that affect the layout of distributed optimizer buffers."""
+_MAX_ELEMENTS, _MAX_DEPTH, _MAX_BITS = 2**16, 16, 64
+"""Limits for recorded arguments. Larger values are ignored."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """The checkpoint that a run starts from, and what all ranks need to know about it."""
+
+    is_pretrained: bool = False
+    """Whether it is ``--pretrained-checkpoint``, because ``--load`` has no checkpoint yet."""
+    is_remote: bool = False
+    """Whether it is in an object store, where we do not read it."""
+    path: str | None = None
+    """None when starting from scratch or from an object store."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """The recorded arguments of Megatron, except for objects and enums."""
+    is_tracker_repaired: bool = False
+
+    @property
+    def kha(self) -> KHAConfig | None:
+        return KHAConfig.from_entries(self.arguments)
+
+    @property
+    def is_release(self) -> bool:
+        return self.path is not None and Path(self.path).name == RELEASE
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to a JSON-serializable dict."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(**values)
+
+
+def choose_start(args: Namespace) -> Start:
+    """Repair the tracker file, find the checkpoint to load, and check that it fits this run.
+
+    This is the only place where we read the checkpoint before Megatron does. Only rank 0 needs to
+    call it.
+
+    Raises:
+        CheckpointError: If the checkpoint is corrupted, or has another configuration.
+        ConfigError: If the arguments are not compatible with its head mechanisms.
+    """
+    is_tracker_repaired = repair_tracker(args)
+    warn_of_a_fresh_start(args)
+    start = replace(find_start(args), is_tracker_repaired=is_tracker_repaired)
+    kha = restored_kha(start, args) or kha_from_args(args)
+    check_attention(vars(args), kha)
+    if not is_upcycled(start, args, kha):
+        check_same_kha(start, args, kha)
+    return start
+
+
+def find_start(args: Namespace) -> Start:
+    """Find the checkpoint to load and read its arguments.
+
+    Raises:
+        CheckpointError: If the checkpoint is corrupted or incomplete.
+    """
+    is_pretrained = starts_from_pretrained(args)
+    is_remote = _is_remote(_directory_to_load(args))
+    if (path := path_to_load(args)) is None:
+        return Start(is_pretrained, is_remote)
+    return Start(is_pretrained, is_remote, str(path), _read_arguments(path))
 
 
 def path_to_load(args: Namespace) -> Path | None:
@@ -115,35 +181,34 @@ def _tracked_iteration(directory: Path) -> Path:
     return resolve(directory)
 
 
-def restored_kha(args: Namespace) -> KHAConfig | None:
-    """Read the KHA config from the checkpoint if ``--use-checkpoint-args`` is set.
+def restored_kha(start: Start, args: Namespace) -> KHAConfig | None:
+    """Return the KHA config of the checkpoint if ``--use-checkpoint-args`` is set.
 
     ``--kha-*`` arguments take precedence, in which case this returns None.
     """
-    asked = parse_kha_config(vars(args))
-    if not args.use_checkpoint_args or asked or not (path := path_to_load(args)):
+    if not args.use_checkpoint_args or parse_kha_config(vars(args)):
         return None
-    stored = _stored(path)[0]
-    return stored and replace(stored, fold=args.kha_fold)
+    return start.kha and replace(start.kha, fold=args.kha_fold)
 
 
-def check_model_class(args: Namespace) -> None:
+def check_model_class(start: Start, args: Namespace) -> None:
     """Raise CheckpointError if Megatron can't load the checkpoint into this kind of model.
 
     This needs the final ``--hybrid-layer-pattern``, see ``arguments.describe_layers``.
     """
-    if (path := path_to_load(args)) is None:
+    if start.path is None:
         return
-    saved = _stored(path)[1]
+    saved = start.arguments
     centered = bool(saved.get("layernorm_zero_centered_gamma"))
     if centered != args.layernorm_zero_centered_gamma:
         raise CheckpointError(
-            f"{path} was trained {'with' if centered else 'without'} --apply-layernorm-1p, which "
-            f"changes the meaning of norm weights. {'Add' if centered else 'Remove'} this flag."
+            f"{start.path} was trained {'with' if centered else 'without'} --apply-layernorm-1p, "
+            "which changes the meaning of norm weights. "
+            f"{'Add' if centered else 'Remove'} this flag."
         )
     if saved.get("hybrid_layer_pattern"):
         if args.gpt_model:
-            raise CheckpointError(f"{path} contains a HybridModel. Remove --gpt-model.")
+            raise CheckpointError(f"{start.path} contains a HybridModel. Remove --gpt-model.")
         return
     if args.gpt_model:
         return
@@ -151,94 +216,90 @@ def check_model_class(args: Namespace) -> None:
         compat.check_loads_gpt_checkpoint(args.hybrid_layer_pattern)
     except ValueError as error:
         raise CheckpointError(
-            f"{path} contains a GPTModel, which does not fit this HybridModel. {error} "
+            f"{start.path} contains a GPTModel, which does not fit this HybridModel. {error} "
             "Convert it with `kha-megatron convert to-megatron`, or add --gpt-model."
         ) from error
 
 
-def check_same_kha(args: Namespace, kha: KHAConfig) -> None:
-    """Check that the KHA config, model sizes and optimizer layout match the checkpoint.
+def check_same_kha(start: Start, args: Namespace, kha: KHAConfig) -> None:
+    """Check that the KHA config and RoPE match the checkpoint.
 
     Raises:
-        CheckpointError: If they don't match, or if the checkpoint is corrupted.
+        CheckpointError: If they differ.
     """
-    if (path := path_to_load(args)) is None:
+    if start.path is None:
         return
-    stored, saved = _stored(path)
-    check_same_heads(path, stored, kha)
-    if not args.use_checkpoint_args:
-        check_same_sizes(path, saved, vars(args))
-    if not (args.finetune or starts_from_pretrained(args)):
-        _check_same_rope(path, saved, args)
-    starts_anew = args.no_load_optim or args.finetune or starts_from_pretrained(args)
-    if starts_anew or saved.get("no_save_optim") or path.name == RELEASE:
-        return
-    if args.use_mp_args_from_checkpoint_args or not args.use_distributed_optimizer:
-        return
-    if saved.get("use_distributed_optimizer") and saved.get("dist_ckpt_optim_fully_reshardable"):
-        return
-    is_gpt_model = not saved.get("hybrid_layer_pattern")
-    if saved.get("use_distributed_optimizer") and is_gpt_model and not args.gpt_model:
-        raise CheckpointError(
-            f"The optimizer state in {path} can only be loaded into a GPTModel. Save a checkpoint "
-            "with --gpt-model and --dist-ckpt-optim-fully-reshardable first, or add "
-            "--no-load-optim."
-        )
-    # otherwise Megatron would silently assign main weights and moments to the wrong parameters
-    before, here = ({n: a.get(n, d) for n, d in _BUFFERS.items()} for a in (saved, vars(args)))
-    if before != here:
-        name = next(name for name in _BUFFERS if before[name] != here[name])
-        flag = f"--{name.replace('_', '-')}"
-        raise CheckpointError(
-            f"The optimizer state in {path} can only be loaded with {flag} {before[name]}, not "
-            f"{here[name]}. Save a checkpoint with {flag} {before[name]} and "
-            "--dist-ckpt-optim-fully-reshardable first, or add --no-load-optim."
-        )
+    check_same_heads(Path(start.path), start.kha, kha)
+    if not (args.finetune or start.is_pretrained):
+        _check_same_rope(start, args)
 
 
-def _check_same_rope(path: Path, saved: Mapping[str, Any], args: Namespace) -> None:
+def check_same_state(start: Start, args: Namespace) -> None:
+    """Check that model and optimizer have the same tensors as the checkpoint.
+
+    Args:
+        start: The checkpoint.
+        args: Megatron's validated arguments, including those that ``--use-checkpoint-args`` reads.
+
+    Raises:
+        CheckpointError: If they differ. Megatron would end in a traceback, drop tensors, or assign
+            optimizer state to the wrong parameters.
+    """
+    if start.path is None:
+        return
+    check_same_tensors(Path(start.path), start.arguments, vars(args))
+    if _loads_optimizer(start, args):
+        check_same_optimizer(Path(start.path), start.arguments, vars(args))
+
+
+def _loads_optimizer(start: Start, args: Namespace) -> bool:
+    starts_anew = args.no_load_optim or args.finetune or start.is_pretrained
+    return not (starts_anew or start.arguments.get("no_save_optim") or start.is_release)
+
+
+def _check_same_rope(start: Start, args: Namespace) -> None:
     restored = _RESTORED if args.use_checkpoint_args else ()
+    saved = start.arguments
     for name in (n for n in saved if n.startswith(_ROPE) and n not in restored):
         old, new = saved[name], getattr(args, name, saved[name])
         if old != new and not (name == _RESTORED[0] and args.use_rotary_position_embeddings):
             raise CheckpointError(
-                f"--{name.replace('_', '-')} is {new}, but {path} was trained with {old}. Use the "
-                "same RoPE arguments, or add --finetune to change them."
+                f"--{name.replace('_', '-')} is {new}, but {start.path} was trained with "
+                f"{show_value(old)}. Use the same RoPE arguments, or add --finetune to change "
+                "them."
             )
 
 
-def path_to_upcycle(args: Namespace, kha: KHAConfig) -> Path | None:
-    """Find the checkpoint (without KHA) that ``--kha-upcycle`` initializes the model from.
+def is_upcycled(start: Start, args: Namespace, kha: KHAConfig) -> bool:
+    """Whether ``--kha-upcycle`` initializes the model from a checkpoint without KHA.
 
     Shared matrices start as the identity, so the initial loss is the same as without KHA. The
-    optimizer, RNG state, schedule and iteration are reset, as with ``--finetune``. Returns None if
+    optimizer, RNG state, schedule and iteration are reset, as with ``--finetune``. Returns False if
     the run isn't upcycled or already has a checkpoint of its own.
 
     Raises:
         ConfigError: If the same command line couldn't resume the run later.
-        CheckpointError: If the checkpoint already has KHA, or is corrupted or incomplete.
+        CheckpointError: If the checkpoint already has KHA.
     """
     if not args.kha_upcycle:
-        return None
+        return False
     if args.pretrained_checkpoint is None or (args.save and args.load != args.save):
         raise ConfigError(
             "--kha-upcycle requires --pretrained-checkpoint, and the same directory for --load and "
             f"--save. Got {args.pretrained_checkpoint}, {args.load} and {args.save}."
         )
-    if not starts_from_pretrained(args):
-        return None
-    path = path_to_load(args)
-    assert path is not None
-    found = _stored(path)[0] or KHAConfig()
-    if found.without_output_gate().mechanisms or found.has_output_gate != kha.has_output_gate:
+    if not start.is_pretrained:
+        return False
+    saved = start.kha or KHAConfig()
+    if saved.without_output_gate().mechanisms or saved.has_output_gate != kha.has_output_gate:
         raise CheckpointError(
-            f"--kha-upcycle requires a checkpoint without KHA, but {path} was trained with "
-            f"{found}. Remove --kha-upcycle to continue with {kha}."
+            f"--kha-upcycle requires a checkpoint without KHA, but {start.path} was trained with "
+            f"{saved}. Remove --kha-upcycle to continue with {kha}."
         )
-    return path
+    return True
 
 
-def vocabulary_size(args: Namespace, tokenizer_size: int) -> int | None:
+def vocabulary_size(start: Start, args: Namespace, tokenizer_size: int) -> int | None:
     """Return the number of embedding rows without padding, so that checkpoints record it.
 
     Pretrained models can have more rows than their tokenizer. Returns None if the checkpoint to
@@ -246,24 +307,22 @@ def vocabulary_size(args: Namespace, tokenizer_size: int) -> int | None:
     """
     if args.vocab_size:
         return int(args.vocab_size)
-    if _is_remote(_directory_to_load(args)):
-        return None
-    if (path := path_to_load(args)) is None:
-        return tokenizer_size
-    recorded = _stored(path)[1].get("vocab_size")
-    return max(int(recorded), tokenizer_size) if recorded else None
+    if start.path is None:
+        return None if start.is_remote else tokenizer_size
+    recorded = start.arguments.get("vocab_size")
+    return max(recorded, tokenizer_size) if recorded and isinstance(recorded, int) else None
 
 
-def loads_fp8_scales(args: Namespace) -> bool:
+def loads_fp8_scales(start: Start, args: Namespace) -> bool:
     """Whether to load FP8 scaling factors (delayed scaling only)."""
     wanted = _has_fp8_scales(vars(args))
-    if not wanted or _is_remote(_directory_to_load(args)):
+    if not wanted or start.is_remote:
         return wanted  # assumed for an object store; loading fails if the checkpoint has none
-    if (path := path_to_load(args)) is None:
+    if start.path is None:
         return False
-    stored = path.name != RELEASE and _has_fp8_scales(_stored(path)[1])
+    stored = not start.is_release and _has_fp8_scales(start.arguments)
     if not stored:
-        announce(f"FP8 scaling factors are reset to defaults, because {path} contains none.")
+        announce(f"FP8 scaling factors are reset to defaults, because {start.path} contains none.")
     return stored
 
 
@@ -272,13 +331,39 @@ def _has_fp8_scales(args: Mapping[str, Any]) -> bool:
     return engine and bool(args.get("fp8")) and args.get("fp8_recipe") not in _STATELESS
 
 
-@cache
-def _stored(path: Path) -> tuple[KHAConfig | None, Mapping[str, Any]]:
-    """Read the KHA config and Megatron's args from a checkpoint."""
+def _read_arguments(path: Path) -> dict[str, Any]:
+    """Read Megatron's arguments from a checkpoint, and check that its tensors match its KHA config.
+
+    Leaves out objects and enums, so that JSON can represent all values.
+    """
+    arguments = None
     if not (path / COMMIT_MARK).is_file() and (path / METADATA).is_file():
         folder = TorchDistFolder(path, FileChecks(path, {}))
         if "args" in folder.objects:  # written by FSDP in PyTorch's own format
-            args = folder.read_object("args").state
-            return KHAConfig.from_entries(args), args
-    checkpoint = MegatronCheckpoint.open(path)
-    return read_kha_config(checkpoint), checkpoint.args
+            arguments = folder.read_object("args").state
+    if arguments is None:
+        checkpoint = MegatronCheckpoint.open(path)
+        read_kha_config(checkpoint)
+        arguments = checkpoint.args
+    return {name: value for name, value in arguments.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON can represent a value."""
+    waiting = [(value, 0)]
+    elements = 0
+    while waiting:
+        item, depth = waiting.pop()
+        elements += 1
+        contained: list[Any] = []
+        if isinstance(item, dict) and all(isinstance(key, str) for key in item):
+            contained = list(item.values())
+        elif isinstance(item, list | tuple):
+            contained = list(item)
+        elif not isinstance(item, int | float | str | None):
+            return False
+        is_huge = isinstance(item, int) and item.bit_length() > _MAX_BITS
+        waiting += [(each, depth + 1) for each in contained]
+        if is_huge or depth > _MAX_DEPTH or elements + len(waiting) > _MAX_ELEMENTS:
+            return False
+    return True

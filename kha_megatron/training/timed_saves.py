@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from megatron.training import get_args, training
 
-from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.tracker import RELEASE, TRACKER
+from kha_megatron.announcements import announce, is_first_rank
+from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, read_tracker
 from kha_megatron.mcore.patching import patch
 
 
@@ -52,12 +52,14 @@ def save_by_time(minutes: float, clock: Callable[[], float] = time.monotonic) ->
 def keep_release(args: argparse.Namespace) -> None:
     """Disable ``--save-retain-interval`` if the last checkpoint is a release.
 
-    Megatron expects the number of an iteration and would fail at the first save.
+    Megatron expects the number of an iteration and would fail at the first save. Only rank 0 uses
+    this argument.
     """
-    if not args.save_retain_interval or not args.save or "://" in args.save:
+    is_used = args.save_retain_interval and args.save and is_first_rank()
+    if not is_used or "://" in args.save:
         return
     tracker = Path(args.save) / TRACKER
-    if tracker.is_file() and tracker.read_text().strip() == RELEASE:
+    if read_tracker(tracker) == RELEASE:
         args.save_retain_interval = None
         announce(
             "Ignoring --save-retain-interval until the next start, because the last checkpoint in "

@@ -13,13 +13,13 @@ import torch.distributed.checkpoint
 from kha_megatron.checkpoint.integrity import FileChecks
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record, TorchDistFolder
-from kha_megatron.checkpoint.tracker import TRACKER, select_iteration
+from kha_megatron.checkpoint.tracker import TRACKER
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import MixtureOfHeads, registry
-from kha_megatron.model.recorded import read_kha_config
+from kha_megatron.model.recorded import check_same_optimizer, check_same_tensors, read_kha_config
 from kha_megatron.training.arguments import add_model_arguments
-from kha_megatron.training.resume import check_model_class, check_same_kha, restored_kha
+from kha_megatron.training.resume import check_model_class, check_same_kha, find_start, restored_kha
 from tests.checkpoint.saved import save
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
 
@@ -204,24 +204,198 @@ def arguments(folder: Path | None, **changes) -> Namespace:
 
 
 def check(folder: Path | None, kha: KHAConfig, **changes) -> None:
-    check_same_kha(arguments(folder, **changes), kha)
+    args = arguments(folder, **changes)
+    check_same_kha(find_start(args), args, kha)
 
 
-def test_optimizer_state_of_another_layout_is_refused(copy):
-    moved = {"use_distributed_optimizer": True, "tensor_model_parallel_size": 2}
-    with pytest.raises(CheckpointError, match="only be loaded with --tensor-model-parallel-size 1"):
-        check(copy, KHA, **moved, transformer_impl="local")
-    with pytest.raises(CheckpointError, match=r"--num-layers is 7, but .* was trained with 2"):
-        check(copy, KHA, num_layers=7, num_attention_heads=4, hidden_size=64)
+def check_class(folder: Path, **changes) -> None:
+    args = arguments(folder, **changes)
+    check_model_class(find_start(args), args)
+
+
+def test_other_rope_arguments_are_refused(copy):
     with pytest.raises(CheckpointError, match=r"--use-rope-scaling is True, but .* with False"):
         check(copy, KHA, use_rope_scaling=True, use_checkpoint_args=True)
     with pytest.raises(CheckpointError, match=r"--rotary-base is 7, .* add --finetune"):
         check(copy, KHA, rotary_base=7)
     check(copy, KHA, rotary_base=7, use_checkpoint_args=True)  # restored
-    # a converted checkpoint has no optimizer
-    select_iteration(copy).newest.rename(copy / "release")
-    (copy / TRACKER).write_text("release")
-    check(copy, KHA, **moved)
+
+
+WORDS = ["--device", "cpu", *MODEL, *TRAINING, "--mock-data", "--vocab-size", "300"]
+WORDS += ["--kha-value", "mlp", "--train-iters", "1"]
+
+
+EXPERT_LAYERS = {"num_experts": 4, "hybrid_layer_pattern": "*E*E*E*E"}
+
+
+@pytest.fixture(scope="module")
+def one_iteration(tmp_path_factory) -> Path:
+    """Return a checkpoint that the entry point has saved."""
+    folder = tmp_path_factory.mktemp("run")
+    run = start([*WORDS, "--save", str(folder)])
+    assert run.codes == [0], run.output[-4000:]
+    return folder / "iter_0000001"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalization": "LayerNorm"}, "--normalization is LayerNorm, but .* with RMSNorm"),
+        ({"hidden_size": 48}, "--hidden-size is 48, but .* trained with 40"),
+        ({"ffn_hidden_size": 64}, "--ffn-hidden-size is 64, but .* trained with 48"),
+        ({"num_attention_heads": 4}, "--num-attention-heads is 4, but .* trained with 8"),
+        ({"num_query_groups": 4}, "--num-query-groups is 4, but .* trained with 2"),
+        ({"group_query_attention": False}, "--num-query-groups is 8, but .* trained with 2"),
+        ({"kv_channels": 8}, "--kv-channels is 8, but .* trained with 6"),
+        (EXPERT_LAYERS, "--num-experts is 4, but .* trained with none"),
+        ({"hybrid_layer_pattern": "*-*-*-"}, "--num-layers is 3, but .* trained with 4"),
+        ({"hybrid_layer_pattern": "*-**-*-"}, r"is \*-\*\*-\*-, but .* with \*-\*-\*-\*-\."),
+        ({"hybrid_layer_pattern": "+-+-+-+-"}, r"pattern is \+-\+-\+-\+-, but"),
+        ({"hybrid_layer_pattern": "*-*-*E*-"}, r"pattern is \*-\*-\*E\*-, but"),
+        ({"hybrid_layer_pattern": "*-*-*-*-/*-"}, "--mtp-num-layers is 1, but .* with none"),
+        ({"add_bias_linear": True}, "was trained with --disable-bias-linear. Add this flag"),
+        ({"add_qkv_bias": True}, "was trained without --add-qkv-bias. Remove this flag"),
+        ({"qk_layernorm": False}, "was trained with --qk-layernorm. Add this flag"),
+        ({"untie_embeddings_and_output_weights": True}, "trained without --untie-emb"),
+        ({"moe_latent_size": 8}, "--moe-latent-size is 8, but .* trained with none"),
+        ({"swiglu": False}, "trained with --swiglu. Add this flag"),
+        ({"softmax_type": "learnable"}, "trained without --softmax-type learnable"),
+        (
+            {"position_embedding_type": "learned_absolute"},
+            "--max-position-embeddings is 28, but .* trained with none",
+        ),
+        ({"mamba_state_dim": 7}, "--mamba-state-dim is 7, but .* trained with 128"),
+    ],
+)
+def test_a_model_with_other_tensors_is_refused(one_iteration, changes, message):
+    """Megatron would end in a traceback, or drop tensors silently."""
+    recorded = MegatronCheckpoint.open(one_iteration).args
+    with pytest.raises(CheckpointError, match=message):
+        check_same_tensors(one_iteration, recorded, recorded | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts": 8}, "--num-experts is 8, but .* trained with 4"),
+        ({"moe_ffn_hidden_size": 8}, "--moe-ffn-hidden-size is 8, but"),
+        ({"moe_shared_expert_intermediate_size": 8}, "shared-expert-intermediate-size is 8"),
+        ({"moe_router_enable_expert_bias": True}, "trained without --moe-router-enable-exp"),
+        ({"moe_shared_expert_gate": True}, "trained without --moe-shared-expert-gate"),
+    ],
+)
+def test_other_experts_are_refused(one_iteration, changes, message):
+    recorded = MegatronCheckpoint.open(one_iteration).args | EXPERT_LAYERS
+    check_same_tensors(one_iteration, recorded, recorded)
+    with pytest.raises(CheckpointError, match=message):
+        check_same_tensors(one_iteration, recorded, recorded | changes)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"hybrid_layer_pattern": "*-*-|*-*-"},
+        {"swiglu": False, "quick_geglu": True},
+        {"softmax_type": "off-by-one"},
+        {"padded_vocab_size": 512},
+        {"add_qkv_bias": True, "dist_ckpt_strictness": "log_all"},
+        {"num_experts": 4, "moe_shared_expert_gate": True},  # without any MoE layer
+        {"mla_down_proj_fusion": True, "moe_grouped_gemm": True},
+    ],
+)
+def test_settings_that_megatron_can_change_are_accepted(one_iteration, changes):
+    recorded = MegatronCheckpoint.open(one_iteration).args
+    check_same_tensors(one_iteration, recorded, recorded | changes)
+
+
+def test_text_of_a_checkpoint_stays_in_one_short_line(one_iteration):
+    recorded = MegatronCheckpoint.open(one_iteration).args
+    hostile = recorded | {"normalization": "RMS\nerror: run this " + "x" * 10**6}
+    with pytest.raises(CheckpointError, match="--normalization is RMSNorm, but") as caught:
+        check_same_tensors(one_iteration, hostile, recorded)
+    assert len(str(caught.value)) < 600
+    assert str(caught.value).isprintable()
+
+
+def test_predictions_can_be_left_out(one_iteration):
+    recorded = MegatronCheckpoint.open(one_iteration).args
+    predicting = recorded | {"hybrid_layer_pattern": "*-*-*-*-/*-"}
+    repeated = {"hybrid_layer_pattern": "*-*-*-*-/*-/*-", "mtp_use_repeated_layer": True}
+    check_same_tensors(one_iteration, predicting, recorded)
+    check_same_tensors(one_iteration, predicting, predicting | repeated)
+
+
+DISTRIBUTED = {"use_distributed_optimizer": True}
+RESHARDABLE = {**DISTRIBUTED, "dist_ckpt_optim_fully_reshardable": True}
+
+
+@pytest.mark.parametrize(
+    ("saved_with", "changes", "message"),
+    [
+        ({}, {"bf16": True}, "saved without --bf16 and cannot be loaded with --bf16"),
+        ({}, {"fp16": True}, "saved without --fp16 and"),
+        ({"bf16": True}, {"bf16": False}, "saved with --bf16 and cannot be loaded without"),
+        ({}, {"optimizer": "muon"}, "with --optimizer adam and .* with --optimizer muon"),
+        ({}, DISTRIBUTED, "saved without --use-distributed-optimizer"),
+        (DISTRIBUTED, {"use_distributed_optimizer": False}, "saved with --use-distributed"),
+        ({}, {"decoupled_lr": 0.1}, "without --decoupled-lr and .* with --decoupled-lr 0.1"),
+        (DISTRIBUTED, {"bf16": True}, "saved without --bf16"),
+        ({**DISTRIBUTED, "bf16": True}, {"bf16": False, "fp16": True}, "saved with --bf16"),
+        (DISTRIBUTED, {"grad_reduce_in_bf16": True}, "saved without --grad-reduce-in-bf16"),
+        (DISTRIBUTED, {"ddp_bucket_size": 7}, "cannot be loaded with --ddp-bucket-size 7"),
+        (DISTRIBUTED, {"padded_vocab_size": 512}, "saved with --padded-vocab-size 384"),
+        (DISTRIBUTED, {"tensor_model_parallel_size": 2}, "--tensor-model-parallel-size 1 and"),
+        (DISTRIBUTED, {"pipeline_model_parallel_size": 2}, "--pipeline-model-parallel-size 1"),
+        (DISTRIBUTED, {"expert_model_parallel_size": 2}, "--expert-model-parallel-size 1 and"),
+        (DISTRIBUTED, {"transformer_impl": "transformer_engine"}, "--transformer-impl local"),
+        # Megatron converts these
+        ({"bf16": True}, {"bf16": False, "fp16": True}, None),
+        ({}, {"padded_vocab_size": 512, "tensor_model_parallel_size": 2}, None),
+        (RESHARDABLE, {"bf16": True, "padded_vocab_size": 512}, None),
+        (RESHARDABLE, {"tensor_model_parallel_size": 2, "transformer_impl": "te"}, None),
+        ({"optimizer": "muon", "bf16": True}, DISTRIBUTED, None),
+    ],
+)
+def test_optimizers_that_cannot_load_the_state_are_refused(
+    one_iteration, saved_with, changes, message
+):
+    recorded = MegatronCheckpoint.open(one_iteration).args | saved_with
+    if message is None:
+        check_same_optimizer(one_iteration, recorded, recorded | changes)
+        return
+    with pytest.raises(CheckpointError, match=message):
+        check_same_optimizer(one_iteration, recorded, recorded | changes)
+
+
+def test_buffers_of_a_gpt_model_are_not_loaded_into_a_hybrid_model(one_iteration):
+    recorded = MegatronCheckpoint.open(one_iteration).args | DISTRIBUTED
+    gpt_model = recorded | {"hybrid_layer_pattern": None}
+    with pytest.raises(CheckpointError, match=r"into a GPTModel.* add --no-load-optim"):
+        check_same_optimizer(one_iteration, gpt_model, recorded)
+    check_same_optimizer(one_iteration, gpt_model, gpt_model | {"gpt_model": True})
+    check_same_optimizer(one_iteration, gpt_model | RESHARDABLE, recorded | RESHARDABLE)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--bf16", "saved without --bf16 and cannot be loaded with --bf16"),
+        ("--add-qkv-bias --finetune", "trained without --add-qkv-bias"),
+        ("--no-position-embedding", "add_position_embedding is False, but .* with True"),
+        ("--bf16 --no-load-optim", None),
+        ("--untie-embeddings-and-output-weights --use-checkpoint-args", None),
+    ],
+)
+def test_resuming_with_other_settings(one_iteration, words, message):
+    run = start([*WORDS, *words.split(), "--load", str(one_iteration.parent)])
+    if message is None:
+        assert run.codes == [0], run.output[-4000:]
+        return
+    assert run.codes == [2], run.output[-4000:]
+    assert "Traceback" not in run.output
+    (error,) = run.errors
+    assert re.search(message, error), error
 
 
 def test_model_classes_that_megatron_cannot_load_are_refused(tmp_path):
@@ -229,16 +403,11 @@ def test_model_classes_that_megatron_cannot_load_are_refused(tmp_path):
     gpt = save(tmp_path / "gpt", 1, {}, **sizes, moe_layer_freq=[0, 1]).parent
     for pattern, problem in (("*-*E", "mixes dense"), ("*-*-/*-", "contains MTP layers")):
         with pytest.raises(CheckpointError, match=rf"{problem}.*add --gpt-model"):
-            check_model_class(arguments(gpt, hybrid_layer_pattern=pattern))
-    check_model_class(arguments(gpt, gpt_model=True))
-    distributed = {"use_distributed_optimizer": True, "transformer_impl": "local"}
-    buckets = save(tmp_path / "buckets", 1, {}, **sizes, **distributed).parent
-    with pytest.raises(CheckpointError, match=r"into a GPTModel.* add --no-load-optim"):
-        check(buckets, KHAConfig(), **sizes, **distributed)
-    check(buckets, KHAConfig(), **sizes, **distributed, gpt_model=True)
+            check_class(gpt, hybrid_layer_pattern=pattern)
+    check_class(gpt, gpt_model=True)
     hybrid = save(tmp_path / "hybrid", 1, {}, hybrid_layer_pattern="*-*E").parent
     with pytest.raises(CheckpointError, match="Remove --gpt-model"):
-        check_model_class(arguments(hybrid, gpt_model=True))
+        check_class(hybrid, gpt_model=True)
 
 
 def test_the_same_configuration_is_accepted(saved, tmp_path):
@@ -296,7 +465,8 @@ def test_settings_are_restored_from_the_checkpoint(saved, tmp_path):
     def restored(folder, **changes):
         none = vars(add_model_arguments(ArgumentParser()).parse_args([]))
         given = none | {"kha_fold": "never", "use_checkpoint_args": True}
-        return restored_kha(arguments(folder, **given | changes))
+        args = arguments(folder, **given | changes)
+        return restored_kha(find_start(args), args)
 
     assert restored(saved / "kha") == KHA
     assert restored(saved / "kha").fold == "never"

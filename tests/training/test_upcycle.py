@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
-from kha_megatron.training.resume import path_to_upcycle
+from kha_megatron.training.resume import find_start, is_upcycled
 from tests.training.conftest import HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
 from tests.training.test_resume import arguments
 from tests.training.test_stock_script import STOCK
@@ -62,7 +63,9 @@ def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path)
 
 def planned(base, run, kha=KHA, **changes):
     args = {"kha_upcycle": True, "pretrained_checkpoint": base, "save": run}
-    return path_to_upcycle(arguments(run, **args | changes), kha)
+    namespace = arguments(run, **args | changes)
+    start = find_start(namespace)
+    return Path(start.path) if is_upcycled(start, namespace, kha) else None
 
 
 def test_a_run_starts_from_the_base_and_resumes_from_itself(saved, tmp_path):
