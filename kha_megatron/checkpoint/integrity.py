@@ -131,17 +131,24 @@ def verify_hashes(folder: str | Path) -> None:
 
     folder = Path(folder)
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    problem = None
+    shared: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            shared[0] = _hashes_by_size(folder)
+        except CheckpointError as error:
+            shared[1] = str(error)
+    if size > 1:
+        dist.broadcast_object_list(shared, src=0)
+    digests, problem = shared
+    if problem is not None:
+        raise CheckpointError(problem)
+    if digests is None:
+        announce(f"Skipping verification of {folder} because it has no {INTEGRITY}.")
+        return
     try:
-        digests = read_hashes(folder)
-        if digests is None:
-            announce(f"Skipping verification of {folder} because it has no {INTEGRITY}.")
-        else:
-            sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-            largest_first = sorted(digests, key=lambda name: -sizes.get(name, 0))
-            mine = largest_first[rank::size]
-            with ThreadPoolExecutor(_THREADS_TO_VERIFY) as pool:
-                list(pool.map(lambda name: check_file(folder / name, digests[name]), mine))
+        with ThreadPoolExecutor(_THREADS_TO_VERIFY) as pool:
+            files = list(digests)[rank::size]
+            list(pool.map(lambda name: check_file(folder / name, digests[name]), files))
     except CheckpointError as error:
         problem = str(error)
     problems = [problem] * size
@@ -149,6 +156,15 @@ def verify_hashes(folder: str | Path) -> None:
         dist.all_gather_object(problems, problem)
     if found := sorted(filter(None, problems)):
         raise CheckpointError(found[0])
+
+
+def _hashes_by_size(folder: Path) -> dict[str, str] | None:
+    """Read the hashes of all files, those of large files first."""
+    digests = read_hashes(folder)
+    if digests is None:
+        return None
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
+    return {name: digests[name] for name in sorted(digests, key=lambda name: -sizes.get(name, 0))}
 
 
 def hash_file(file: Path) -> str:
