@@ -354,9 +354,8 @@ def let_adams_exchange_states() -> None:
     from megatron.core import optimizer
 
     native = optimizer.USING_PYTORCH_OPTIMIZER
-    adam: Any = torch.optim.Adam if native else optimizer.Adam
 
-    @patch(adam, "load_state_dict")
+    @patch(_adam_class(), "load_state_dict")
     def load_from_either(load: Any, self: Any, saved: Any) -> None:
         pairs = zip(self.param_groups, saved["param_groups"], strict=True)
         groups = [own | group for own, group in pairs]
@@ -365,6 +364,50 @@ def let_adams_exchange_states() -> None:
         for holder in (states if native else groups) if steps else ():
             holder["step"] = torch.tensor(float(steps[0])) if native else int(steps[0])
         load(self, saved | {"param_groups": groups})
+
+
+def share_saved_steps() -> None:
+    """Restore Adam's ``step`` for experts if the first pipeline stage has none.
+
+    With expert parallelism, Megatron has a separate optimizer for experts. Rank 0 saves the steps
+    of all optimizers, and its optimizer for experts has no step if it has no parameters. Resuming
+    ends in a KeyError, or restarts the bias correction with the Adam of Transformer Engine
+    (upstream's main is not fixed).
+    """
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    @patch(ChainedOptimizer, "load_state_dict")
+    def load_with_shared_step(load: Any, self: Any, state_dict: Any) -> None:
+        if len(self.chained_optimizers) == len(state_dict) > 1:
+            _share_step(self.chained_optimizers, state_dict)
+        load(self, state_dict)
+
+
+def _share_step(optimizers: list[Any], state_dict: Any) -> None:
+    shared_step = None
+    groups_without_step: list[dict[str, Any]] = []
+    for index, optimizer in enumerate(optimizers):
+        if not isinstance(optimizer.optimizer, _adam_class()):
+            continue
+        saved = state_dict[index].get("optimizer", state_dict[index])
+        groups = saved["param_groups"]
+        steps = [group["step"] for group in groups if "step" in group]
+        if "common_step" in saved.get("state", {}):
+            steps.append(saved["state"]["common_step"])
+        if steps:
+            shared_step = steps[0]
+        else:
+            groups_without_step += groups
+    if shared_step is not None:
+        for group in groups_without_step:
+            group["step"] = shared_step
+
+
+def _adam_class() -> Any:
+    import torch
+    from megatron.core import optimizer
+
+    return torch.optim.Adam if optimizer.USING_PYTORCH_OPTIMIZER else optimizer.Adam
 
 
 def let_learning_rate_change(keep: bool) -> None:

@@ -84,6 +84,7 @@ def run(program_start: float) -> None:
     compat.fix_saved_padding()
     compat.share_embedding_with_mtp()
     compat.let_adams_exchange_states()
+    compat.share_saved_steps()
     compat.let_fsdp2_resume()
     compat.match_fsdp2_parameters()
     compat.ignore_saved_strides()
