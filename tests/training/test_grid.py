@@ -1,0 +1,155 @@
+"""Every case of the parallelism grid saves, resumes bit for bit, and loads under another layout.
+
+The same cases are trained in memory by ``tests/distributed/test_parallelism.py``. Here, they run
+through the training entry point:
+
+- A run saves its second and fourth iteration.
+- Another run resumes from the second iteration. Its fourth one must have the same bits.
+- A run under another layout loads the fourth iteration and saves it again without training. All
+  tensors must have the same bits, and the validation loss must be the same within ``TOLERANCE``,
+  because another layout reorders sums.
+"""
+
+import re
+import shlex
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kha_megatron.model.run import HEAD_FIELDS, Run
+from tests.distributed.cases import MLA, MOH, ONE_PER_CLAIM, STOCK_GATE
+from tests.distributed.models import LATENT
+from tests.distributed.parallelism import MOE, Layout
+from tests.distributed.test_checkpoint_layouts import contents
+from tests.entry import run as start
+from tests.training.test_resume import assert_same_bytes
+
+TOLERANCE = {False: 1e-5, True: 0.02}
+"""Relative error of a loss in float32, and in bfloat16."""
+
+WORDS = shlex.split("""
+--device cpu --hidden-size 40 --ffn-hidden-size 48 --num-attention-heads 8 --normalization RMSNorm
+--swiglu --disable-bias-linear --position-embedding-type rope --attention-dropout 0
+--hidden-dropout 0 --seq-length 12 --max-position-embeddings 12 --mock-data --vocab-size 56
+--split 90,10,0 --num-workers 0 --micro-batch-size 2 --global-batch-size 4 --train-iters 4
+--lr 1e-2 --lr-decay-style constant --clip-grad 0.1 --seed 7 --eval-interval 1000 --eval-iters 1
+--log-interval 1 --ckpt-format torch_dist --make-vocab-size-divisible-by 14
+""")
+
+SPECIAL_FLAGS = {
+    "num_moe_experts": "--num-experts",
+    "layernorm_zero_centered_gamma": "--apply-layernorm-1p",
+}
+"""Flags of fields of the TransformerConfig that are not called like the field."""
+
+
+def as_words(settings):
+    """Return the arguments of fields of Megatron's configs."""
+    words = []
+    for name, value in settings.items():
+        flag = SPECIAL_FLAGS.get(name, "--" + name.replace("_", "-"))
+        if value is True:
+            words.append(flag)
+        elif value is not False and value is not None:
+            words += [flag, str(value)]
+    return words
+
+
+def layout_words(layout):
+    return as_words(
+        {
+            "tensor_model_parallel_size": layout.tp,
+            "sequence_parallel": layout.sp,
+            "pipeline_model_parallel_size": layout.pp,
+            "context_parallel_size": layout.cp,
+            "expert_model_parallel_size": layout.ep,
+            "expert_tensor_parallel_size": layout.etp,
+        }
+    )
+
+
+def layer_words(case):
+    if not case.gpt:
+        return ["--hybrid-layer-pattern", case.pattern]
+    words = ["--gpt-model", "--num-layers", str(case.layers)]
+    if case.layout.vpp:
+        words += ["--num-virtual-stages-per-pipeline-rank", str(case.layout.vpp)]
+    if case.model == "moe":
+        words += ["--moe-layer-freq", f"[0]+[1]*{case.layers - 1}"]
+    return words
+
+
+def head_words(case, kha):
+    options = replace(kha, fold=case.fold).to_options()
+    named = {row.argument: options.get(row.argument.removeprefix("kha_")) for row in HEAD_FIELDS}
+    words = Run.from_values(**{name: v for name, v in named.items() if v is not None}).words()
+    # a resumed run must continue to reduce the number of heads
+    return [*words, "--heads", "moh.anneal=3"] if kha.moh else words
+
+
+def words_of(case, kha):
+    """Return the arguments of a case for the training entry point."""
+    settings = {"qk_layernorm": True, "untie_embeddings_and_output_weights": not case.tied}
+    settings |= {"bf16": case.bf16, "calculate_per_token_loss": case.per_token_loss}
+    if case.config.get("multi_latent_attention"):
+        settings |= LATENT
+    else:
+        settings |= {"group_query_attention": True, "num_query_groups": case.groups}
+        settings["kv_channels"] = 6
+    if case.model == "moe":
+        settings |= MOE
+    if case.fsdp == "torch":
+        settings["use_torch_fsdp2"] = True
+    settings |= case.config | case.savings | case.ddp
+    if settings.get("use_distributed_optimizer"):
+        settings["dist_ckpt_optim_fully_reshardable"] = True
+    if kha.attention == "gta":
+        settings["rotary_percent"] = 0.5
+    words = [*WORDS, *layer_words(case), *layout_words(case.layout), *as_words(settings)]
+    return [*words, *head_words(case, kha)]
+
+
+def under_another_layout(case):
+    """Return the case on as few ranks as possible, with the same kinds of optimizers.
+
+    Megatron has a separate optimizer for experts if they are sharded differently from other layers.
+    """
+    before = case.layout
+    separate = case.model == "moe" and (before.ep > 1 or before.etp != before.tp)
+    layout = Layout(dp=2, ep=2) if separate else Layout()
+    return replace(case.twin(), layout=layout, ddp=case.ddp, fsdp=case.fsdp)
+
+
+def train(case, kha, *more):
+    ended = start([*words_of(case, kha), *map(str, more)], case.layout.world)
+    assert ended.codes == [0] * case.layout.world, ended.output[-4000:]
+    (loss,) = re.findall(r"iteration 4 on validation set \| lm loss value: (\S+)", ended.output)
+    return float(loss)
+
+
+def rows():
+    for case in ONE_PER_CLAIM:
+        for kha in case.khas:
+            repeated = len(case.khas) > 1 and kha in (MLA, STOCK_GATE, MOH)
+            marks = [pytest.mark.whole] * repeated  # others have the same tensors
+            name = f"{case}, {kha}" if len(case.khas) > 1 else str(case)
+            yield pytest.param(case, kha, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("case", "kha"), rows())
+def test_a_case_resumes_and_loads_under_another_layout(tmp_path, case, kha):
+    whole, rest, moved = (tmp_path / name for name in ("whole", "rest", "moved"))
+    loss = train(case, kha, "--save", whole, "--save-interval", 2)
+    resume = ["--load", whole, "--ckpt-step", 2, "--save", rest, "--save-interval", 2]
+    assert train(case, kha, *resume) == loss
+    saved = whole / "iter_0000004"
+    assert_same_bytes(saved, rest / "iter_0000004", batch=4)
+
+    load = ["--load", whole, "--save", moved, "--save-interval", 1000]
+    found = train(under_another_layout(case), kha, *load)
+    assert found == pytest.approx(loss, rel=TOLERANCE[case.bf16])
+    before, after = (contents(folder)[0] for folder in (saved, moved / "iter_0000004"))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
