@@ -15,9 +15,9 @@ from kha_megatron.heads.moh import MixtureOfHeads
 
 TOLERANCE = 1e-5
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
-MIXTURE = KHAConfig(
-    value="mlp", moh=MixtureOfHeads(shared=3, active=2, balance=5.0, balance_scale="paper")
-)
+MIXTURE = KHAConfig(value="mlp", moh=MixtureOfHeads(shared=3, active=2, balance=5.0))
+PER_LAYER = KHAConfig(moh=MixtureOfHeads(shared=3, active=[2, 3, 1], balance=5.0))
+"""The loss is averaged over attention layers, and each of them has its own number of heads."""
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
 TP = {"tensor_model_parallel_size": 2}
 EP = TP | {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
@@ -85,6 +85,7 @@ def _error(got, want):
     ("case", "kha"),
     [
         *((case, MIXED) for case in CASES),
+        ("dense without QK-norm", PER_LAYER),
         pytest.param("sequence parallel", MIXTURE, marks=pytest.mark.whole),
     ],
 )
