@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import kha_megatron
 from kha_megatron import announcements
@@ -94,3 +95,21 @@ def test_a_named_spec_that_cannot_be_imported_raises(ranks):
     message = ranks(import_named_spec_without, 1, "megatron.core.tensor_parallel", name)[0]
     assert "is not compatible with kha_megatron" in message
     assert name in message
+
+
+def test_torchs_adam_continues_at_the_step_of_transformer_engines(monkeypatch):
+    """Transformer Engine saves the step of each group of parameters, torch that of a parameter."""
+    adam = torch.optim.Adam
+    monkeypatch.setattr(adam, "load_state_dict", adam.load_state_dict)  # patched until the end
+    compat.let_adams_exchange_states()
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    trained, resumed = torch.optim.AdamW([weight]), torch.optim.AdamW([weight])
+    trained.step()
+    saved = trained.state_dict()
+    del saved["state"][0]["step"]
+    saved["param_groups"][0]["step"] = 7
+    resumed.load_state_dict(saved)
+    assert resumed.state[weight]["step"] == 7
+    resumed.step()
+    assert resumed.state[weight]["step"] == 8

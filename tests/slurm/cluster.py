@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.faults.jobs import iteration_folder
 from tests.processes import wait_until
 
 KHA = Path(sys.executable).with_name("kha-megatron")
@@ -73,8 +74,10 @@ class Launch:
     @property
     def saving(self) -> int:
         """Iteration whose checkpoint has been started but not finished, or 0."""
-        partial = (self.output / "checkpoints").glob(".iter_*.partial-*")
-        return max((int(path.name[6:13]) for path in partial), default=0)
+        folders = (self.output / "checkpoints").glob("iter_*")
+        newest = max((int(folder.name[5:]) for folder in folders), default=0)
+        metadata = iteration_folder(self.output / "checkpoints", newest) / ".metadata"
+        return 0 if metadata.exists() else newest
 
     @property
     def text(self) -> str:
