@@ -115,7 +115,6 @@ def test_jobs_killed_during_an_asynchronous_save_resume(entry, tmp_path, faults_
     assert MegatronCheckpoint.open(folder).iteration == last + 1
 
 
-@pytest.mark.whole
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_no_mixture(entry, saved, tmp_path):
     """A run that was rolled back saves an iteration again. Megatron would keep its old mark."""
     folder, note = shutil.copytree(saved, tmp_path / "save"), tmp_path / "killed"
