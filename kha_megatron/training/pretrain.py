@@ -65,7 +65,11 @@ from kha_megatron.training.resume import (
     restored_kha,
     vocabulary_size,
 )
-from kha_megatron.training.saving import make_saves_safe, remove_partial_saves
+from kha_megatron.training.saving import (
+    check_optimizer_of_experts,
+    make_saves_safe,
+    remove_partial_saves,
+)
 from kha_megatron.training.scalars import write_scalars
 from kha_megatron.training.speed import log_speed
 from kha_megatron.training.timed_saves import keep_release, save_by_time
@@ -183,6 +187,7 @@ def _model_config(args: argparse.Namespace, kha: KHAConfig, upcycled: str | None
             captured = args.cuda_graph_impl == "full_iteration"  # runs no Python
             report = None if captured else report_expert_load
             balance_experts(models, "rms" if by_rms else "sign", report)
+        check_optimizer_of_experts(models, args)
         stop_on_non_finite_weights(models, args)
         if args.check_for_nan_in_loss_and_grad:  # must wrap the bias update
             stop_before_non_finite_steps(models)

@@ -8,16 +8,20 @@ Megatron write into ``.iter_0000002.partial-<run>``, and rename that directory a
 import os
 import shutil
 import uuid
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 from megatron.training import checkpointing, get_args
 from megatron.training.global_vars import get_tensorboard_writer
 
@@ -33,6 +37,7 @@ from kha_megatron.checkpoint.tracker import (
     publish,
     record_commit,
 )
+from kha_megatron.errors import ConfigError
 from kha_megatron.mcore.patching import patch
 
 
@@ -117,6 +122,37 @@ def make_saves_safe(ownership: Ownership | None) -> None:
         if request.async_fn is None or not is_hashed:
             return request
         return request._replace(async_fn=partial(write_and_hash, request.async_fn))
+
+
+def check_optimizer_of_experts(models: list[torch.nn.Module], args: Namespace) -> None:
+    """Check that Megatron can save the optimizer state of experts. Must be called on all ranks.
+
+    Experts that are not sharded like other parameters have an optimizer of their own. On rank 0,
+    which saves what is common to all ranks, it is empty if the first pipeline stage has no experts.
+    Megatron then fails in its first save, or saves a checkpoint that it cannot load.
+
+    Raises:
+        ConfigError: If it would fail in this run.
+    """
+    if not args.save or args.no_save_optim or not dist.is_initialized():
+        return
+    if args.use_distributed_optimizer:
+        fails = not HAVE_APEX_OR_TE
+        cause = "--use-distributed-optimizer and torch's Adam"
+    else:
+        fails = args.bf16 or args.fp16
+        cause = "half precision and without --use-distributed-optimizer"
+    parameters = chain.from_iterable(model.parameters() for model in models)
+    # as Megatron distinguishes them
+    has_experts = any(not getattr(parameter, "allreduce", True) for parameter in parameters)
+    ranks = [has_experts] * dist.get_world_size()
+    dist.all_gather_object(ranks, has_experts)
+    if fails and any(ranks) and not ranks[0]:
+        raise ConfigError(
+            f"The first pipeline stage has no MoE layers. With {cause}, Megatron cannot save and "
+            "resume the optimizer of experts that another stage has. Move a MoE layer to the first "
+            "stage, or add --no-save-optim."
+        )
 
 
 def remove_partial_saves(folder: Path) -> None:

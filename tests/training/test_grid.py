@@ -18,7 +18,8 @@ import pytest
 import torch
 
 from kha_megatron.model.run import HEAD_FIELDS, Run
-from tests.distributed.cases import MLA, MOH, ONE_PER_CLAIM, STOCK_GATE
+from tests.distributed.cases import MLA, MOH, ONE_PER_CLAIM, STOCK_GATE, ZERO
+from tests.distributed.cases import case as new_case
 from tests.distributed.models import LATENT
 from tests.distributed.parallelism import MOE, Layout
 from tests.distributed.test_checkpoint_layouts import contents
@@ -153,3 +154,21 @@ def test_a_case_resumes_and_loads_under_another_layout(tmp_path, case, kha):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         assert torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"bf16": True}, "With half precision and without --use-distributed-optimizer"),
+        ({"ddp": ZERO}, "With --use-distributed-optimizer and torch's Adam"),
+    ],
+)
+def test_experts_whose_optimizer_cannot_be_saved_are_refused(tmp_path, settings, cause):
+    refused = new_case(tp=2, sp=True, pp=2, model="moe", **settings)
+    (kha, *_) = refused.khas
+    words = [*words_of(refused, kha), "--save", str(tmp_path), "--save-interval", "2"]
+    ended = start(words, refused.layout.world)
+    assert ended.codes == [2] * 4, ended.output[-4000:]
+    assert "The first pipeline stage has no MoE layers" in ended.output
+    assert cause in ended.output
+    assert "Traceback" not in ended.output
