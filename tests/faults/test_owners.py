@@ -96,7 +96,9 @@ def no_locks(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_without_locks_the_run_with_a_heartbeat_keeps_its_directory(tmp_path, monkeypatch, capsys):
+def test_without_locks_the_run_with_a_heartbeat_keeps_its_directory(
+    tmp_path, monkeypatch, capsys, faults_table
+):
     monkeypatch.setattr(ownership, "HEARTBEAT_INTERVAL", 0.05)
     first = claim(tmp_path)
     assert "does not support locks" in capsys.readouterr().err
@@ -112,6 +114,7 @@ def test_without_locks_the_run_with_a_heartbeat_keeps_its_directory(tmp_path, mo
     with pytest.raises(OutputError, match=r"in use by .*, which updated \.owner\.json \d+ seconds"):
         claim(tmp_path)
     first.check()
+    faults_table("Writers", "a second run, without file locks", "the second one exits")
 
     first.release()
     with owned(tmp_path):
@@ -119,7 +122,9 @@ def test_without_locks_the_run_with_a_heartbeat_keeps_its_directory(tmp_path, mo
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_without_locks_a_silent_run_loses_its_directory_and_stops(tmp_path, monkeypatch):
+def test_without_locks_a_silent_run_loses_its_directory_and_stops(
+    tmp_path, monkeypatch, faults_table
+):
     first = claim(tmp_path)
     long_ago = time.time() - 2 * ownership.HEARTBEAT_TIMEOUT
     os.utime(tmp_path / OWNER, (long_ago, long_ago))
@@ -131,6 +136,11 @@ def test_without_locks_a_silent_run_loses_its_directory_and_stops(tmp_path, monk
     first.release()
     second.check()
     second.release()
+    faults_table(
+        "Writers",
+        "a second run, without file locks, and the first one is silent for 6 minutes",
+        "the first one stops before its next save",
+    )
 
 
 def _replace_by_link(file):
