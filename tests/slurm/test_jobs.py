@@ -48,7 +48,7 @@ def test_cancelled_job_ends_with_1_and_a_chain_goes_on_from_it(data, tmp_path):
     )
     assert trains.returncode == 1  # no process, whoever its parent is
     saved = run.saved
-    assert saved in (8, 16)
+    assert 8 <= saved < 24  # it may have saved when Slurm sent SIGTERM
 
     chain = Launch(data, "--resume", "--chain", "2", home=tmp_path)
     assert chain.end() == 0, chain.log
