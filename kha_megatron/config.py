@@ -166,7 +166,7 @@ class KHAConfig(KnockSettings):
         """
         gated = entries.get("attention_output_gate") is True
         registry.check_registered(entries.get("kha_providers") or {})
-        names = {f"kha_{name}": name for name in setting_names() if name != "fold"}
+        names = {f"kha_{name}": name for name in setting_names()}
         values = {name: entries[entry] for entry, name in names.items() if entry in entries}
         if not values.keys() & {*PROJECTIONS, *mechanism_types()}:
             module, name = (*(entries.get("spec") or ()), None, None)[:2]
@@ -236,10 +236,9 @@ class KHAConfig(KnockSettings):
     def to_dict(self, *, start: bool = True) -> dict[str, Any]:
         """Convert to a JSON-serializable dict, e.g. for checkpoints.
 
-        Disabled mechanisms and runtime settings such as ``fold`` are left out, and with
-        ``start=False`` also ``init`` and ``init_seed``.
+        Disabled mechanisms are left out, and with ``start=False`` also ``init`` and ``init_seed``.
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         if not start:
             del values["init"], values["init_seed"]
         del values["other_mechanisms"]

@@ -18,7 +18,7 @@ def test_presets_have_their_settings():
     "kha",
     [
         *(KHAConfig.from_preset(name, init_seed=5) for name in PRESETS),
-        KHAConfig(query="linear", value="gate", init="random", init_seed=7, fold="always"),
+        KHAConfig(query="linear", value="gate", init="random", init_seed=7),
         KHAConfig(attention="gla", latent_heads=4, value="linear"),
     ],
     ids=str,
@@ -27,9 +27,7 @@ def test_round_trip(kha):
     settings = kha.to_dict()
     assert KHAConfig.from_dict(settings) == kha
     assert KHAConfig.from_entries({f"kha_{name}": settings[name] for name in settings}) == kha
-    asked = KHAConfig.from_options(kha.to_options())
-    assert asked == kha
-    assert asked.fold == kha.fold
+    assert KHAConfig.from_options(kha.to_options()) == kha
 
 
 def test_the_papers_parameter_count():
@@ -47,13 +45,9 @@ def test_heads_options_override_a_preset():
     assert KHAConfig.from_options({"heads": None, "init": "random", "query": None}) is None
 
 
-def test_fold_does_not_affect_equality_or_checkpoints():
-    kha = KHAConfig(value="linear", fold="always")
-    assert kha == KHAConfig(value="linear")
-    assert "fold" not in kha.to_dict()
-    assert KHAConfig.from_dict(kha.to_dict() | {"fold": "never"}).fold == "never"
+def test_checkpoints_may_record_the_removed_argument_kha_fold():
     entries = {"kha_value": "linear", "kha_fold": "always"}
-    assert KHAConfig.from_entries(entries).fold == "auto"
+    assert KHAConfig.from_entries(entries) == KHAConfig(value="linear")
 
 
 def test_entries_name_a_preset_by_its_spec():
@@ -93,7 +87,6 @@ def ask(*words):
         (lambda: KHAConfig(latent_heads=4), "only supported with kha_attention=gla, got 4"),
         (lambda: KHAConfig(attention="gla", latent_heads=0), "at least 1"),
         (lambda: KHAConfig(init="random"), "kha_init=random .* no KHA variant is enabled"),
-        (lambda: KHAConfig(value="mlp", fold="always"), "got value=mlp. Use kha_fold=auto"),
         (lambda: KHAConfig.from_preset("kha"), "Unknown KHA preset 'kha'.*kha_mlp"),
         (lambda: KHAConfig.from_preset("kha_mlp+gate_outpt"), "'gate_outpt'. Did you mean gate_"),
         (lambda: KHAConfig.from_preset("kha_mlp+kha_linear_v"), "more than one of them sets value"),

@@ -95,10 +95,6 @@ _TESTS = {
         "test_gta_equals_the_oracle",
         "test_mla_equals_the_oracle",
     ),
-    "mcore/test_folding.py": (
-        "test_folded_equals_direct",
-        "test_gradients_of_the_fold_are_those_of_finite_differences",
-    ),
     "mcore/test_gates.py": (
         "test_gates_at_every_position_equal_the_oracle",
         "test_knocking_heads_without_gates_equal_the_oracle",

@@ -2,8 +2,7 @@
 
 Stock is Megatron's own layer of grouped-query attention: Transformer Engine's modules if installed,
 otherwise Megatron's local modules. Ours is the same layer with KHA: `baseline` knocks nothing;
-`mlp`, `gate` and `linear` knock in torch; `.../kernels` use the Triton kernels; `linear/folded`
-knocks in the QKV weight.
+`mlp`, `gate` and `linear` knock in torch; `.../kernels` use the Triton kernels.
 
 All variants of a cell (shape, tokens, precision) take turns in one process. A turn is the forward
 and backward passes of some microbatches, whose gradients Megatron's data parallelism accumulates in
@@ -37,14 +36,7 @@ DEFAULTS = {
 MICROBATCHES = 4
 """Of one turn."""
 
-TARGETS = {
-    ("moe", 8192, "mlp/kernels"): 1.01,
-    ("moe", 32768, "mlp/kernels"): 1.007,
-    ("moe", 8192, "linear/folded"): 1.01,
-    ("moe", 32768, "linear/folded"): 1.003,
-    ("dense", 8192, "linear/folded"): 1.01,
-    ("dense", 32768, "linear/folded"): 1.003,
-}
+TARGETS = {("moe", 8192, "mlp/kernels"): 1.01, ("moe", 32768, "mlp/kernels"): 1.007}
 """By shape, tokens and variant: the largest ratio to stock."""
 
 HEADER = ["shape", "tokens", "precision", "modules", "variant", "ms", "over stock"]

@@ -78,8 +78,8 @@ GLOO += ["tests/distributed/test_mutations.py"]
 
 _MOE = ["layer", "--shapes", "moe"]
 _BF16, _FP8 = ["--precisions", "bf16"], ["--precisions", "tensorwise"]
-_MAIN = ["--variants", "baseline", "mlp", "mlp/kernels", "linear/folded"]
-_REST = ["--variants", "gate", "gate/kernels", "linear"]
+_MAIN = ["--variants", "baseline", "mlp", "mlp/kernels", "linear"]
+_REST = ["--variants", "gate", "gate/kernels"]
 BENCHMARKS = {
     "layer-moe": Stage(4, "a layer of the paper's MoE in bf16", [*_MOE, *_BF16, *_MAIN]),
     "kernels-mlp": Stage(

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.kernels.fused import KERNELS_VARIABLE
-from kha_megatron.heads.knock import Fold
 from kha_megatron.mcore import compat, cpu
 from kha_megatron.model.run import Arguments, parse, render
 from kha_megatron.recipes import get_recipe
@@ -60,7 +59,6 @@ class Variant:
     """A key of ``kha_megatron.config.PRESETS``; None for Megatron's own layers."""
     kernels: bool = False
     """Use the Triton kernels or raise an error; otherwise always torch."""
-    fold: Fold = "never"
 
     def chosen(self) -> contextlib.AbstractContextManager:
         """Run this variant within a block: each forward pass reads the environment."""
@@ -78,7 +76,6 @@ VARIANTS = {
         Variant("gate", "kha_gate_v"),
         Variant("gate/kernels", "kha_gate_v", kernels=True),
         Variant("linear", "kha_linear"),
-        Variant("linear/folded", "kha_linear", fold="always"),
     )
 }
 """By name; the others are compared with ``stock``."""
@@ -165,8 +162,7 @@ class Layer:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
         if variant.preset is not None:
-            kha = KHAConfig.from_preset(variant.preset, fold=variant.fold)
-            spec = kha_layer_spec(config, kha)
+            spec = kha_layer_spec(config, KHAConfig.from_preset(variant.preset))
         else:
             engine = config.transformer_impl == "transformer_engine"
             spec = get_gpt_decoder_block_spec(

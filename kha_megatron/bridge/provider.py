@@ -18,7 +18,7 @@ with bridge_imports():
     from kha_megatron.mcore.added_loss import LossScale
     from kha_megatron.mcore.specs import Spec, kha_layer_spec
 
-_KNOCK = tuple(f.name for f in fields(Knock) if f.compare)
+_KNOCK = tuple(f.name for f in fields(Knock))
 _Settings: Any = make_dataclass(
     "_Settings",
     [

@@ -7,7 +7,7 @@ matrices for one projection are stored as a single weight of shape
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 Variant = Literal["linear", "mlp", "gate"]
 Init = Literal["identity", "random"]
-Fold = Literal["auto", "always", "never"]
 
 PROJECTIONS: tuple[Projection, ...] = ("query", "key", "value")
 
@@ -41,8 +40,6 @@ SAVED: Mapping[Variant, int] = MappingProxyType({"linear": 1, "mlp": 4, "gate": 
 """How many input-sized tensors autograd saves in :func:`knock`."""
 
 INITS: tuple[Init, ...] = get_args(Init)
-
-FOLDS: tuple[Fold, ...] = get_args(Fold)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,17 +57,9 @@ class KnockSettings:
     """With ``identity``, KHA doesn't change the model at initialization (bit-exact). ``random`` is
     meant for ablations only; the paper reports a much higher loss (section 3.3)."""
     init_seed: int = 1234
-    fold: Fold = field(default="auto", compare=False)
-    """Whether to fold linear matrices into the QKV weight during training (see
-    ``kha_megatron.mcore.folding``). ``auto`` decides based on the microbatch size. This is a
-    runtime setting: it isn't saved in checkpoints and doesn't affect config comparisons."""
 
     def __post_init__(self) -> None:
         check_fields(self, "kha_")
-        if self.fold == "always" and "linear" not in self.variants.values():
-            raise ConfigError(
-                f"kha_fold=always requires a linear variant, got {self}. Use kha_fold=auto instead."
-            )
         if self.init != "identity" and not self.variants:
             raise ConfigError(
                 f"kha_init={self.init} initializes only the matrices of KHA, but no KHA variant is "
@@ -115,7 +104,7 @@ class Knock(KnockSettings, Mechanism):
         )
 
     def costs(self, sizes: HeadSizes) -> Costs:
-        """``2 * head_dim**2`` FLOPs per matrix and head (eq. 12), if the matrices aren't folded.
+        """``2 * head_dim**2`` FLOPs per matrix and head (eq. 12).
 
         We ignore element-wise operations, like the paper and Megatron.
         """
@@ -148,8 +137,6 @@ class Knock(KnockSettings, Mechanism):
                 "Since queries, keys and values are not materialized at inference, the matrices "
                 "must be folded into the projections. Use linear instead."
             )
-        if self.fold == "always":
-            return "Multi-latent attention does not support kha_fold=always. Use --kha-fold auto."
         return None
 
     def __str__(self) -> str:

@@ -364,7 +364,7 @@ class Mechanism:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def non_defaults(self) -> dict[str, Any]:
         return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}

@@ -1,7 +1,7 @@
 """Self-attention (MHA, MQA or GQA) with Knocking-Heads Attention.
 
 KHA runs right after the QKV projection, before QK-norm (section 4.5.2 of the paper). In this order,
-linear matrices can be folded into the projection.
+linear matrices of a trained model can be folded into the projection.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,7 +24,6 @@ from kha_megatron.heads import Mechanism, Projection
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage, apply_stage
 from kha_megatron.heads.registry import observe_output_gate
-from kha_megatron.mcore.folding import Folding
 from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
 from kha_megatron.mcore.head_ranks import HeadRanks, layers_per_attention
 from kha_megatron.mcore.hooks import ProjectionHook
@@ -178,7 +177,6 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         self.linear_qkv_out_dim, self.key_hidden_size = layout.rows, model.normed_dim
         self._add_knocking(kha)
         self.split = QKVSplit(layout, self.tp_group)
-        self.folding = Folding(self, kha, layout, self.knockings)
 
     def get_query_key_value_tensors(
         self,
@@ -215,11 +213,10 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         return query, key, value, gate
 
     def _project(self, hidden_states: Tensor) -> dict[str, Tensor]:
-        mixed, folded = self.folding(hidden_states)
-        parts = self.split(self.split.groups(mixed))
+        mixed_qkv, _ = self.linear_qkv(hidden_states)
+        parts = self.split(self.split.groups(mixed_qkv))
         for projection, knocking in self.knockings.items():
-            if projection not in folded:
-                parts[projection] = knocking(parts[projection])
+            parts[projection] = knocking(parts[projection])
         return parts
 
     @staticmethod

@@ -181,10 +181,9 @@ class KnockingHeads(MechanismWeight):
         super().__init__(*args, **kwargs)
         self.variant: Variant = variant
 
-    def forward(self, x: Tensor | None = None) -> Tensor:
-        """Apply the matrices to every head in ``x``. If it's None, return the matrices."""
-        weight = super().forward()
-        return weight if x is None else fused_knock(x, weight, self.variant)
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        """Apply the matrices to every head in ``x``."""
+        return fused_knock(x, super().forward(), self.variant)
 
 
 def parameter_device(config: TransformerConfig) -> torch.device | int | str:

@@ -108,7 +108,7 @@ def _check_same_everywhere(name: str, kha: KHAConfig) -> None:
         return
     # not a collective, because pipeline stages without layers may not get here
     store = torch.distributed.distributed_c10d._get_default_store()
-    mine = json.dumps(kha.to_dict() | {"fold": kha.fold}, sort_keys=True)
+    mine = json.dumps(kha.to_dict(), sort_keys=True)
     first = store.compare_set(f"kha_megatron/{name}", "", mine).decode()
     if first != mine:
         raise ConfigError(

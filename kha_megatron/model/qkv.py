@@ -104,18 +104,6 @@ class QKVLayout:
     def rows(self) -> int:
         return self.groups * self.group_rows
 
-    @property
-    def heads(self) -> tuple[str, ...]:
-        """Name of the part for each block of ``head_dim`` rows, e.g. ``("query", "query", "key",
-        "value")``. Empty if the parts can't be divided into such blocks."""
-        blocks: list[str] = []
-        for name, part in self.parts.items():
-            count, rest = divmod(part.heads * part.features, self.head_dim)
-            if rest or part.first != len(blocks) * self.head_dim:
-                return ()
-            blocks += [name] * count
-        return tuple(blocks) * self.groups
-
     def ranks_per_group(self, ranks: int) -> int:
         """How many TP ranks share a group."""
         return max(1, ranks // self.groups)

@@ -110,7 +110,6 @@ class Heads:
     kha_value: str | None = _option(None)
     kha_init: str = _option(KHAConfig.init)
     kha_init_seed: int = _option(KHAConfig.init_seed, least=-(2**63))
-    kha_fold: str = _option(KHAConfig.fold)
     kha_heads: tuple[str, ...] | None = _option(None, "--heads", argument="kha_heads")
     kha_heads_from: tuple[str, ...] | None = _option(
         None, "--heads-from", argument="kha_heads_from"

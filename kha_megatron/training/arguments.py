@@ -10,7 +10,7 @@ from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig
 from kha_megatron.data import check_data
 from kha_megatron.errors import ConfigError, install_command, raise_first
 from kha_megatron.heads import Knock
-from kha_megatron.heads.knock import FOLDS, INITS, MATRICES, PROJECTIONS
+from kha_megatron.heads.knock import INITS, MATRICES, PROJECTIONS
 from kha_megatron.heads.registry import mechanism_types, use_files
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import LLAMA3_ROPE, cuda_versions, lacks_te_extension
@@ -35,7 +35,7 @@ _UNSUPPORTED = (
 """Arguments that this entry point or Megatron would ignore."""
 
 _UNFUSED = "--no-gradient-accumulation-fusion"
-_CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS, "kha_fold": FOLDS}
+_CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS}
 _HELP = {
     "kha_heads_from": "Python files with head mechanisms of your own, see `docs/own_mechanism.md`.",
     "kha_preset": "Named KHA configuration, or several joined with +, e.g. kha_mlp+gate_output. "
@@ -55,9 +55,6 @@ _HELP = {
     "kha_init": "Initialization of the shared matrices. random is an ablation of the paper, with "
     "which a model does not start with the outputs of the model without KHA.",
     "kha_init_seed": "Random seed for --kha-init random.",
-    "kha_fold": "Whether to fold linear matrices into the QKV weight during training instead of "
-    "multiplying queries, keys and values by them. Both compute the same model. With auto, the "
-    "matrices are folded if the microbatch has enough tokens for this to be faster.",
 }
 _SWITCH = {"action": "store_true"}
 _TRAINING_OPTIONS: dict[str, dict[str, Any]] = {

@@ -188,7 +188,7 @@ def restored_kha(start: Start, args: Namespace) -> KHAConfig | None:
     """
     if not args.use_checkpoint_args or parse_kha_config(vars(args)):
         return None
-    return start.kha and replace(start.kha, fold=args.kha_fold)
+    return start.kha
 
 
 def check_model_class(start: Start, args: Namespace) -> None:

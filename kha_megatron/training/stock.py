@@ -1,7 +1,6 @@
 """Functions that a patched Megatron (see ``patches/``) calls in its own scripts and reports."""
 
 import argparse
-from dataclasses import replace
 from typing import Any
 
 from kha_megatron.announcements import announce
@@ -61,7 +60,7 @@ def resolved(args: argparse.Namespace) -> KHAConfig:
     kha = KHAConfig.from_entries(vars(args))
     if kha is None:
         raise ConfigError(f"--spec {' '.join(SPEC)} requires --kha-preset.")
-    return replace(kha, fold=args.kha_fold)
+    return kha
 
 
 def layer_spec(config: Any, vp_stage: int | None = None) -> Any:

@@ -12,15 +12,11 @@ RANDOM = replace(MIXED, init="random")
 """Each layer has different matrices, so that a layer in the wrong place is found."""
 EVERY_PLACE = tuple(KHAConfig(**{p: v}) for v in MATRICES for p in PROJECTIONS)
 
-FOLDABLE = KHAConfig(query="linear", key="linear", value="linear")
+LINEAR = KHAConfig.from_preset("kha_linear")
+MLA = LINEAR
 """All that latent attention supports."""
-FOLDED = (FOLDABLE, KHAConfig(query="linear", key="linear", value="mlp"))
-SUBSETS = (*FOLDED, *(KHAConfig(**{p: "linear"}) for p in PROJECTIONS))
-MLA, GLA, GTA = (
-    FOLDABLE,
-    replace(FOLDABLE, attention="gla"),
-    KHAConfig(attention="gta", query="gate", value="mlp"),
-)
+GLA = replace(LINEAR, attention="gla")
+GTA = KHAConfig(attention="gta", query="gate", value="mlp")
 LATENT = {"multi_latent_attention": True}
 CENTERED = {"layernorm_zero_centered_gamma": True}
 TIED = {"kv_channels": 8}
@@ -45,8 +41,7 @@ MOH = KHAConfig(moh=MixtureOfHeads(shared=3, active=[2, 3, 1, 2], balance=5.0))
 counts twice changes no gradient by more than 1e-4."""
 SPLIT = replace(RANDOM, moh=MixtureOfHeads(shared=3, active=[2, 3, 1], balance=5.0))
 QUANTIZED = replace(
-    FOLDABLE,
-    moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0),
+    LINEAR, moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0)
 )
 
 ZERO = {"use_distributed_optimizer": True}
@@ -85,7 +80,7 @@ ONE_PER_CLAIM = [
     case(tp=2, sp=True, cp=2, groups=1),
     case(tp=2, sp=True, dp=2, ep=2, etp=2, model="moe"),
     case(tp=2, sp=True, groups=2, savings=FULL),
-    case(khas=FOLDED[1:], fold="always", tp=2, sp=True, dp=2, ddp=OVERLAP_ALL, groups=1),
+    case(khas=(LINEAR,), tp=2, sp=True, dp=2, ddp=OVERLAP_ALL, groups=1),
     case(khas=(MLA, GLA, GATED_MLA), tp=2, config=LATENT),
     case(khas=(GTA,), tp=2, config=TIED),
     case(khas=(GTA,), tp=2, sp=True, config=TIED),
@@ -142,22 +137,6 @@ _EXPERTS = _every(
     ),
     model="moe",
 )
-_FOLDED = _every(
-    (
-        {"khas": (replace(GTA, query="linear", value="linear"),), "tp": 4, "config": TIED},
-        {"khas": SUBSETS, "tp": 4, "groups": 2},
-        {"tp": 2, "config": {"qk_layernorm": False}},
-        {"tp": 2, "groups": 2, "savings": FULL},
-        {"tp": 2, "pp": 2},
-        {"tp": 2, "cp": 2},
-        {"tp": 2, "sp": True, "ep": 2, "model": "moe"},
-        {"bf16": True, "tp": 2, "groups": 1},
-        {"tp": 2, "sp": True, "dp": 2, "ddp": OVERLAP_ALL},
-        {"dp": 2, "ddp": OVERLAP, "savings": SELECTIVE},
-    ),
-    khas=FOLDED,
-    fold="always",
-)
 _MECHANISMS = [
     replace(row, layers=4 if MOH in khas or row.layout.vpp else 2, khas=khas, config=config)
     for khas, config in (
@@ -200,6 +179,7 @@ _OTHERS = [
         tp=2,
     ),
     *(case(khas=(GTA,), tp=4, sp=True, groups=groups, config=TIED) for groups in (8, 2, 1)),
+    case(khas=(replace(GTA, query="linear", value="linear"),), tp=4, config=TIED),
     *(case(khas=MIXING, tp=4, groups=groups, config=WIDER) for groups in (8, 1)),
     *_every(
         ({"tp": 2}, {"tp": 4, "groups": 2}, {"pp": 2}, {"savings": SELECTIVE}),
@@ -209,6 +189,6 @@ _OTHERS = [
 ]
 ALL_OTHERS = [
     row
-    for row in (*_GROUPS, *_PAIRS, *_EXPERTS, *_FOLDED, *_MECHANISMS, *_OTHERS)
+    for row in (*_GROUPS, *_PAIRS, *_EXPERTS, *_MECHANISMS, *_OTHERS)
     if str(row) not in map(str, ONE_PER_CLAIM)
 ]

@@ -87,8 +87,6 @@ class Case:
     mtp: int = 0
     """Number of tokens predicted in addition to the next one."""
     steps: int = 3
-    fold: str = "auto"
-    """``KHAConfig.fold``, which must not change a result."""
     sequence: int = 12
     packed: bool = False
     """Pack the sequences of a microbatch into one (THD). Without SP, which would split that one."""
@@ -103,7 +101,7 @@ class Case:
 
     def twin(self) -> "Case":
         """Return the same model and data in one process, without what must not change a result."""
-        whole = replace(self, layout=Layout(), fold="never", packed=False, savings={}, ddp={})
+        whole = replace(self, layout=Layout(), packed=False, savings={}, ddp={})
         return replace(whole, fsdp="")
 
     @property
@@ -159,7 +157,7 @@ class _Run:
 
         self.case = case
         self.config = _transformer_config(case)
-        self.chunks = _build(self.config, case, replace(kha, fold=case.fold))
+        self.chunks = _build(self.config, case, kha)
         ours = (".knock_", ".moh_", ".self_attention.gate_")
         self.initial = [p for p in pieces(self.chunks) if any(name in p.name for name in ours)]
         if filled:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.distributed import pieces
-from tests.distributed.cases import ALLGATHER, CENTERED, FOLDED, FULL, OVERLAP_ALL, RANDOM, case
+from tests.distributed.cases import ALLGATHER, CENTERED, FULL, LINEAR, OVERLAP_ALL, RANDOM, case
 from tests.distributed.parallelism import MICROBATCH, train
 from tests.distributed.pieces import errors, quantities
 from tests.distributed.test_mutations import MATRICES_DIFFER, without_copy_on_matrices
@@ -39,7 +39,7 @@ CASES = [
     case(pp=2, khas=(RANDOM,), savings=ENGINE),
     case(tp=2, sp=True, savings=ENGINE | FULL),
     case(tp=2, sp=True, ep=2, model="moe", savings=GROUPED | ALLGATHER),
-    case(tp=2, dp=2, ddp=OVERLAP_ALL, khas=FOLDED, fold="always", savings=ENGINE),
+    case(tp=2, dp=2, ddp=OVERLAP_ALL, khas=(LINEAR,), savings=ENGINE),
 ]
 
 
@@ -78,7 +78,7 @@ SCALED = [
     whole(case(tp=2, sp=True, savings=ENGINE | {"fp8": "hybrid", "fp8_recipe": "delayed"})),
     whole(case(tp=2, sp=True, savings=ENGINE | BLOCKWISE)),
     whole(case(pp=2, groups=2, savings=ENGINE | TENSORWISE)),
-    whole(case(tp=2, sp=True, khas=FOLDED[:1], fold="always", savings=ENGINE | TENSORWISE)),
+    whole(case(tp=2, sp=True, khas=(LINEAR,), savings=ENGINE | TENSORWISE)),
 ]
 
 

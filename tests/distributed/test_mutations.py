@@ -153,7 +153,6 @@ GTA_TP = {"khas": (GTA,), "tp": 2, "config": TIED}
     [
         (without_copy_on_matrices, {"tp": 2}, MATRICES_DIFFER),
         (without_copy_on_matrices, {"tp": 2, "sp": True}, MATRICES_DIFFER),
-        (without_copy_on_matrices, {"tp": 2, "sp": True, "fold": "always"}, MATRICES_DIFFER),
         (with_layers_counted_from_the_stage, {"pp": 2, "khas": (RANDOM,)}, r"initial .*\.knock_"),
         (with_matrices_reduced_like_experts, {"dp": 2, "ep": 2, "model": "moe"}, MATRICES_DIFFER),
         (with_megatrons_rotary_key, {"khas": (MLA,)} | LATENT_TP, "linear_kv_down_proj"),

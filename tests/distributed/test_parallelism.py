@@ -45,7 +45,7 @@ def bound(name, case):
 )
 def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, whole, case):
     if whole:
-        plain = not case.config.keys() & (LATENT | TIED).keys() and case.fold != "always"
+        plain = not case.config.keys() & (LATENT | TIED).keys()
         case = replace(case, khas=(*case.khas, *(SAME_VARIANT if plain else ())), steps=10)
     results = ranks(train, case.layout.world, case, timeout=600)
     for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):

@@ -150,7 +150,6 @@ def _moe(name: str, flags: Arguments, *needs: str, **more: object) -> Case:
 _GRAPHS = _flags("--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2")
 _FULL = _flags("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
 _FLASH = _flags("--attention-backend flash")
-_NOT_FOLDED = _flags("--kha-fold never")
 _FP16 = _flags("--fp16 --initial-loss-scale 4096")
 
 CASES: tuple[Case, ...] = (
@@ -166,9 +165,8 @@ CASES: tuple[Case, ...] = (
     _moe("moe-fp8-blockwise", _fp8("blockwise") | _PADDED, "te", "blockwise", bound=MOE_FP8),
     _dense("dense-fp8-mxfp8", _fp8("mxfp8"), "te", "mxfp8", bound=FP8),
     _dense("dense-fp8-params", _fp8("tensorwise", "--fp8-param-gather"), "te", "fp8", bound=FP8),
-    # KHA in torch instead of its kernels, and applied instead of folded
+    # KHA in torch instead of its kernels
     _moe("moe-plain-torch", TE | GROUPED, "te", environment={"KHA_KERNELS": "torch"}),
-    _dense("dense-not-folded", TE | _NOT_FOLDED, "te"),
     _dense("dense-flash-attention", TE | _FLASH, "te", "flash-attn"),
     _moe("moe-full-recompute", TE | GROUPED | _FULL, "te"),
     # Transformer Engine has other random states with graphs

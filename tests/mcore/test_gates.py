@@ -115,12 +115,12 @@ def test_output_gate_equals_megatrons_bit_for_bit(ranks, dtype):
 
 
 def built(kha, size, overrides):
-    """This rank's rows of ``linear_qkv``, as it was built, and what folding says."""
+    """Return this rank's rows of ``linear_qkv`` as it was built."""
     from tests.distributed import models
 
     models.initialize(tensor_model_parallel_size=size)
     layer = attention_layer(models, kha, tensor_model_parallel_size=size, **overrides)
-    return layer.linear_qkv.weight.detach(), layer.folding.obstacle
+    return layer.linear_qkv.weight.detach()
 
 
 @pytest.mark.parametrize(("size", "groups"), [(1, 3), (3, 3), (2, 1)])
@@ -128,19 +128,10 @@ def test_only_padding_rows_start_at_zero(ranks, size, groups):
     """Nothing reads them, so they stay there, and an exported model comes back as it was."""
     kha = KHAConfig(gate=Gate(output="head", value="head"))
     found = ranks(built, size, kha, size, {"num_query_groups": groups})
-    rows = torch.cat([rows for rows, _ in found]).unflatten(0, (groups, -1))
+    rows = torch.cat(found).unflatten(0, (groups, -1))
     sizes = HeadSizes(query_heads=6, kv_heads=groups, head_dim=10)
     layout = QKVLayout(groups=groups, queries=6 // groups, head_dim=10, extra=kha.rows(sizes))
     zero = ~rows.any(-1)
     assert layout.padding.stop > layout.padding.start
     assert zero[:, layout.padding].all()
     assert zero.sum() == groups * (layout.padding.stop - layout.padding.start)
-
-
-def test_folding_needs_gates_with_rows_of_whole_heads(ranks):
-    knock = KHAConfig(query="linear")
-    obstacles = [
-        ranks(built, 1, replace(knock, gate=gate), 1, {})[0][1]
-        for gate in (Gate(output="element"), Gate(output="head"), Gate(dense="element"))
-    ]
-    assert obstacles == [None, "linear_qkv also contains rows of gates", None]

@@ -156,7 +156,6 @@ WHOLE = [
     case(tp=2, savings=FULL),
     case(dp=2, fsdp="torch"),
     case(khas=(KHAConfig(gate=Gate(output="shared", dense="element")),), tp=2, sp=True, dp=2),
-    case(khas=(replace(MIXED, value="linear"),), tp=2, fold="always"),
     case(khas=(MLA,), tp=2, sp=True, config=LATENT),
     case(khas=(GTA,), tp=4, groups=2, config=TIED),
 ]

@@ -20,12 +20,13 @@ def laid_out(gate, **sizes):
 
 def test_heads_stand_group_by_group():
     layout = laid_out(STOCK, groups=2, queries=2, head_dim=5)
-    group = ("query", "query", "gate_output", "gate_output", "key", "value")
-    assert layout.heads == group * 2
+    places = {name: (part.rows.start, part.rows.stop) for name, part in layout.parts.items()}
+    assert places == {"query": (0, 10), "gate_output": (10, 20), "key": (20, 25), "value": (25, 30)}
     assert layout.rows == 60
     assert layout.stock_gate == "gate_output"
     tied = QKVLayout(groups=2, queries=2, head_dim=5, tied=True)
-    assert tied.heads == ("query", "query", "value") * 2
+    assert [*tied.parts] == ["query", "value"]
+    assert (tied.parts["value"].rows, tied.rows) == (slice(10, 15), 30)
     assert "key" not in tied.head_slices(0, 1)
 
 
@@ -43,7 +44,7 @@ def test_other_rows_of_a_group_are_filled_up_to_a_multiple_of_16():
         "key": (36, 41),
         "value": (41, 46),
     }
-    assert (layout.padding, layout.rows, layout.heads) == (slice(28, 36), 92, ())
+    assert (layout.padding, layout.rows) == (slice(28, 36), 92)
 
 
 def split_both_ways(tp, overrides):

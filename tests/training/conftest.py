@@ -50,10 +50,18 @@ def losses(folder: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="session")
 def saved(ranks, tmp_path_factory) -> Path:
-    """Return a directory with checkpoints of plain Megatron, the baseline preset and KHA-MLP."""
+    """Return a directory with checkpoints of plain Megatron, the baseline preset and KHA-MLP.
+
+    The last one also records ``kha_fold``, as checkpoints of earlier versions do.
+    """
     folder = tmp_path_factory.mktemp("saved")
-    for name, kha in (("plain", None), ("baseline", KHAConfig()), ("kha", KHAConfig(value="mlp"))):
-        ranks(save_gpt, 1, str(folder / name), kha, {}, {"num_layers": 2}, {})
+    earlier = {"kha_fold": "always"}
+    for name, kha, recorded in (
+        ("plain", None, {}),
+        ("baseline", KHAConfig(), {}),
+        ("kha", KHAConfig(value="mlp"), earlier),
+    ):
+        ranks(save_gpt, 1, str(folder / name), kha, {}, {"num_layers": 2}, recorded)
     return folder
 
 

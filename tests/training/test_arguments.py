@@ -65,11 +65,9 @@ def test_head_arguments_are_parsed(checked):
         (["--kha-preset", "baseline"], KHAConfig()),
         ([*MLP, *TIED], KHAConfig(value="mlp", attention="gta")),
         ([*LINEAR, "--multi-latent-attention"], KHAConfig.from_preset("kha_linear")),
-        ([*LINEAR, "--kha-fold", "never"], KHAConfig.from_preset("kha_linear", fold="never")),
     ]
     answers = checked(*([*MOCK, *words] for words, _ in cases))
     assert answers == [kha for _, kha in cases]
-    assert [kha.fold for kha in answers[-2:]] == ["auto", "never"]
 
 
 def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
@@ -89,7 +87,6 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
             [*MLP, "--num-experts", "4", "--moe-router-bias-update-rms"],
             "requires --moe-router-enable-expert-bias",
         ),
-        ([*MLP, "--kha-fold", "always"], "fold=always"),
         ([*LINEAR, "--kha-attention", "gla"], "--multi-latent-attention"),
         ([*LINEAR, "--kha-latent-heads", "4"], "got 4"),
     ]

@@ -82,7 +82,7 @@ def layer_words(case):
 
 
 def head_words(case, kha):
-    options = replace(kha, fold=case.fold).to_options()
+    options = kha.to_options()
     named = {row.argument: options.get(row.argument.removeprefix("kha_")) for row in HEAD_FIELDS}
     words = Run.from_values(**{name: v for name, v in named.items() if v is not None}).words()
     # a resumed run must continue to reduce the number of heads

@@ -36,12 +36,29 @@ def resume(tmp_path):
     return run_twice
 
 
-def test_folding_may_change(resume):
-    linear = [*CPU, "--kha-preset", "kha_linear", "--kha-fold"]
-    runs, found, expected, _ = resume([*linear, "never"], [*linear, "always"])
-    line = "kha_megatron: KHA-Linear on query, key, value is folded into the QKV weight"
-    assert [run.output.count(line) for run in runs] == [0, 1]
-    assert found == pytest.approx(expected, rel=1e-5)
+WITH_KHA_FOLD = """
+from kha_megatron.training import __main__, pretrain
+
+add_current_arguments = pretrain.add_kha_arguments
+
+def add_arguments(parser):
+    parser.add_argument("--kha-fold", default="auto")
+    return add_current_arguments(parser)
+
+pretrain.add_kha_arguments = add_arguments
+__main__.main()
+"""
+"""The entry point with an argument that was removed. Checkpoints of earlier versions record it."""
+
+
+def test_a_checkpoint_that_records_kha_fold_resumes(resume):
+    linear = [*CPU, "--kha-preset", "kha_linear", "--kha-fold", "always"]
+    _, found, expected, saved = resume(
+        linear, [*CPU, "--use-checkpoint-args"], program=WITH_KHA_FOLD
+    )
+    assert saved.args["kha_fold"] == "always"
+    assert read_kha_config(saved) == KHAConfig.from_preset("kha_linear")
+    assert found == expected
 
 
 def test_a_stock_gated_checkpoint_resumes_in_our_entry_point(resume):

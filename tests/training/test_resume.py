@@ -463,13 +463,11 @@ def test_checkpoints_of_fsdp_are_checked(tmp_path):
 
 def test_settings_are_restored_from_the_checkpoint(saved, tmp_path):
     def restored(folder, **changes):
-        none = vars(add_model_arguments(ArgumentParser()).parse_args([]))
-        given = none | {"kha_fold": "never", "use_checkpoint_args": True}
-        args = arguments(folder, **given | changes)
+        defaults = vars(add_model_arguments(ArgumentParser()).parse_args([]))
+        args = arguments(folder, **defaults | {"use_checkpoint_args": True} | changes)
         return restored_kha(find_start(args), args)
 
     assert restored(saved / "kha") == KHA
-    assert restored(saved / "kha").fold == "never"
     assert restored(None, pretrained_checkpoint=saved / "kha") == KHA
     assert restored(saved / "kha", use_checkpoint_args=False) is None
     assert restored(saved / "kha", kha_value="gate") is None
