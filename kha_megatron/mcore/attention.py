@@ -174,7 +174,8 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         if not (layout.is_stock and len(layout.extra) == config.attention_output_gate):
             submodules = replace(submodules, linear_qkv=_with_rows(submodules.linear_qkv, layout))
         super().__init__(config, submodules, *args, **kwargs)
-        self.linear_qkv_out_dim, self.key_hidden_size = layout.rows, model.normed_dim
+        self.linear_qkv_out_dim = layout.rows
+        self.key_hidden_size = model.normed_dim
         self._add_knocking(kha)
         self.split = QKVSplit(layout, self.tp_group)
 

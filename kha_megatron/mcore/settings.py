@@ -108,11 +108,11 @@ def _check_same_everywhere(name: str, kha: KHAConfig) -> None:
         return
     # not a collective, because pipeline stages without layers may not get here
     store = torch.distributed.distributed_c10d._get_default_store()
-    mine = json.dumps(kha.to_dict(), sort_keys=True)
-    first = store.compare_set(f"kha_megatron/{name}", "", mine).decode()
-    if first != mine:
+    local_config = json.dumps(kha.to_dict(), sort_keys=True)
+    first_config = store.compare_set(f"kha_megatron/{name}", "", local_config).decode()
+    if first_config != local_config:
         raise ConfigError(
-            f"Ranks use different KHA configs for --spec {name}: {mine} on rank "
-            f"{torch.distributed.get_rank()}, but {first} on another rank. Export the same "
+            f"Ranks use different KHA configs for --spec {name}: {local_config} on rank "
+            f"{torch.distributed.get_rank()}, but {first_config} on another rank. Export the same "
             f"{CONFIG_VARIABLE} on all nodes."
         )

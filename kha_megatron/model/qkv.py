@@ -52,35 +52,44 @@ class QKVLayout:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
-        found: dict[str, Part] = {}
-        first = 0
+        parts: dict[str, Part] = {}
+        next_row = 0
 
-        def add(name: str, hf: str, features: int, per_query: bool) -> None:
-            nonlocal first
-            heads = self.queries if per_query else 1
-            found[name] = Part(
-                first=first, heads=heads, features=features, hf=hf, is_per_query=per_query
+        def append(name: str, *, hf: str, features: int, is_per_query: bool = False) -> None:
+            nonlocal next_row
+            parts[name] = Part(
+                first=next_row,
+                heads=self.queries if is_per_query else 1,
+                features=features,
+                hf=hf,
+                is_per_query=is_per_query,
             )
-            first = found[name].rows.stop
+            next_row = parts[name].rows.stop
 
         if "query" not in self.omitted:
-            add("query", "q_proj", self.head_dim, True)
+            append("query", hf="q_proj", features=self.head_dim, is_per_query=True)
         for row in self.extra:
-            add(row.name, row.hf, row.features, row.heads == "query")
-        first = self.padding.stop
+            is_per_query = row.heads == "query"
+            append(row.name, hf=row.hf, features=row.features, is_per_query=is_per_query)
+        next_row = self.padding.stop
         if not self.tied and "key" not in self.omitted:
-            add("key", "k_proj", self.head_dim, False)
-        add("value", "kv_proj" if self.tied else "v_proj", self.head_dim, False)
-        return found
+            append("key", hf="k_proj", features=self.head_dim)
+        append("value", hf="kv_proj" if self.tied else "v_proj", features=self.head_dim)
+        return parts
 
     @cached_property
     def padding(self) -> slice:
         """Padding rows in a group (right before the key)."""
-        size = {r: r.features * (self.queries if r.heads == "query" else 1) for r in self.extra}
-        queries = 0 if "query" in self.omitted else self.queries
-        first = queries * self.head_dim + sum(size.values())
-        ours = sum(rows for row, rows in size.items() if not row.is_stock)
-        return slice(first, first + -ours % UNIT)
+        first = 0 if "query" in self.omitted else self.queries * self.head_dim
+        rows_of_mechanisms = 0
+        for row in self.extra:
+            count = row.features
+            if row.heads == "query":
+                count *= self.queries
+            first += count
+            if not row.is_stock:
+                rows_of_mechanisms += count
+        return slice(first, first + -rows_of_mechanisms % UNIT)
 
     @property
     def is_stock(self) -> bool:
@@ -94,7 +103,10 @@ class QKVLayout:
     @property
     def stock_gate(self) -> str | None:
         """Name of the part with Megatron's own output gate."""
-        return next((row.name for row in self.extra if row.is_stock), None)
+        for row in self.extra:
+            if row.is_stock:
+                return row.name
+        return None
 
     @property
     def group_rows(self) -> int:
@@ -115,9 +127,12 @@ class QKVLayout:
     def head_slices(self, rank: int, ranks: int) -> dict[str, slice]:
         """Return which heads of each part are used by ``rank``."""
         sharing = self.ranks_per_group(ranks)
-        found: dict[str, slice] = {}
+        slices: dict[str, slice] = {}
         for name, part in self.parts.items():
-            mine = part.heads // sharing if part.is_per_query else part.heads
-            begin = rank % sharing * mine if part.is_per_query else 0
-            found[name] = slice(begin, begin + mine)
-        return found
+            if not part.is_per_query:
+                slices[name] = slice(0, part.heads)
+                continue
+            heads_per_rank = part.heads // sharing
+            first_head = rank % sharing * heads_per_rank
+            slices[name] = slice(first_head, first_head + heads_per_rank)
+        return slices

@@ -114,7 +114,7 @@ def test_output_gate_equals_megatrons_bit_for_bit(ranks, dtype):
         assert all(torch.equal(stock[name], other[name]) for name in stock)
 
 
-def built(kha, size, overrides):
+def qkv_weight(kha, size, overrides):
     """Return this rank's rows of ``linear_qkv`` as it was built."""
     from tests.distributed import models
 
@@ -127,8 +127,8 @@ def built(kha, size, overrides):
 def test_only_padding_rows_start_at_zero(ranks, size, groups):
     """Nothing reads them, so they stay there, and an exported model comes back as it was."""
     kha = KHAConfig(gate=Gate(output="head", value="head"))
-    found = ranks(built, size, kha, size, {"num_query_groups": groups})
-    rows = torch.cat(found).unflatten(0, (groups, -1))
+    shards = ranks(qkv_weight, size, kha, size, {"num_query_groups": groups})
+    rows = torch.cat(shards).unflatten(0, (groups, -1))
     sizes = HeadSizes(query_heads=6, kv_heads=groups, head_dim=10)
     layout = QKVLayout(groups=groups, queries=6 // groups, head_dim=10, extra=kha.rows(sizes))
     zero = ~rows.any(-1)
