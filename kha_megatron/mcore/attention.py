@@ -6,6 +6,7 @@ linear matrices of a trained model can be folded into the projection.
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from kha_megatron.config import AttentionKind, KHAConfig
-from kha_megatron.errors import ConfigError, raise_first
-from kha_megatron.heads import Mechanism, Projection
+from kha_megatron.errors import ConfigError
+from kha_megatron.heads import HeadTensor, Mechanism, Projection
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage, apply_stage
 from kha_megatron.heads.registry import observe_output_gate
@@ -44,46 +45,58 @@ class KnockedAttention(Attention):
 
     def _add_knocking(self, kha: KHAConfig) -> None:
         self.kha = kha
-        config = self.config
-        sizes = ModelConfig.from_config(config, kha).head_sizes
-        self.value_dim = sizes.dim("value")
-        common = {
-            "layer_number": self.layer_number,
-            "init_seed": kha.init_seed,
-            "tp_group": self.tp_group,
-        }
         self.knockings: dict[Projection, KnockingHeads] = {}
-        for tensor in kha.knock.tensors(sizes):
-            knocking = KnockingHeads(config, tensor, variant=kha.variants[tensor.heads], **common)
-            setattr(self, tensor.name, knocking)
-            self.knockings[tensor.heads] = knocking
         self.mechanisms: list[tuple[Mechanism, MechanismWeights]] = []
         self.projection_hooks: list[ProjectionHook] = []
         self.input_projections: list[str] = []
-        for mechanism in _without_stock_gate(kha, config).other_mechanisms:
-            tensors = mechanism.tensors(sizes)
-            for tensor in tensors:
-                kind = InputProjection if tensor.reads_input else MechanismWeight
-                setattr(self, tensor.name, kind(config, tensor, **common))
-            self.input_projections += [tensor.name for tensor in tensors if tensor.reads_input]
-            modules = {t.name: getattr(self, t.name) for t in tensors if not t.reads_input}
-            layer = (self.layer_number - 1) // layers_per_attention(config)
-            mechanism = mechanism.for_layer(layer)
-            self.mechanisms.append((mechanism, MechanismWeights(modules)))
-            if mechanism.acts_at("core"):
-                self.core_attention.set_mechanism(*self.mechanisms[-1])
+        self._carried: dict[str, Tensor] = {}  # activations needed by later stages
         self.head_ranks = HeadRanks(
-            config,
+            self.config,
             self.pg_collection,
             is_training=lambda: self.training,
             adds_loss=any(mechanism.adds_loss for mechanism in kha.other_mechanisms),
         )
-        self._carried: dict[str, Tensor] = {}  # activations needed by later stages
+
+        sizes = ModelConfig.from_config(self.config, kha).head_sizes
+        self.value_dim = sizes.dim("value")
+        for tensor in kha.knock.tensors(sizes):
+            variant = kha.variants[tensor.heads]
+            knocking = self._add_weight(tensor, partial(KnockingHeads, variant=variant))
+            self.knockings[tensor.heads] = knocking
+        for mechanism in _without_stock_gate(kha, self.config).other_mechanisms:
+            self._add_mechanism(mechanism, mechanism.tensors(sizes))
+
         if self.input_projections:
             self.normed_input = NormedInput(self, self.first_projection)
         if self._acts_at("output"):
             hook = ProjectionHook(self, "linear_proj", self._before_projection, before=True)
             self.projection_hooks.append(hook)
+
+    def _add_mechanism(self, mechanism: Mechanism, tensors: Iterable[HeadTensor]) -> None:
+        weights = MechanismWeights()
+        for tensor in tensors:
+            if tensor.reads_input:
+                self._add_weight(tensor, InputProjection)
+                self.input_projections.append(tensor.name)
+            else:
+                weights[tensor.name] = self._add_weight(tensor, MechanismWeight)
+        layer = (self.layer_number - 1) // layers_per_attention(self.config)
+        mechanism = mechanism.for_layer(layer)
+        self.mechanisms.append((mechanism, weights))
+        if mechanism.acts_at("core"):
+            self.core_attention.set_mechanism(mechanism, weights)
+
+    def _add_weight(self, tensor: HeadTensor, build: Callable[..., Any]) -> Any:
+        """Build the module of a parameter and register it under the parameter's name."""
+        module = build(
+            self.config,
+            tensor,
+            layer_number=self.layer_number,
+            init_seed=self.kha.init_seed,
+            tp_group=self.tp_group,
+        )
+        setattr(self, tensor.name, module)
+        return module
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         for hook in self.projection_hooks:
@@ -233,21 +246,25 @@ def _set_key_width(
     The softmax scale becomes ``width ** -0.5`` unless it's set explicitly.
     """
 
-    def core(*, config: TransformerConfig, softmax_scale: float | None, **options: Any) -> Any:
+    def build_core(
+        *, config: TransformerConfig, softmax_scale: float | None, **options: Any
+    ) -> Any:
         scale = width**-0.5 if softmax_scale is None else softmax_scale
         options |= {"k_channels": width, "v_channels": config.kv_channels}
         return submodules.core_attention(config=config, softmax_scale=scale, **options)
 
-    def norm(build: Callable[..., Module]) -> Callable[..., Module]:
-        return lambda *, hidden_size, **options: build(hidden_size=width, **options)
+    def resized(build_norm: Callable[..., Module]) -> Callable[..., Module]:
+        return lambda *, hidden_size, **options: build_norm(hidden_size=width, **options)
 
-    norms = {
-        name: norm(found)
-        for name in ("q_layernorm", "k_layernorm")
-        if (found := getattr(submodules, name) or (TENorm if config.qk_layernorm else None))
-        not in (None, IdentityOp)
-    }
-    return replace(submodules, core_attention=core, **norms)
+    default_norm = TENorm if config.qk_layernorm else None
+    query_norm = submodules.q_layernorm or default_norm
+    key_norm = submodules.k_layernorm or default_norm
+    resized_norms = {}
+    if query_norm not in (None, IdentityOp):
+        resized_norms["q_layernorm"] = resized(query_norm)
+    if key_norm not in (None, IdentityOp):
+        resized_norms["k_layernorm"] = resized(key_norm)
+    return replace(submodules, core_attention=build_core, **resized_norms)
 
 
 def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., Module]:
@@ -258,14 +275,15 @@ def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[...,
     ) -> Any:
         def initialize(weight: Tensor) -> None:
             init_method(weight)
-            rows, first = len(weight), 0
-            if rows < layout.rows:  # this rank's shard
-                first = get_pg_rank(tp_group) * rows
+            first_local_row = 0
+            if len(weight) < layout.rows:  # this rank's shard
+                first_local_row = get_pg_rank(tp_group) * len(weight)
             for group in range(layout.groups):
-                before = group * layout.group_rows - first
-                begin, end = before + layout.padding.start, before + layout.padding.stop
+                group_start = group * layout.group_rows - first_local_row
+                padding_start = max(0, group_start + layout.padding.start)
+                padding_stop = max(0, group_start + layout.padding.stop)
                 with torch.no_grad():
-                    weight[max(0, begin) : max(0, end)] = 0
+                    weight[padding_start:padding_stop] = 0
 
         return build(inputs, layout.rows, init_method=initialize, tp_group=tp_group, **options)
 
@@ -288,27 +306,36 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
     model = ModelConfig.from_config(config, kha)
     kha.check(replace(build_head_facts(model), layers=layers))
     check_layout(model, Layout.from_config(config))
-    nonlinear = {kha.query, kha.key} - {None, "linear"}
-    own_rows = not config.multi_latent_attention and (model.qkv.extra or not model.qkv.is_stock)
-    other_norm = config.qk_layernorm and config.normalization != "RMSNorm"
-    mistakes = {
-        "fused_single_qkv_rope is not supported, because KHA must be applied before RoPE. Remove "
-        "fused_single_qkv_rope.": config.fused_single_qkv_rope,
-        f"--qk-clip does not support {kha}, because it requires the rows of Megatron's QKV weight "
-        "and linear matrices. Remove --qk-clip.": config.qk_clip and (nonlinear or own_rows),
-        f"The projections of {kha} have no biases. Remove --add-qkv-bias and --add-bias-linear.": (
-            kha.own_projections and (config.add_bias_linear or config.add_qkv_bias)
-        ),
-        f"attention=gla does not support normalization={config.normalization}. Use RMSNorm.": (
-            kha.attention == "gla" and other_norm
-        ),
-    }
-    raise_first(mistakes)
+    if config.fused_single_qkv_rope:
+        raise ConfigError(
+            "fused_single_qkv_rope is not supported, because KHA must be applied before RoPE. "
+            "Remove fused_single_qkv_rope."
+        )
+    if config.qk_clip and not _is_supported_by_qk_clip(model, kha):
+        raise ConfigError(
+            f"--qk-clip does not support {kha}, because it requires the rows of Megatron's QKV "
+            "weight and linear matrices. Remove --qk-clip."
+        )
+    if kha.own_projections and (config.add_bias_linear or config.add_qkv_bias):
+        raise ConfigError(
+            f"The projections of {kha} have no biases. Remove --add-qkv-bias and --add-bias-linear."
+        )
+    if kha.attention == "gla" and config.qk_layernorm and config.normalization != "RMSNorm":
+        raise ConfigError(
+            f"attention=gla does not support normalization={config.normalization}. Use RMSNorm."
+        )
     for option in _UNSUPPORTED.get(kha.attention, ()):
-        if found := getattr(config, option):
+        value = getattr(config, option)
+        if value:
             raise ConfigError(
-                f"attention={kha.attention} does not support {option}={found}. Disable it."
+                f"attention={kha.attention} does not support {option}={value}. Disable it."
             )
+
+
+def _is_supported_by_qk_clip(model: ModelConfig, kha: KHAConfig) -> bool:
+    if not {kha.query, kha.key} <= {None, "linear"}:
+        return False
+    return bool(model.multi_latent_attention) or (model.qkv.is_stock and not model.qkv.extra)
 
 
 def describe_model(models: list[Any], kha: KHAConfig) -> str:
@@ -321,28 +348,43 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
     Raises:
         ConfigError: If some attention layer was not built with ``kha``.
     """
-    layers = [layer for model in models for layer in model.decoder.layers]
-    every = [a for x in layers if isinstance(a := getattr(x, "self_attention", None), Attention)]
-    attentions = [attention for attention in every if isinstance(attention, KnockedAttention)]
-    wrong = sum(not _is_as_requested(attention, kha) for attention in every)
-    added = sum(
-        attention.kha.parameters(ModelConfig.from_config(attention.config).head_sizes)
-        for attention in attentions
-    )
-    knocked = len(attentions) if kha.mechanisms else 0
-    totals = torch.tensor([knocked, len(every), added, wrong], device=torch.cuda.current_device())
+    attentions = _attention_layers(models)
+    knocked = 0
+    added = 0
+    wrong = 0
+    for attention in attentions:
+        if not _is_as_requested(attention, kha):
+            wrong += 1
+        if isinstance(attention, KnockedAttention):
+            knocked += bool(kha.mechanisms)
+            sizes = ModelConfig.from_config(attention.config).head_sizes
+            added += attention.kha.parameters(sizes)
+
+    counts = [knocked, len(attentions), added, wrong]
+    totals = torch.tensor(counts, device=torch.cuda.current_device())
     torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
-    knocked, total, added, wrong = totals.tolist()
-    if wrong or ((kha.mechanisms or kha.attention) and not total):
+    knocked, layers, added, wrong = totals.tolist()
+    if wrong or ((kha.mechanisms or kha.attention) and not layers):
         raise ConfigError(
-            f"{wrong} of {total} layers were built without the requested KHA config ({kha}). Check "
-            "--spec and pre-wrap hooks."
+            f"{wrong} of {layers} layers were built without the requested KHA config ({kha}). "
+            "Check --spec and pre-wrap hooks."
         )
-    return f"knocks {kha} in {knocked} of {total} layers: {added:,} parameters added"
+    return f"knocks {kha} in {knocked} of {layers} layers: {added:,} parameters added"
+
+
+def _attention_layers(models: list[Any]) -> list[Attention]:
+    attentions = []
+    for model in models:
+        for layer in model.decoder.layers:
+            attention = getattr(layer, "self_attention", None)
+            if isinstance(attention, Attention):
+                attentions.append(attention)
+    return attentions
 
 
 def _is_as_requested(attention: Attention, kha: KHAConfig) -> bool:
     kha = kha.with_output_gate(attention.config.attention_output_gate)
-    if not isinstance(attention, KnockedAttention):
-        return not (_without_stock_gate(kha, attention.config).mechanisms or kha.attention)
-    return attention.kha == kha and attention.kind == kha.attention
+    if isinstance(attention, KnockedAttention):
+        return attention.kha == kha and attention.kind == kha.attention
+    mechanisms = _without_stock_gate(kha, attention.config).mechanisms
+    return not (mechanisms or kha.attention)

@@ -53,7 +53,8 @@ class MechanismWeight(MegatronModule):
         tp_group: torch.distributed.ProcessGroup,
     ) -> None:
         super().__init__(config)
-        self.tensor, self.tp_group = tensor, tp_group
+        self.tensor = tensor
+        self.tp_group = tp_group
         name = tensor.name.removeprefix("knock_")
         self.seed = zlib.crc32(f"{init_seed}/{layer_number}/{name}".encode())
         ranks = tensor.ranks(tp_group.size())
@@ -70,14 +71,21 @@ class MechanismWeight(MegatronModule):
 
     def reset_parameters(self) -> None:
         """Initialize the weight, independently of the RNG state and parallel layout."""
-        whole: Tensor = self.weight
-        if self.tensor_model_parallel:
-            whole = torch.empty(self.tensor.shape, dtype=whole.dtype, device=whole.device)
-        parts = whole if self.tensor.matrices else whole[None]
-        initial_weight(parts, self.tensor.initial, std=self.config.init_method_std, seed=self.seed)
-        if whole is not self.weight:
-            with torch.no_grad():
-                self.weight.copy_(whole.chunk(self.tp_group.size())[get_pg_rank(self.tp_group)])
+        if not self.tensor_model_parallel:
+            self._initialize(self.weight)
+            return
+        unsharded = torch.empty(
+            self.tensor.shape, dtype=self.weight.dtype, device=self.weight.device
+        )
+        self._initialize(unsharded)
+        shards = unsharded.chunk(self.tp_group.size())
+        with torch.no_grad():
+            self.weight.copy_(shards[get_pg_rank(self.tp_group)])
+
+    def _initialize(self, unsharded: Tensor) -> None:
+        matrices = unsharded if self.tensor.matrices else unsharded[None]
+        std = self.config.init_method_std
+        initial_weight(matrices, self.tensor.initial, std=std, seed=self.seed)
 
     def forward(self) -> Tensor:
         """Return the weight for the local heads, or the whole weight if all heads share it."""
@@ -87,11 +95,13 @@ class MechanismWeight(MegatronModule):
         weight: Tensor = self.weight
         if rule == "heads" or (rule == "tokens" and self.config.sequence_parallel):
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        if self.tensor.per_head:  # several ranks may share a head
-            ranks, heads = self.tp_group.size(), len(weight)
-            first = get_pg_rank(self.tp_group) * heads // ranks
-            weight = weight[first : first + max(1, heads // ranks)]
-        return weight
+        if not self.tensor.per_head:
+            return weight
+        heads = len(weight)
+        ranks = self.tp_group.size()
+        first_head = get_pg_rank(self.tp_group) * heads // ranks
+        local_heads = max(1, heads // ranks)  # several ranks may share a head
+        return weight[first_head : first_head + local_heads]
 
     def sharded_state_dict(
         self,
@@ -118,37 +128,54 @@ class MechanismWeight(MegatronModule):
         Megatron only supports shards of equal size, so uneven shards are split into rows.
         """
         weight: Any = self.weight
-        held = weight._local_tensor  # Megatron identifies the optimizer's parameter by this object
-        mesh, rows = weight.device_mesh, len(weight)
-        each, ranks, rank = -(-rows // mesh.size()), 1, 0
-        step = each if rows % mesh.size() == 0 else 1
+        local_tensor = (
+            weight._local_tensor
+        )  # Megatron finds the optimizer's parameter by this object
+        local_rows = len(local_tensor)
+        mesh = weight.device_mesh
+        rows = len(weight)
+        rows_per_rank = -(-rows // mesh.size())
+        rows_per_shard = rows_per_rank if rows % mesh.size() == 0 else 1
+        last_owner = (rows - 1) // rows_per_rank
+        first_row = min(mesh.get_local_rank() * rows_per_rank, rows - 1)
+        tp_rank = get_pg_rank(self.tp_group)
         if self.tensor_model_parallel:
-            ranks, rank = self.tp_group.size(), get_pg_rank(self.tp_group)
-        first = rank * rows + min(mesh.get_local_rank() * each, rows - 1)
-        copy = 0 if self.tensor_model_parallel else get_pg_rank(self.tp_group)
-        replica, count, owner = (0, copy, int(not len(held))), len(held), (rows - 1) // each
+            first_row += tp_rank * rows
+            rows *= self.tp_group.size()
+            tp_rank = 0  # no replicas
+        replica_id = (0, tp_rank, int(local_rows == 0))
 
-        def cut(key: str, part: Tensor, replica: Any, flattened_range: None) -> list[ShardedTensor]:
-            if owner + 1 < mesh.size():  # ranks without rows save a copy of the last row
-                last = part[-1:].clone() if count else part.new_empty(1, *part.shape[1:])
-                torch.distributed.broadcast(last, group=mesh.get_group(), group_src=owner)
-                part = part if count else last
-            return [
-                ShardedTensor.from_rank_offsets(
-                    key,
-                    row,
-                    *offsets,
-                    (len(offsets), first // step + i, ranks * rows // step),
-                    replica_id=replica,
-                    prepend_axis_num=len(offsets),
+        def build_shards(
+            key: str, local_tensor: Tensor, replica_id: Any, flattened_range: None
+        ) -> list[ShardedTensor]:
+            if last_owner + 1 < mesh.size():  # ranks without rows save a copy of the last row
+                last_row = local_tensor.new_empty(1, *local_tensor.shape[1:])
+                if local_rows:
+                    last_row.copy_(local_tensor[-1:])
+                torch.distributed.broadcast(last_row, group=mesh.get_group(), group_src=last_owner)
+                if not local_rows:
+                    local_tensor = last_row
+            axis = len(offsets)
+            shards = []
+            for number, shard in enumerate(
+                local_tensor.split(rows_per_shard), first_row // rows_per_shard
+            ):
+                shards.append(
+                    ShardedTensor.from_rank_offsets(
+                        key,
+                        shard,
+                        *offsets,
+                        (axis, number, rows // rows_per_shard),
+                        replica_id=replica_id,
+                        prepend_axis_num=axis,
+                    )
                 )
-                for i, row in enumerate(part.split(step))
-            ]
+            return shards
 
-        def joined(loaded: list[Tensor]) -> Tensor:
-            return torch.cat(loaded)[:count]
+        def join_shards(shards: list[Tensor]) -> Tensor:
+            return torch.cat(shards)[:local_rows]
 
-        return ShardedTensorFactory(key, held, cut, joined, replica)
+        return ShardedTensorFactory(key, local_tensor, build_shards, join_shards, replica_id)
 
     def keep_at_next_load(self) -> None:
         """Don't overwrite this weight in the next load (e.g. from a checkpoint without KHA)."""
