@@ -113,10 +113,6 @@ class ExplicitAttention(Mechanism):
             activations=combined + 4 * normalized,  # two float32 tensors
         )
 
-    def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        gathered = sum(max(sizes.kv_heads, tp) * sizes.dim(name) for name in self.mixed) * width
-        return gathered, gathered
-
 
 def _combine(x: "Tensor", weight: "Tensor", ranks: Ranks) -> "Tensor":
     """Compute ``y[..., j, :] = sum_i weight[i, j] * x[..., i, :]`` over all heads.

@@ -6,18 +6,21 @@ from typing import Annotated, Literal
 
 import typer
 
+from kha_megatron.announcements import announce
 from kha_megatron.cli.following import run_job
 from kha_megatron.cli.options import (
     AsJSON,
     DataFolder,
+    GPUMemory,
     HeadsFrom,
     MegatronArguments,
     RecipeName,
     TrainingDevice,
+    parse_size,
 )
 from kha_megatron.errors import ConfigError
-from kha_megatron.plan import search as planner
-from kha_megatron.recipes import Slurm, get_recipe, prepare_job
+from kha_megatron.plan.estimate import estimate_run
+from kha_megatron.recipes import Job, Slurm, get_recipe, prepare_job
 from kha_megatron.recipes.megatron_check import check_with_megatron
 
 
@@ -32,10 +35,7 @@ def launch(
     nproc: Annotated[
         int | None, typer.Option(min=1, help="Ranks per node (default: set by recipe, 8 on Slurm).")
     ] = None,
-    layout: Annotated[
-        Literal["recipe", "plan"],
-        typer.Option(help="Parallel layout: the recipe's, or the first one of kha-megatron plan."),
-    ] = "recipe",
+    gpu_memory: GPUMemory = "80GB",
     resume: Annotated[
         bool, typer.Option("--resume", help="Resume from the last checkpoint in --output.")
     ] = False,
@@ -83,7 +83,8 @@ def launch(
     The command waits for the job to finish, unless you pass --detach. Slurm jobs save a checkpoint
     shortly before their time limit, and before they are preempted. If Slurm restarts a job, it
     resumes from its last checkpoint. Dry runs and submissions check the arguments with Megatron's
-    own parser, if it is installed. For executors other than Slurm, see `nemo kha train`.
+    own parser, if it is installed. If a GPU job probably needs more than --gpu-memory, a warning is
+    printed (see `kha-megatron plan`). For executors other than Slurm, see `nemo kha train`.
 
     Exit codes: 0 if the job succeeded (or was submitted with --detach), 1 if it failed, 2 for
     invalid arguments, 130 if you interrupted the command.
@@ -111,12 +112,9 @@ def launch(
     slurm = options if executor == "slurm" else None
     if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
         raise ConfigError("Slurm options require --executor slurm. See --help for these options.")
-    chosen = get_recipe(recipe)
-    if layout == "plan":
-        ranks = nodes * options.gpus if slurm else nproc or chosen.ranks
-        chosen = chosen.updated(**planner.plan_arguments(chosen.run, megatron or [], ranks))
+    capacity = parse_size("--gpu-memory", gpu_memory)
     job = prepare_job(
-        chosen,
+        get_recipe(recipe),
         data=data,
         output=output or Path("runs", recipe),
         overrides=megatron or [],
@@ -128,7 +126,23 @@ def launch(
     )
     if dry_run or slurm is not None:  # a local run reports mistakes right away
         check_with_megatron(job)
+    if job.device == "cuda":
+        _check_memory(job, capacity)
     run_job(job, dry_run=dry_run, detach=detach, as_json=as_json)
+
+
+def _check_memory(job: Job, gpu_memory: int) -> None:
+    """Log a warning if a rank probably needs more memory than a GPU has.
+
+    The estimate is not exact, so the job is not refused.
+    """
+    try:
+        estimate = estimate_run(job.run, job.ranks)
+    except ConfigError as error:
+        announce(f"Skipping the check of the GPU memory. {error}")
+        return
+    if not estimate.fits(gpu_memory):
+        announce(f"WARNING: {estimate.explain_fit(gpu_memory)}")
 
 
 def _pairs(flag: str, words: Sequence[str] | None) -> dict[str, str]:

@@ -1,6 +1,5 @@
-"""``kha-megatron plan``: estimate memory and communication of parallel layouts."""
+"""``kha-megatron plan``: parameters, FLOPs and memory of a recipe on a number of GPUs."""
 
-import shlex
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -17,139 +16,113 @@ from kha_megatron.cli.options import (
     parse_size,
 )
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.run import Run
-from kha_megatron.plan import search as planner
-from kha_megatron.plan.counts import count_model
-from kha_megatron.plan.rank import Setup
+from kha_megatron.plan.estimate import Estimate, estimate_run
+from kha_megatron.plan.memory import Memory
 
 _ASSUMED = (
-    "Estimates assume Transformer Engine with flash attention, no dropout and balanced experts. A "
-    f"layout fits if it uses at most {planner.USABLE_MEMORY:.0%} of the GPU memory. Layouts are "
-    "sorted by fit and by time in steps of 5 %. Times are lower bounds for nodes of 8 H100 GPUs."
+    "Memory is estimated for Transformer Engine with flash attention, Adam, no dropout and "
+    "balanced experts."
 )
-Fixed = Annotated[int | None, typer.Option(min=1, max=2**31, help="Only list this size.")]
 
 
 def plan(
     recipe: RecipeName,
     megatron: MegatronArguments = None,
     *,
-    gpus: Annotated[int, typer.Option(help=f"Number of GPUs, up to {planner.MAX_GPUS}.")],
+    gpus: Annotated[int, typer.Option(min=1, max=2**31, help="Number of GPUs.")],
     gpu_memory: GPUMemory = "80GB",
-    tp: Fixed = None,
-    pp: Fixed = None,
-    vpp: Fixed = None,
-    cp: Fixed = None,
-    ep: Fixed = None,
-    etp: Fixed = None,
-    limit: Annotated[int, typer.Option(min=1, max=10**6, help="Number of layouts to list.")] = 15,
     heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
 ) -> None:
-    """List the valid parallel layouts of a recipe with estimated memory, communication and time.
+    """Estimate the parameters, FLOPs and GPU memory of a recipe, and check that it fits.
 
-    Prints three tables. The first two show the peak memory of the fullest rank, and how much data
-    each rank sends per training step (also to other nodes), with a separate column for KHA. The
-    third one shows rows per GEMM and per expert, memory traffic of fp32 gradients (GB), seconds of
-    computation and of communication that isn't overlapped, the pipeline bubble, and the seconds of
-    a step. Note that these are estimates based on the model size. In the layout column, e.g. pp4x2
-    means four pipeline ranks with two virtual stages each.
+    The layout (parallel sizes) is the recipe's, unless you pass another one after --. The memory is
+    the peak of the rank that needs the most. It fits if it is at most 90% of the GPU memory. FLOPs
+    are those of forward and backward pass, without a discount for the causal mask.
 
-    The last line shows the arguments for the first layout. `kha-megatron launch --layout plan` uses
-    them.
+    Exit codes: 0 if the largest rank fits into the GPU memory, 1 if it does not fit, 2 for invalid
+    arguments.
 
     Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
-      kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 80GB --tp 2 --pp 4 --json
-      kha-megatron plan moe-a0.8b-6.6b --gpus 512 -- --recompute-granularity full
+      kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 40GB -- \\
+        --tensor-model-parallel-size 2 --sequence-parallel
     """
-    setup = planner.build_setup(recipes.get_recipe(recipe).run.updated(megatron or []))
     capacity = parse_size("--gpu-memory", gpu_memory)
-    fixed = {"tp": tp, "pp": pp, "vpp": vpp, "cp": cp, "ep": ep, "etp": etp}
-    plans = planner.plan_layouts(setup, gpus, capacity, fixed)
-    whole = count_model(setup.model, setup.kha)
-    fitting = sum(planner.fits(p, capacity) for p in plans)
+    estimate = estimate_run(recipes.get_recipe(recipe).run.updated(megatron or []), gpus)
+    fits = estimate.fits(capacity)
     if as_json:
-        result = {
-            "recipe": recipe,
-            "gpus": gpus,
-            "gpu_memory": capacity,
-            "batch": asdict(setup.batch),
-            "precision": setup.precision,
-            "recompute": setup.recompute,
-            "parameters": {"total": whole.total, "active": whole.active, "kha": whole.kha},
-            "assumed": _ASSUMED,
-            "legal": len(plans),
-            "fitting": fitting,
-            "layouts": [_as_data(p, setup, capacity) for p in plans[:limit]],
-        }
-        console.print_json(result)
-        return
-    console.out.print(
-        f"{recipe}: {whole.total:,} parameters ({whole.active:,} active, {whole.kha:,} "
-        f"for KHA on {setup.kha}), {setup.precision}, recompute {setup.recompute}, sequence length "
-        f"{setup.batch.seq_length}, global batch size {setup.batch.global_batch_size}"
-    )
-    _print(plans[:limit], capacity)
-    console.out.print(
-        f"{len(plans)} valid layouts on {gpus} GPUs, {fitting} fit into {gpu_memory}"
-        + (f" (use --limit to list more than {limit})" if len(plans) > limit else "")
-    )
-    console.out.print(_ASSUMED)
-    console.out.print(f"Arguments of the first layout: {_arguments(plans[0], setup)}")
+        data = {"recipe": recipe, "gpus": gpus, "gpu_memory": capacity, "fits": fits}
+        console.print_json(data | _as_data(estimate))
+    else:
+        _print(estimate, recipe)
+        console.out.print(estimate.explain_fit(capacity), _ASSUMED, sep="\n")
+    if not fits:
+        raise typer.Exit(1)
 
 
-def _as_data(plan: planner.PlannedLayout, setup: Setup, capacity: float) -> dict[str, Any]:
-    layout = plan.layout
-    derived = {"etp": layout.expert_tp, "dp": layout.dp, "expert_dp": layout.expert_dp}
-    return asdict(plan) | {
-        "layout": asdict(layout) | derived,
-        "fits": planner.fits(plan, capacity),
-        "total_memory": plan.total_memory,
-        "arguments": _arguments(plan, setup),
+def _as_data(estimate: Estimate) -> dict[str, Any]:
+    setup = estimate.setup
+    layout = estimate.layout
+    counts = estimate.counts
+    rank = estimate.rank
+    derived_sizes = {"etp": layout.expert_tp, "dp": layout.dp, "expert_dp": layout.expert_dp}
+    return {
+        "layout": asdict(layout) | derived_sizes,
+        "batch": asdict(setup.batch),
+        "microbatches": rank.microbatches,
+        "precision": setup.precision,
+        "recompute": setup.recompute,
+        "parameters": {
+            "total": counts.total,
+            "active": counts.active,
+            "kha": counts.kha,
+            "largest_rank": rank.counts.total,
+        },
+        "flops": {"token": estimate.flops_per_token, "step": estimate.flops_per_step},
+        "pipeline_stage": rank.stage,
+        "memory": asdict(estimate.memory),
+        "kha_memory": asdict(estimate.kha_memory),
+        "total_memory": estimate.total_memory,
+        "assumed": _ASSUMED,
     }
 
 
-def _arguments(plan: planner.PlannedLayout, setup: Setup) -> str:
-    sizes = planner.get_layout_arguments(plan.layout, setup.model)
-    return shlex.join(Run.from_values(**sizes).words())
+def _print(estimate: Estimate, recipe: str) -> None:
+    setup = estimate.setup
+    batch = setup.batch
+    counts = estimate.counts
+    rank = estimate.rank
+    console.print_facts(
+        {
+            "recipe": f"{recipe} (KHA: {setup.kha})",
+            "layout": f"{_format_layout(estimate.layout)} ({rank.microbatches} microbatches)",
+            "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens",
+            "precision": f"{setup.precision}, recompute {setup.recompute}",
+            "parameters": f"{counts.total:,} ({counts.active:,} active, {counts.kha:,} for KHA)",
+            "on one rank": f"{rank.counts.total:,} parameters",
+            "per token": f"{estimate.flops_per_token / 1e9:,.2f} GFLOPs",
+            "per step": f"{estimate.flops_per_step / 1e15:,.2f} PFLOPs",
+        }
+    )
+    columns = ("weights", "gradients", "optimizer", "activations", "total")
+    title = f"Memory of the largest rank (pipeline stage {rank.stage})"
+    table = console.number_table("GB", *columns, title=title)
+    table.add_row("model", *_format_memory(estimate.memory))
+    table.add_row("KHA", *_format_memory(estimate.kha_memory))
+    console.out.print("", table, "", sep="\n")
 
 
-def _print(plans: list[planner.PlannedLayout], capacity: float) -> None:
-    parts = "weights", "grads", "optim", "activ", "KHA", "total", "fits"
-    memory = console.number_table("layout", *parts, title="peak memory (GB)")
-    paths = "TP", "CP", "PP", "EP", "DP", "KHA", "all", "nodes"
-    sent = console.number_table("layout", *paths, title="data sent per rank and step (GB)")
-    costs = "rows", "expert", "grads", "comp", "comm", "idle", "step"
-    times = console.number_table("layout", *costs, title="estimated time per step")
-    for plan in plans:
-        own, path, name = plan.memory, plan.communication, _name(plan.layout)
-        spent = [own.weights, own.gradients, own.optimizer, own.activations]
-        spent += [plan.kha_memory.total, plan.total_memory]
-        fits = "yes" if planner.fits(plan, capacity) else "no"
-        memory.add_row(name, *map(_gigabytes, spent), fits)
-        bytes_sent = [path.tensor, path.context, path.pipeline, path.expert]
-        bytes_sent += [path.data + path.expert_data, path.kha + path.kha_data, path.total]
-        time = plan.time
-        sent.add_row(name, *map(_gigabytes, [*bytes_sent, time.node_bytes]))
-        rows = f"{time.rows:.0f}", f"{time.expert_rows:.0f}" if time.expert_rows else "-"
-        busy = f"{time.compute:.2f}", f"{time.sent + time.data:.2f}"
-        gradients = _gigabytes(time.gradient_bytes)
-        times.add_row(name, *rows, gradients, *busy, f"{time.idle:.0%}", f"{time.total:.2f}")
-    console.out.print(memory, "", sent, "", times)
-
-
-def _name(layout: Layout) -> str:
-    stages = f"{layout.pp}x{layout.vpp}" if layout.vpp else layout.pp
-    sizes = {"tp": layout.tp, "pp": stages, "cp": layout.cp, "ep": layout.ep}
-    names = [f"{name}{size}" for name, size in sizes.items() if size != 1]
+def _format_layout(layout: Layout) -> str:
+    sizes = {"TP": layout.tp, "PP": layout.pp, "CP": layout.cp, "EP": layout.ep}
+    names = [f"{name} {size}" for name, size in sizes.items() if size != 1]
+    if layout.vpp:
+        names.append(f"VPP {layout.vpp}")
     if layout.expert_tp != layout.tp:
-        names.append(f"etp{layout.expert_tp}")
-    return " ".join([*names, f"dp{layout.dp}"])
+        names.append(f"ETP {layout.expert_tp}")
+    return ", ".join([*names, f"DP {layout.dp}"])
 
 
-def _gigabytes(count: float) -> str:
-    value = count / 1e9
-    if value < 0.01:
-        return "<.01" if count else "-"
-    return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
+def _format_memory(memory: Memory) -> list[str]:
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
+    return [f"{size / 1e9:.2f}" for size in parts]

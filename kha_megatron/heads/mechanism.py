@@ -294,16 +294,6 @@ class Mechanism:
         """Count FLOPs and saved activations in one layer (nothing by default)."""
         return Costs()
 
-    def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        """TP communication of one layer in forward and backward, in bytes per token.
-
-        Each rank sends ``(tp - 1) / tp`` of this. Input projections aren't included.
-
-        Args:
-            width (int): Bytes per activation.
-        """
-        return 0, 0
-
     @property
     def adds_loss(self) -> bool:
         """Whether :meth:`apply` calls ``ranks.add_loss``."""

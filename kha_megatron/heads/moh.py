@@ -177,10 +177,6 @@ class MixtureOfHeads(Mechanism):
             activations=heads * (value + 10) + 2 * heads * query * by_norms,
         )
 
-    def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        of_heads = 4 * sizes.query_heads
-        return (of_heads if self.router == "query_norm" else 0), of_heads
-
     def acts_at(self, stage: Stage) -> bool:
         return super().acts_at(stage) and (stage == "output" or self.router == "query_norm")
 

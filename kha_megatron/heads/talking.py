@@ -73,12 +73,6 @@ class TalkingHeads(Mechanism):
         heads, mixings = sizes.query_heads, len(self.mixings)
         return Costs(pair_flops=2 * heads**2 * mixings, pair_activations=heads * (3 + mixings))
 
-    def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
-        features = sizes.dim("key") + sizes.dim("value")
-        turned = sizes.query_heads * features // tp
-        gathered = max(sizes.kv_heads, tp) * features
-        return width * (turned + gathered), width * (turned + gathered)
-
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         return "heads mix their logits, but fused kernels process each head independently"
 

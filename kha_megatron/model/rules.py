@@ -1,6 +1,6 @@
 """Check that model, parallel layout, batch and head mechanisms fit together.
 
-This is used by the launcher, the planner, the training entry point and the attention layer. We only
+This is used by ``launch``, ``plan``, the training entry point and the attention layer. We only
 check KHA and divisibility here, and leave everything else to Megatron.
 """
 
@@ -145,8 +145,8 @@ def _advise_larger_replicas(size: int, factors: Mapping[str, int]) -> str:
         if size % (other_factors * (replicas // scale)) == 0:
             return (
                 f" To keep this value, use {scale} times as many ranks per replica, e.g. with "
-                "--pipeline-model-parallel-size or --tensor-model-parallel-size (see kha-megatron "
-                f"plan), or {scale} times fewer ranks."
+                "--pipeline-model-parallel-size or --tensor-model-parallel-size, "
+                f"or {scale} times fewer ranks."
             )
     return ""
 

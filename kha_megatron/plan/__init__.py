@@ -1,1 +1,1 @@
-"""Planner: parameter counts, FLOPs, memory and communication estimates, and layout search."""
+"""Parameter counts, FLOPs and GPU memory of a run, computed without building the model."""

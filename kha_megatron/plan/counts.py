@@ -14,6 +14,7 @@ from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Costs
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.layout import Layout
 from kha_megatron.model.model_config import ModelConfig
@@ -39,42 +40,63 @@ def count_attention(model: ModelConfig, kha: KHAConfig | None = None) -> Attenti
     """
     if model.multi_latent_attention:
         return count_latent_attention(model)
-    d, head, sizes = model.hidden_size, model.kv_channels, model.head_sizes
-    tied = model.kha_attention == "gta"
-    made = {
-        tensor.heads: tensor.shape[0]
-        for mechanism in (kha or KHAConfig()).mechanisms
-        for tensor in mechanism.tensors(sizes)
-        if tensor.reads_input and tensor.heads in mechanism.own_projections
-    }
-    states = [p for p in PROJECTIONS if p not in made and not (tied and p == "key")]
-    rows = head * sum(sizes.heads(projection) for projection in states)
-    rotary = head // 2 if tied else 0
-    normed = sum(made.get(projection, head) for projection in ("query", "key"))
-    cached = head * sum(sizes.kv_heads for projection in states if projection != "query")
+    hidden = model.hidden_size
+    head_dim = model.kv_channels
+    sizes = model.head_sizes
+    is_tied = model.kha_attention == "gta"
+    replaced_dims = _list_replaced_projections(model, kha)
+    projected_heads = 0
+    cached_heads = 0
+    for projection in PROJECTIONS:
+        if projection in replaced_dims or (is_tied and projection == "key"):
+            continue
+        heads = sizes.heads(projection)
+        projected_heads += heads
+        if projection != "query":
+            cached_heads += heads
+    rotary_dim = head_dim // 2 if is_tied else 0
+    rows = head_dim * projected_heads + rotary_dim
+    output_columns = head_dim * sizes.query_heads
+    normed_dim = replaced_dims.get("query", head_dim)
+    normed_dim += replaced_dims.get("key", head_dim)
     return Attention(
-        weights=d * (rows + rotary + sizes.query_heads * head),
-        norms=normed * model.norm_parameters if model.qk_layernorm else 0,
-        pair=2 * sizes.query_heads * head,
-        cache=cached + made.get("key", 0) + rotary,
+        weights=hidden * (rows + output_columns),
+        norms=normed_dim * model.norm_parameters if model.qk_layernorm else 0,
+        pair=2 * sizes.query_heads * head_dim,
+        cache=head_dim * cached_heads + replaced_dims.get("key", 0) + rotary_dim,
     )
+
+
+def _list_replaced_projections(model: ModelConfig, kha: KHAConfig | None) -> dict[str, int]:
+    """Return the projections that mechanisms replace, and the size of the new ones."""
+    replaced: dict[str, int] = {}
+    for mechanism in (kha or KHAConfig()).mechanisms:
+        for tensor in mechanism.tensors(model.head_sizes):
+            if tensor.reads_input and tensor.heads in mechanism.own_projections:
+                replaced[tensor.heads] = tensor.shape[0]
+    return replaced
 
 
 def count_latent_attention(model: ModelConfig) -> Attention:
     """Count MLA or GLA (see section 3.3.2 of https://arxiv.org/abs/2505.21487)."""
-    d, n = model.hidden_size, model.num_attention_heads
-    query_rank, rank = model.q_lora_rank or 0, model.kv_lora_rank
-    key, position, value = model.qk_head_dim, model.qk_pos_emb_head_dim, model.v_head_dim
-    queries = n * (key + position)
-    weights = query_rank * (d + queries) if query_rank else d * queries
-    weights += d * (rank + position)
-    weights += rank // model.latent_heads * n * (key + value)  # each latent head serves one group
-    weights += n * value * d
+    hidden = model.hidden_size
+    heads = model.num_attention_heads
+    query_rank = model.q_lora_rank or 0
+    rank = model.kv_lora_rank
+    key_dim = model.qk_head_dim
+    rotary_dim = model.qk_pos_emb_head_dim
+    value_dim = model.v_head_dim
+    query_rows = heads * (key_dim + rotary_dim)
+    weights = query_rank * (hidden + query_rows) if query_rank else hidden * query_rows
+    weights += hidden * (rank + rotary_dim)
+    head_rank = rank // model.latent_heads  # each latent head serves one group
+    weights += head_rank * heads * (key_dim + value_dim)
+    weights += heads * value_dim * hidden
     return Attention(
         weights=weights,
         norms=(query_rank + rank) * model.norm_parameters if model.qk_layernorm else 0,
-        pair=n * (key + position + value),
-        cache=rank + position,
+        pair=heads * (key_dim + rotary_dim + value_dim),
+        cache=rank + rotary_dim,
     )
 
 
@@ -86,9 +108,7 @@ class Parameters:
     experts: int
     kha: int  # including padding rows
     kha_rows: int  # part of kha that is in the QKV projection
-    kha_summed: int  # part of kha with a TP all-reduce in each microbatch
     linear: int  # weights that can be FP8, excluding KHA
-    embedding: int  # including the output layer
 
     @property
     def total(self) -> int:
@@ -102,49 +122,75 @@ def count_parameters(
 
     Note that this doesn't support MLA, GLA or GTA with TP > 1.
     """
-    tp, hidden, norm = layout.tp, model.hidden_size, model.norm_parameters
+    hidden = model.hidden_size
+    tp = layout.tp
+    is_last = stage == layout.pp - 1
+    predictions = _list_prediction_layers(model) if is_last else []
+    layers = [*itertools.chain(*layout.stage_layers(model.layers, stage)), *predictions]
     attention = count_attention(model, kha)
-    matrices = 3 if model.swiglu else 2
-    tensors = kha.tensors(model.head_sizes)
-    rows = sum(row.size(model.head_sizes) for row in kha.rows(model.head_sizes))
-    rows = (rows + hidden * count_padding_rows(model, kha)) // tp
-    knocking = sum(t.size // t.ranks(tp) for t in tensors) + rows
-    summed = sum(
-        t.size
-        for t in tensors
-        if tp != t.ranks(tp)
-        and (layout.sequence_parallel if t.reads_input else t.gradient == "heads")
-    )
-    norms = norm * 2 * hidden + attention.norms
 
-    first, last = stage == 0, stage == layout.pp - 1
-    predicting = last * _list_prediction_layers(model)
-    linear = len(predicting) * 2 * hidden**2 // tp
-    expert = router = count = 0
-    for layer in (*itertools.chain(*layout.stage_layers(model.layers, stage)), *predicting):
-        count += 1
-        linear += attention.weights // tp
-        if not model.is_moe(layer):
-            linear += matrices * hidden * model.dense_width // tp
-            continue
-        linear += matrices * hidden * model.shared_width // tp
-        router += model.experts * hidden
-        local = model.experts // layout.ep
-        expert += local * matrices * hidden * model.expert_width // layout.expert_tp
+    # weights before they are sharded
+    linear = len(predictions) * 2 * hidden**2
+    experts = 0
+    routers = 0
+    for layer in layers:
+        linear += attention.weights
+        if model.is_moe(layer):
+            linear += _count_mlp(model, model.shared_width)
+            experts += model.experts * _count_mlp(model, model.expert_width)
+            routers += model.experts * hidden
+        else:
+            linear += _count_mlp(model, model.dense_width)
+    linear //= tp
+    experts //= layout.ep * layout.expert_tp
 
-    table = model.padded_vocab(tp) * hidden // tp
-    table *= first + (last and not (first and model.tied_embeddings))
-    dense = linear + router + count * (norms + knocking) + table
-    dense += (last + 3 * len(predicting)) * norm * hidden
+    norm = hidden * model.norm_parameters
+    norms = len(layers) * (2 * norm + attention.norms)
+    norms += len(predictions) * 3 * norm
+    norms += norm if is_last else 0
+    kha_rows = len(layers) * _count_kha_rows(model, kha, tp)
+    kha_parameters = kha_rows + len(layers) * _count_kha_tensors(model, kha, tp)
+    embeddings = _count_embeddings(model, layout, stage)
     return Parameters(
-        dense=dense,
-        experts=expert,
-        kha=count * knocking,
-        kha_rows=count * rows,
-        kha_summed=count * summed,
-        linear=linear + expert,
-        embedding=table,
+        dense=linear + routers + norms + kha_parameters + embeddings,
+        experts=experts,
+        kha=kha_parameters,
+        kha_rows=kha_rows,
+        linear=linear + experts,
     )
+
+
+def _count_mlp(model: ModelConfig, width: int) -> int:
+    matrices = 3 if model.swiglu else 2
+    return matrices * model.hidden_size * width
+
+
+def _count_kha_rows(model: ModelConfig, kha: KHAConfig, tp: int) -> int:
+    """Count the parameters that KHA adds to the QKV projection of one layer, including padding."""
+    sizes = model.head_sizes
+    parameters = model.hidden_size * count_padding_rows(model, kha)
+    for row in kha.rows(sizes):
+        parameters += row.size(sizes)
+    return parameters // tp
+
+
+def _count_kha_tensors(model: ModelConfig, kha: KHAConfig, tp: int) -> int:
+    """Count the other parameters of KHA in one layer."""
+    parameters = 0
+    for tensor in kha.tensors(model.head_sizes):
+        parameters += tensor.size // tensor.ranks(tp)
+    return parameters
+
+
+def _count_embeddings(model: ModelConfig, layout: Layout, stage: int) -> int:
+    """Count the parameters of the embedding and the output layer on a rank of this stage."""
+    rows = model.padded_vocab(layout.tp) // layout.tp
+    table = rows * model.hidden_size
+    is_first = stage == 0
+    is_last = stage == layout.pp - 1
+    if is_first and is_last:
+        return table if model.tied_embeddings else 2 * table
+    return table if is_first or is_last else 0
 
 
 def _list_prediction_layers(model: ModelConfig) -> list[int]:
@@ -160,7 +206,8 @@ def count_padding_rows(model: ModelConfig, kha: KHAConfig) -> int:
     if model.multi_latent_attention:
         return 0
     layout = replace(model, kha=kha, attention_output_gate=False).qkv
-    return layout.groups * (layout.padding.stop - layout.padding.start)
+    padding = layout.padding.stop - layout.padding.start
+    return layout.groups * padding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,26 +269,33 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
     """Make sure that this module supports the model. Raises ConfigError if it doesn't."""
     if model is None:
         raise ConfigError("Cannot count the parameters of a model without --num-layers.")
-    found = "linear layers with biases" if model.add_bias_linear else ""
     if model.num_layers is None:
-        found = "other layers than pairs of attention and MLP (such as *-*E)"
-    if found:
-        raise ConfigError(f"Cannot count a model with {found}.")
+        raise ConfigError(
+            "Cannot count a model with other layers than pairs of attention and MLP (such as *-*E)."
+        )
+    if model.add_bias_linear:
+        raise ConfigError("Cannot count a model with linear layers with biases.")
     return model
 
 
 def count_model(model: ModelConfig, kha: KHAConfig) -> Counts:
-    whole, cache = count_parameters(model, kha, Layout()), count_attention(model, kha).cache
-    sizes = model.head_sizes
+    parameters = count_parameters(model, kha, Layout())
+    cache = count_attention(model, kha).cache
     layers = model.layers + len(_list_prediction_layers(model))
-    own = {m.name: layers * m.parameters(sizes) for m in kha.mechanisms}
-    if filling := whole.kha - sum(own.values()):
-        own["filling"] = filling
+    mechanisms = {}
+    for mechanism in kha.mechanisms:
+        mechanisms[mechanism.name] = layers * mechanism.parameters(model.head_sizes)
+    filling = parameters.kha - sum(mechanisms.values())
+    if filling:
+        mechanisms["filling"] = filling
+    active_experts = 0
+    if model.experts:
+        active_experts = parameters.experts * model.moe_router_topk // model.experts
     return Counts(
-        total=whole.total,
-        active=whole.dense + whole.experts * model.moe_router_topk // max(1, model.experts),
-        kha=whole.kha,
-        mechanisms=own,
+        total=parameters.total,
+        active=parameters.dense + active_experts,
+        kha=parameters.kha,
+        mechanisms=mechanisms,
         cache_per_layer=cache,
         cache_bytes=_CACHE_BYTES * cache * model.layers,
     )
@@ -252,33 +306,38 @@ def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
 
     Equations 10 to 12 in the paper are a special case (MHA and a dense MLP).
     """
-    attention = count_attention(model, kha)
-    hidden, predicting = model.hidden_size, _list_prediction_layers(model)
-    indices = [*range(model.layers), *predicting]
-    layers = len(indices)
-    matrices = 3 if model.swiglu else 2
-    width = router = 0
-    for layer in indices:
-        if not model.is_moe(layer):
-            width += model.dense_width
-            continue
-        width += model.moe_router_topk * model.expert_width
-        width += model.shared_width
-        router += model.experts
+    hidden = model.hidden_size
     sizes = model.head_sizes
+    predictions = _list_prediction_layers(model)
+    layers = [*range(model.layers), *predictions]
+    mlp = 0
+    router = 0
+    skippable = Costs()
+    for layer in layers:
+        if model.is_moe(layer):
+            mlp += model.moe_router_topk * _count_mlp(model, model.expert_width)
+            mlp += _count_mlp(model, model.shared_width)
+            router += hidden * model.experts
+        else:
+            mlp += _count_mlp(model, model.dense_width)
+        for mechanism in kha.mechanisms:
+            skippable += mechanism.for_layer(layer).costs(sizes)
+    attention = count_attention(model, kha)
     costs = kha.costs(sizes)
-    a_token = costs.flops + 2 * hidden * count_padding_rows(model, kha)
-    of_layers = [m.for_layer(layer).costs(sizes) for m in kha.mechanisms for layer in indices]
+    padding_flops = 2 * hidden * count_padding_rows(model, kha)
+    kha_token_flops = costs.flops + padding_flops + length * costs.pair_flops
+    logits = hidden * model.padded_vocab(1)
+    layer_tokens = length * len(layers)
     return Flops(
-        projections=2 * length * layers * attention.weights,
-        scores=2 * length**2 * layers * attention.pair,
-        mlp=2 * length * matrices * hidden * width,
-        router=2 * length * hidden * router,
-        kha=length * layers * (a_token + length * costs.pair_flops),
-        logits=2 * length * hidden * model.padded_vocab(1) * (1 + len(predicting)),
-        prediction=4 * length * hidden**2 * len(predicting),
-        skippable_projections=length * sum(each.skippable_flops for each in of_layers),
-        skippable_scores=length**2 * sum(each.skippable_pair_flops for each in of_layers),
+        projections=2 * layer_tokens * attention.weights,
+        scores=2 * layer_tokens * length * attention.pair,
+        mlp=2 * length * mlp,
+        router=2 * length * router,
+        kha=layer_tokens * kha_token_flops,
+        logits=2 * length * logits * (1 + len(predictions)),
+        prediction=2 * length * len(predictions) * 2 * hidden**2,
+        skippable_projections=length * skippable.skippable_flops,
+        skippable_scores=length**2 * skippable.skippable_pair_flops,
     )
 
 
@@ -290,11 +349,14 @@ def format_like_paper(number: int, example: str) -> tuple[str, str]:
     Returns:
         The formatted number, and either ``rounded``, ``cut`` or the relative error.
     """
-    digits, unit = example[:-1], example[-1]
-    scaled, step = Decimal(number) / _UNITS[unit], Decimal(digits)
-    rounded = scaled.quantize(step, rounding=ROUND_HALF_UP)
-    cut = scaled.quantize(step, rounding=ROUND_DOWN)
-    for value, how in ((rounded, "rounded"), (cut, "cut")):
-        if f"{value}{unit}" == example:
-            return example, how
-    return f"{rounded}{unit}", f"{float(scaled / step - 1):+.2%} of the paper's"
+    published = Decimal(example[:-1])
+    unit = example[-1]
+    scaled = Decimal(number) / _UNITS[unit]
+    rounded = scaled.quantize(published, rounding=ROUND_HALF_UP)
+    if f"{rounded}{unit}" == example:
+        return example, "rounded"
+    cut = scaled.quantize(published, rounding=ROUND_DOWN)
+    if f"{cut}{unit}" == example:
+        return example, "cut"
+    error = float(scaled / published - 1)
+    return f"{rounded}{unit}", f"{error:+.2%} of the paper's"

@@ -2,13 +2,13 @@
 
 Bytes per parameter:
 
-=========  ======  ========  ==========================
-precision  weight  gradient  Adam (sharded with ZeRO-1)
-=========  ======  ========  ==========================
-fp32       4       4         8
-bf16       2       4         12
-fp8        2 + 2   4         12
-=========  ======  ========  ==========================
+==========  ======  ========  ==========================
+precision   weight  gradient  Adam (sharded with ZeRO-1)
+==========  ======  ========  ==========================
+fp32        4       4         8
+bf16, fp16  2       4         12
+fp8         2 + 2   4         12
+==========  ======  ========  ==========================
 
 For activations, we extend section 4 of https://arxiv.org/abs/2205.05198 to GQA, gated MLPs and MoE.
 This assumes Transformer Engine with flash attention, no dropout, and balanced experts. Temporary
@@ -37,25 +37,33 @@ class Memory:
 
 def estimate_memory(rank: Rank) -> tuple[Memory, Memory]:
     """Estimate peak memory. Returns the memory of the base model and the overhead of KHA."""
-    setup, layout, counts = rank.setup, rank.layout, rank.counts
+    setup = rank.setup
+    layout = rank.layout
+    counts = rank.counts
     activations, kha_activations = _estimate_activations(rank)
-    states = 8 if setup.precision == "fp32" else 12
-    copies = 2 if setup.precision == "fp8" else 0
-    is_sharded = setup.distributed_optimizer
-    replicas = layout.dp * layout.cp if is_sharded else 1
-    expert_replicas = layout.expert_dp if is_sharded else 1
+    state_bytes = 8 if setup.precision == "fp32" else 12
+    copy_bytes = 2 if setup.precision == "fp8" else 0
+    replicas = 1
+    expert_replicas = 1
+    if setup.distributed_optimizer:
+        replicas = layout.dp * layout.cp
+        expert_replicas = layout.expert_dp
     dense = counts.dense - counts.kha
-    return Memory(
-        weights=setup.element_size * (dense + counts.experts) + copies * counts.linear,
-        gradients=4 * (dense + counts.experts),
-        optimizer=states * (dense / replicas + counts.experts / expert_replicas),
+    parameters = dense + counts.experts
+    local_states = dense / replicas + counts.experts / expert_replicas
+    base = Memory(
+        weights=setup.element_size * parameters + copy_bytes * counts.linear,
+        gradients=4 * parameters,
+        optimizer=state_bytes * local_states,
         activations=activations,
-    ), Memory(
-        weights=setup.element_size * counts.kha + copies * counts.kha_rows,
+    )
+    kha = Memory(
+        weights=setup.element_size * counts.kha + copy_bytes * counts.kha_rows,
         gradients=4 * counts.kha,
-        optimizer=states * counts.kha / replicas,
+        optimizer=state_bytes * counts.kha / replicas,
         activations=kha_activations,
     )
+    return base, kha
 
 
 def count_in_flight(pp: int, vpp: int | None, microbatches: int, stage: int) -> int:
@@ -69,66 +77,118 @@ def count_in_flight(pp: int, vpp: int | None, microbatches: int, stage: int) -> 
     return min(microbatches * (vpp or 1), warm_up + 1)
 
 
+def _list_layers_in_flight(rank: Rank) -> list[int]:
+    """Return the index of a layer once for each microbatch whose activations it holds."""
+    layout = rank.layout
+    in_flight = count_in_flight(layout.pp, layout.vpp, rank.microbatches, rank.stage)
+    layers = []
+    for number in range(in_flight):
+        # interleaved schedule: a virtual stage processes pp microbatches before the next one runs
+        chunk = number // layout.pp % len(rank.chunks)
+        layers += rank.chunks[chunk]
+    return layers
+
+
 def _estimate_activations(rank: Rank) -> tuple[float, float]:
     """Same as :func:`estimate_memory`, but only for activations."""
-    setup, model, layout, chunks = rank.setup, rank.model, rank.layout, rank.chunks
-    per_layer = {
-        moe: _estimate_layer_activations(rank, moe) for moe in set(map(model.is_moe, rank.layers))
-    }
-    kha_per_layer = estimate_kha_activations(rank)
-    total = kha_total = 0.0
-    for number in range(count_in_flight(layout.pp, layout.vpp, rank.microbatches, rank.stage)):
-        # interleaved schedule: a virtual stage processes pp microbatches before the next one runs
-        for layer in chunks[number // layout.pp % len(chunks)] if layout.vpp else chunks[0]:
-            if setup.recompute == "full":
-                total += rank.sharded_tokens * rank.token_bytes
-            else:
-                total += per_layer[model.is_moe(layer)]
-                kha_total += kha_per_layer
-    if setup.recompute == "full" and per_layer:
-        total += max(per_layer.values())
-        kha_total += kha_per_layer
-    if rank.is_last:
-        # final norm (input and output), logits, and fp32 softmax
-        logits = rank.tokens * model.padded_vocab(layout.tp) / layout.tp
-        total += 2 * rank.sharded_tokens * rank.token_bytes + (4 + rank.element_size) * logits
-    return total, kha_total
+    if not rank.layers:
+        return _estimate_output_activations(rank), 0.0
+    layer_bytes: dict[bool, float] = {}
+    for is_moe in set(map(rank.model.is_moe, rank.layers)):
+        layer_bytes[is_moe] = _estimate_layer_activations(rank, is_moe)
+    kha_bytes = estimate_kha_activations(rank)
+    in_flight = _list_layers_in_flight(rank)
+    if rank.setup.recompute == "full":
+        # the inputs of all layers, and everything for the one that is recomputed
+        saved = len(in_flight) * rank.sharded_tokens * rank.token_bytes
+        saved += max(layer_bytes.values())
+        kha_saved = kha_bytes
+    else:
+        saved = sum(layer_bytes[rank.model.is_moe(layer)] for layer in in_flight)
+        kha_saved = len(in_flight) * kha_bytes
+    if rank.setup.recompute == "selective":
+        # core attention is recomputed in one layer at a time
+        kha_saved -= (len(in_flight) - 1) * _estimate_kha_core_activations(rank)
+    return saved + _estimate_output_activations(rank), kha_saved
+
+
+def _estimate_output_activations(rank: Rank) -> float:
+    """Bytes that the final norm and the loss save."""
+    if not rank.is_last:
+        return 0.0
+    tp = rank.layout.tp
+    logits = rank.tokens * rank.model.padded_vocab(tp) / tp
+    norm_bytes = 2 * rank.sharded_tokens * rank.token_bytes  # input and output
+    softmax_size = 4  # fp32
+    return norm_bytes + logits * (rank.element_size + softmax_size)
 
 
 def estimate_kha_activations(rank: Rank) -> float:
     """Bytes that KHA saves for the backward pass (per layer and microbatch)."""
-    costs, keys = rank.setup.kha.costs(rank.heads), rank.setup.batch.seq_length
-    elements = costs.activations + keys * costs.pair_activations
-    between = rank.sharded_tokens * costs.sharded_activations
-    return (rank.tokens * elements + between) * rank.element_size
+    costs = rank.setup.kha.costs(rank.heads)
+    elements = rank.tokens * costs.activations
+    elements += rank.sharded_tokens * costs.sharded_activations
+    return elements * rank.element_size + _estimate_kha_core_activations(rank)
 
 
-def _estimate_layer_activations(rank: Rank, moe: bool) -> float:
+def _estimate_kha_core_activations(rank: Rank) -> float:
+    """Part of :func:`estimate_kha_activations` that core attention saves."""
+    costs = rank.setup.kha.costs(rank.heads)
+    pairs = rank.tokens * rank.setup.batch.seq_length
+    return pairs * costs.pair_activations * rank.element_size
+
+
+def _estimate_layer_activations(rank: Rank, is_moe: bool) -> float:
     """Bytes that the rest of a layer saves for the backward pass."""
-    setup, model, layout, width = rank.setup, rank.model, rank.layout, rank.element_size
-    tokens, share = rank.tokens, rank.sharded_tokens
-    queries, groups = rank.heads.query_heads, rank.heads.kv_heads
-    input_size = 1 if setup.precision == "fp8" else width  # for inputs of linear layers
-    hidden, features = model.hidden_size, model.head_dim
+    attention = _estimate_attention_activations(rank)
+    if is_moe:
+        return attention + _estimate_moe_activations(rank)
+    return attention + _estimate_mlp_activations(rank)
 
-    saved = share * hidden * (width + input_size)  # inputs of norm and QKV projection
-    if model.qk_layernorm:
-        saved += tokens * (queries + groups) * features * width
-    saved += tokens * (2 * queries + 2 * groups) * features * width  # core attention
-    if setup.precision == "fp8":
-        saved += tokens * queries * features
-    if setup.recompute != "selective":
-        saved += 4 * tokens * queries  # log-sum-exp of flash attention
 
-    between = 2 if model.swiglu else 1
-    if not moe:
-        width_here = model.dense_width / layout.tp
-        saved += share * hidden * (width + input_size)
-        return saved + tokens * width_here * (between * width + input_size)
-    routed = share * model.moe_router_topk * layout.expert_tp
+def _estimate_attention_activations(rank: Rank) -> float:
+    hidden = rank.model.hidden_size
+    head_dim = rank.model.head_dim
+    queries = rank.heads.query_heads * head_dim
+    keys = rank.heads.kv_heads * head_dim
+    features = 2 * queries + 2 * keys  # inputs and output of core attention
+    if rank.model.qk_layernorm:
+        features += queries + keys
+    token_bytes = features * rank.element_size
+    if rank.setup.precision == "fp8":
+        token_bytes += queries  # input of the output projection
+    if rank.setup.recompute != "selective":
+        token_bytes += 4 * rank.heads.query_heads  # log-sum-exp of flash attention
+    norm_bytes = hidden * rank.element_size
+    projection_bytes = hidden * rank.input_size
+    return rank.sharded_tokens * (norm_bytes + projection_bytes) + rank.tokens * token_bytes
+
+
+def _count_mlp_bytes(rank: Rank, width: float) -> float:
+    """Bytes per token that an MLP of this width saves, except for its input."""
+    activation_inputs = 2 if rank.model.swiglu else 1
+    feature_bytes = activation_inputs * rank.element_size + rank.input_size
+    return width * feature_bytes
+
+
+def _estimate_mlp_activations(rank: Rank) -> float:
+    hidden = rank.model.hidden_size
+    norm_bytes = hidden * rank.element_size
+    input_bytes = hidden * rank.input_size
+    mlp_bytes = _count_mlp_bytes(rank, rank.model.dense_width / rank.layout.tp)
+    return rank.sharded_tokens * (norm_bytes + input_bytes) + rank.tokens * mlp_bytes
+
+
+def _estimate_moe_activations(rank: Rank) -> float:
+    model = rank.model
+    layout = rank.layout
+    norm_bytes = 2 * model.hidden_size * rank.element_size  # inputs of norm and router
+    router_bytes = 9 * model.experts  # fp32 scores and probabilities, routing map
     expert_width = model.expert_width / layout.expert_tp
-    saved += 2 * share * hidden * width  # norm input, and router input
-    saved += share * model.experts * 9  # fp32 scores and probabilities, routing map
-    saved += routed * hidden * input_size + routed * expert_width * (between * width + input_size)
-    shared = model.shared_width / layout.tp
-    return saved + tokens * shared * (between * width + input_size)
+    expert_bytes = model.hidden_size * rank.input_size + _count_mlp_bytes(rank, expert_width)
+    shared_bytes = _count_mlp_bytes(rank, model.shared_width / layout.tp)
+    routed_tokens = rank.sharded_tokens * model.moe_router_topk * layout.expert_tp
+    saved = rank.sharded_tokens * (norm_bytes + router_bytes)
+    saved += routed_tokens * expert_bytes
+    saved += rank.tokens * shared_bytes
+    return saved

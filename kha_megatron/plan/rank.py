@@ -1,5 +1,6 @@
-"""Common inputs for the memory and communication estimates."""
+"""Inputs of the memory estimate: the run, and one of its ranks."""
 
+import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -10,7 +11,7 @@ from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.plan.counts import Parameters, count_parameters
 
-Precision = Literal["fp32", "bf16", "fp8"]
+Precision = Literal["fp32", "fp16", "bf16", "fp8"]
 Recompute = Literal["none", "selective", "full"]
 
 
@@ -48,6 +49,11 @@ class Rank:
         return self.setup.element_size
 
     @property
+    def input_size(self) -> int:
+        """Bytes per element of the inputs that linear layers save."""
+        return 1 if self.setup.precision == "fp8" else self.element_size
+
+    @property
     def token_bytes(self) -> int:
         """Bytes per hidden state."""
         return self.model.hidden_size * self.element_size
@@ -59,7 +65,7 @@ class Rank:
 
     @cached_property
     def layers(self) -> list[int]:
-        return [layer for chunk in self.chunks for layer in chunk]
+        return list(itertools.chain(*self.chunks))
 
     @cached_property
     def counts(self) -> Parameters:
@@ -69,25 +75,23 @@ class Rank:
     def heads(self) -> HeadSizes:
         return self.model.head_sizes.on_rank(self.layout.tp)
 
-    @cached_property
+    @property
     def microbatches(self) -> int:
         return self.setup.batch.microbatches(self.layout.dp)
 
-    @cached_property
+    @property
     def tokens(self) -> float:
         """Local tokens per microbatch in attention and MLP (not sharded by SP)."""
         batch = self.setup.batch
-        return batch.seq_length * batch.micro_batch_size / self.layout.cp
+        tokens = batch.seq_length * batch.micro_batch_size
+        return tokens / self.layout.cp
 
     @property
     def sharded_tokens(self) -> float:
         """Local tokens per microbatch in norms and residual connections (sharded by SP)."""
-        return self.tokens / self.layout.tp if self.layout.sequence_parallel else self.tokens
-
-    @property
-    def forwards(self) -> int:
-        """Forward passes per microbatch (2 with full recomputation)."""
-        return 2 if self.setup.recompute == "full" else 1
+        if not self.layout.sequence_parallel:
+            return self.tokens
+        return self.tokens / self.layout.tp
 
     @property
     def is_last(self) -> bool:

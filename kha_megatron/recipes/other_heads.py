@@ -85,7 +85,8 @@ _VARIANTS: Mapping[str, Mapping[str, HeadVariant]] = {
         "50": HeadVariant("50 % of the heads, half shared", "moh_50"),
     },
     "interactive": {
-        "talking": HeadVariant("talking heads", "talking"),
+        # without recomputation, the attention weights of all layers need 48 or 97 GB
+        "talking": HeadVariant("talking heads", "talking", {"recompute_granularity": "selective"}),
         "collaborative": HeadVariant(
             "queries and keys of 256 features that all heads share", "collaborative"
         ),

@@ -135,7 +135,7 @@ MODEL_SIZES: Mapping[str, ModelSize] = {
 
 @dataclass(frozen=True)
 class HeadVariant:
-    """Head mechanisms of a recipe: a preset, plus ``kha_*`` arguments to override it."""
+    """Head mechanisms of a recipe: a preset, plus other arguments, which override it."""
 
     description: str
     preset: str = "baseline"

@@ -1,0 +1,154 @@
+"""Estimate what a run needs on a number of GPUs, and check that its largest rank fits on a GPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.model.layout import Layout
+from kha_megatron.model.rules import build_head_facts, check_layout
+from kha_megatron.model.run import Run
+from kha_megatron.plan.counts import Counts, Flops, compute_flops, count_model, get_countable_model
+from kha_megatron.plan.memory import Memory, estimate_memory
+from kha_megatron.plan.rank import Precision, Rank, Recompute, Setup
+
+USABLE_MEMORY = 0.9
+"""Leave some headroom for everything that isn't part of the estimate (e.g. the CUDA context)."""
+
+_CORE_ATTENTION = "core_attn"
+"""Default of ``--recompute-modules``, with ``--recompute-granularity selective``."""
+
+_RECOMPUTE_FLAGS: Mapping[Recompute, str] = {
+    "selective": "--recompute-granularity selective",
+    "full": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+}
+"""Megatron arguments that reduce the memory of activations, cheapest first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Parameters, FLOPs and memory of a run. Memory is that of the rank that needs the most."""
+
+    setup: Setup
+    layout: Layout
+    counts: Counts  # of the whole model
+    flops: Flops  # forward pass of one sequence
+    rank: Rank  # largest rank
+    memory: Memory  # of that rank, excluding KHA
+    kha_memory: Memory
+
+    @property
+    def total_memory(self) -> float:
+        return self.memory.total + self.kha_memory.total
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of forward and backward pass."""
+        return 3 * self.flops.forward / self.setup.batch.seq_length
+
+    @property
+    def flops_per_step(self) -> int:
+        """FLOPs of forward and backward pass of a global batch."""
+        batch = self.setup.batch
+        assert batch.global_batch_size is not None
+        return 3 * self.flops.forward * batch.global_batch_size
+
+    def fits(self, gpu_memory: float) -> bool:
+        return self.total_memory <= USABLE_MEMORY * gpu_memory
+
+    def explain_fit(self, gpu_memory: float) -> str:
+        """Describe whether the largest rank fits, and what to do if it doesn't."""
+        needed = f"The largest rank needs about {self.total_memory / 1e9:.1f} GB of GPU memory"
+        usable = f"{USABLE_MEMORY:.0%} of {gpu_memory / 1e9:.1f} GB"
+        if self.fits(gpu_memory):
+            return f"{needed}, which fits into {usable}."
+        activations = self.memory.activations + self.kha_memory.activations
+        return (
+            f"{needed} ({activations / 1e9:.1f} GB for activations), which does not fit into "
+            f"{usable}. {self._advise(gpu_memory)}"
+        )
+
+    def _advise(self, gpu_memory: float) -> str:
+        for recompute, flags in _RECOMPUTE_FLAGS.items():
+            setup = replace(self.setup, recompute=recompute)
+            if _estimate(setup, self.layout).fits(gpu_memory):
+                return f"Add {flags}."
+        return (
+            "Use more GPUs with a larger --tensor-model-parallel-size, "
+            "--pipeline-model-parallel-size or --context-parallel-size."
+        )
+
+
+def estimate_run(run: Run, gpus: int) -> Estimate:
+    """Estimate parameters, FLOPs and memory of a run on ``gpus`` ranks.
+
+    Raises:
+        ConfigError: If the layout is invalid, or the run is not supported.
+    """
+    setup = build_setup(run)
+    setup.kha.check(build_head_facts(setup.model))
+    layout = run.layout(gpus)
+    check_layout(setup.model, layout, setup.batch)
+    return _estimate(setup, layout)
+
+
+def _estimate(setup: Setup, layout: Layout) -> Estimate:
+    ranks = [Rank(setup, layout, stage) for stage in range(layout.pp)]
+    largest_rank = max(ranks, key=_sum_memory)
+    memory, kha_memory = estimate_memory(largest_rank)
+    return Estimate(
+        setup=setup,
+        layout=layout,
+        counts=count_model(setup.model, setup.kha),
+        flops=compute_flops(setup.model, setup.kha, setup.batch.seq_length),
+        rank=largest_rank,
+        memory=memory,
+        kha_memory=kha_memory,
+    )
+
+
+def _sum_memory(rank: Rank) -> float:
+    memory, kha_memory = estimate_memory(rank)
+    return memory.total + kha_memory.total
+
+
+def build_setup(run: Run) -> Setup:
+    """Extract what the estimate needs from a run.
+
+    Raises:
+        ConfigError: If the run is not supported.
+    """
+    model = get_countable_model(run.model)
+    training = run.training
+    batch = run.batch
+    if model.attention_type != "gqa":
+        raise ConfigError(f"Cannot estimate the memory of {model.attention_type.upper()}.")
+    if model.mtp_num_layers:
+        raise ConfigError("Cannot estimate the memory of multi-token prediction.")
+    if training.use_torch_fsdp2 or training.use_megatron_fsdp:
+        raise ConfigError("Cannot estimate the memory of FSDP.")
+    if batch is None or batch.global_batch_size is None:
+        raise ConfigError("Cannot estimate the memory of a run without a fixed batch size.")
+    return Setup(
+        model=model,
+        kha=run.kha,
+        batch=batch,
+        precision=_get_precision(run),
+        recompute=_get_recompute(run),
+        distributed_optimizer=training.use_distributed_optimizer,
+    )
+
+
+def _get_precision(run: Run) -> Precision:
+    if run.model is not None and run.model.fp8:
+        return "fp8"
+    if run.training.bf16:
+        return "bf16"
+    return "fp16" if run.training.fp16 else "fp32"
+
+
+def _get_recompute(run: Run) -> Recompute:
+    granularity = run.training.recompute_granularity
+    modules = run.arguments.get("--recompute-modules", (_CORE_ATTENTION,))
+    if granularity is None or (granularity == "selective" and _CORE_ATTENTION not in modules):
+        return "none"
+    return granularity
