@@ -7,7 +7,6 @@ Note: "KHA" refers to all head mechanisms here, and also includes Megatron's own
 padding rows of the QKV projection.
 """
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
@@ -57,13 +56,15 @@ def count_attention(model: ModelConfig, kha: KHAConfig | None = None) -> Attenti
     rotary_dim = head_dim // 2 if is_tied else 0
     rows = head_dim * projected_heads + rotary_dim
     output_columns = head_dim * sizes.query_heads
-    normed_dim = replaced_dims.get("query", head_dim)
-    normed_dim += replaced_dims.get("key", head_dim)
+    cache = head_dim * cached_heads + rotary_dim
+    cache += replaced_dims.get("key", 0)
+    norms = 0
+    if model.qk_layernorm:
+        normed_dim = replaced_dims.get("query", head_dim)
+        normed_dim += replaced_dims.get("key", head_dim)
+        norms = normed_dim * model.norm_parameters
     return Attention(
-        weights=hidden * (rows + output_columns),
-        norms=normed_dim * model.norm_parameters if model.qk_layernorm else 0,
-        pair=2 * sizes.query_heads * head_dim,
-        cache=head_dim * cached_heads + replaced_dims.get("key", 0) + rotary_dim,
+        weights=hidden * (rows + output_columns), norms=norms, pair=2 * output_columns, cache=cache
     )
 
 
@@ -90,11 +91,15 @@ def count_latent_attention(model: ModelConfig) -> Attention:
     weights = query_rank * (hidden + query_rows) if query_rank else hidden * query_rows
     weights += hidden * (rank + rotary_dim)
     head_rank = rank // model.latent_heads  # each latent head serves one group
-    weights += head_rank * heads * (key_dim + value_dim)
+    up_rows = heads * (key_dim + value_dim)
+    weights += head_rank * up_rows
     weights += heads * value_dim * hidden
+    norms = 0
+    if model.qk_layernorm:
+        norms = (query_rank + rank) * model.norm_parameters
     return Attention(
         weights=weights,
-        norms=(query_rank + rank) * model.norm_parameters if model.qk_layernorm else 0,
+        norms=norms,
         pair=heads * (key_dim + rotary_dim + value_dim),
         cache=rank + rotary_dim,
     )
@@ -126,7 +131,10 @@ def count_parameters(
     tp = layout.tp
     is_last = stage == layout.pp - 1
     predictions = _list_prediction_layers(model) if is_last else []
-    layers = [*itertools.chain(*layout.stage_layers(model.layers, stage)), *predictions]
+    layers = []
+    for chunk in layout.stage_layers(model.layers, stage):
+        layers += chunk
+    layers += predictions
     attention = count_attention(model, kha)
 
     # weights before they are sharded
@@ -137,7 +145,8 @@ def count_parameters(
         linear += attention.weights
         if model.is_moe(layer):
             linear += _count_mlp(model, model.shared_width)
-            experts += model.experts * _count_mlp(model, model.expert_width)
+            expert = _count_mlp(model, model.expert_width)
+            experts += model.experts * expert
             routers += model.experts * hidden
         else:
             linear += _count_mlp(model, model.dense_width)
@@ -145,11 +154,15 @@ def count_parameters(
     experts //= layout.ep * layout.expert_tp
 
     norm = hidden * model.norm_parameters
-    norms = len(layers) * (2 * norm + attention.norms)
+    layer_norms = 2 * norm + attention.norms
+    norms = len(layers) * layer_norms
     norms += len(predictions) * 3 * norm
-    norms += norm if is_last else 0
-    kha_rows = len(layers) * _count_kha_rows(model, kha, tp)
-    kha_parameters = kha_rows + len(layers) * _count_kha_tensors(model, kha, tp)
+    if is_last:
+        norms += norm
+    kha_layer_rows = _count_kha_rows(model, kha, tp)
+    kha_layer_tensors = _count_kha_tensors(model, kha, tp)
+    kha_rows = len(layers) * kha_layer_rows
+    kha_parameters = kha_rows + len(layers) * kha_layer_tensors
     embeddings = _count_embeddings(model, layout, stage)
     return Parameters(
         dense=linear + routers + norms + kha_parameters + embeddings,
@@ -284,7 +297,8 @@ def count_model(model: ModelConfig, kha: KHAConfig) -> Counts:
     layers = model.layers + len(_list_prediction_layers(model))
     mechanisms = {}
     for mechanism in kha.mechanisms:
-        mechanisms[mechanism.name] = layers * mechanism.parameters(model.head_sizes)
+        layer_parameters = mechanism.parameters(model.head_sizes)
+        mechanisms[mechanism.name] = layers * layer_parameters
     filling = parameters.kha - sum(mechanisms.values())
     if filling:
         mechanisms["filling"] = filling
@@ -315,7 +329,8 @@ def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
     skippable = Costs()
     for layer in layers:
         if model.is_moe(layer):
-            mlp += model.moe_router_topk * _count_mlp(model, model.expert_width)
+            expert = _count_mlp(model, model.expert_width)
+            mlp += model.moe_router_topk * expert
             mlp += _count_mlp(model, model.shared_width)
             router += hidden * model.experts
         else:
@@ -327,6 +342,8 @@ def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
     padding_flops = 2 * hidden * count_padding_rows(model, kha)
     kha_token_flops = costs.flops + padding_flops + length * costs.pair_flops
     logits = hidden * model.padded_vocab(1)
+    logit_tokens = length * (1 + len(predictions))
+    prediction_tokens = length * len(predictions)
     layer_tokens = length * len(layers)
     return Flops(
         projections=2 * layer_tokens * attention.weights,
@@ -334,8 +351,8 @@ def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
         mlp=2 * length * mlp,
         router=2 * length * router,
         kha=layer_tokens * kha_token_flops,
-        logits=2 * length * logits * (1 + len(predictions)),
-        prediction=2 * length * len(predictions) * 2 * hidden**2,
+        logits=2 * logit_tokens * logits,
+        prediction=2 * prediction_tokens * 2 * hidden**2,
         skippable_projections=length * skippable.skippable_flops,
         skippable_scores=length**2 * skippable.skippable_pair_flops,
     )

@@ -18,7 +18,7 @@ _CORE_ATTENTION = "core_attn"
 """Default of ``--recompute-modules``, with ``--recompute-granularity selective``."""
 
 _RECOMPUTE_FLAGS: Mapping[Recompute, str] = {
-    "selective": "--recompute-granularity selective",
+    "selective": "--recompute-granularity selective --recompute-modules core_attn",
     "full": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
 }
 """Megatron arguments that reduce the memory of activations, cheapest first."""
@@ -43,7 +43,8 @@ class Estimate:
     @property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward pass."""
-        return 3 * self.flops.forward / self.setup.batch.seq_length
+        batch = self.setup.batch
+        return 3 * self.flops.forward / batch.seq_length
 
     @property
     def flops_per_step(self) -> int:
@@ -57,14 +58,14 @@ class Estimate:
 
     def explain_fit(self, gpu_memory: float) -> str:
         """Describe whether the largest rank fits, and what to do if it doesn't."""
-        needed = f"The largest rank needs about {self.total_memory / 1e9:.1f} GB of GPU memory"
+        needed = f"{self.total_memory / 1e9:.1f} GB of GPU memory"
         usable = f"{USABLE_MEMORY:.0%} of {gpu_memory / 1e9:.1f} GB"
         if self.fits(gpu_memory):
-            return f"{needed}, which fits into {usable}."
+            return f"The largest rank needs about {needed}, which fits into {usable}."
         activations = self.memory.activations + self.kha_memory.activations
         return (
-            f"{needed} ({activations / 1e9:.1f} GB for activations), which does not fit into "
-            f"{usable}. {self._advise(gpu_memory)}"
+            f"The largest rank needs about {needed} ({activations / 1e9:.1f} GB for activations), "
+            f"which does not fit into {usable}. {self._advise(gpu_memory)}"
         )
 
     def _advise(self, gpu_memory: float) -> str:
@@ -92,14 +93,18 @@ def estimate_run(run: Run, gpus: int) -> Estimate:
 
 
 def _estimate(setup: Setup, layout: Layout) -> Estimate:
-    ranks = [Rank(setup, layout, stage) for stage in range(layout.pp)]
+    ranks = []
+    for stage in range(layout.pp):
+        ranks.append(Rank(setup, layout, stage))
     largest_rank = max(ranks, key=_sum_memory)
     memory, kha_memory = estimate_memory(largest_rank)
+    model = setup.model
+    kha = setup.kha
     return Estimate(
         setup=setup,
         layout=layout,
-        counts=count_model(setup.model, setup.kha),
-        flops=compute_flops(setup.model, setup.kha, setup.batch.seq_length),
+        counts=count_model(model, kha),
+        flops=compute_flops(model, kha, setup.batch.seq_length),
         rank=largest_rank,
         memory=memory,
         kha_memory=kha_memory,
@@ -148,7 +153,7 @@ def _get_precision(run: Run) -> Precision:
 
 def _get_recompute(run: Run) -> Recompute:
     granularity = run.training.recompute_granularity
+    if granularity != "selective":
+        return granularity or "none"
     modules = run.arguments.get("--recompute-modules", (_CORE_ATTENTION,))
-    if granularity is None or (granularity == "selective" and _CORE_ATTENTION not in modules):
-        return "none"
-    return granularity
+    return "selective" if _CORE_ATTENTION in modules else "none"

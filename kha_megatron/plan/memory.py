@@ -94,21 +94,26 @@ def _estimate_activations(rank: Rank) -> tuple[float, float]:
     if not rank.layers:
         return _estimate_output_activations(rank), 0.0
     layer_bytes: dict[bool, float] = {}
-    for is_moe in set(map(rank.model.is_moe, rank.layers)):
-        layer_bytes[is_moe] = _estimate_layer_activations(rank, is_moe)
+    for layer in rank.layers:
+        is_moe = rank.model.is_moe(layer)
+        if is_moe not in layer_bytes:
+            layer_bytes[is_moe] = _estimate_layer_activations(rank, is_moe)
     kha_bytes = estimate_kha_activations(rank)
     in_flight = _list_layers_in_flight(rank)
     if rank.setup.recompute == "full":
         # the inputs of all layers, and everything for the one that is recomputed
-        saved = len(in_flight) * rank.sharded_tokens * rank.token_bytes
-        saved += max(layer_bytes.values())
+        input_bytes = rank.sharded_tokens * rank.token_bytes
+        saved = len(in_flight) * input_bytes + max(layer_bytes.values())
         kha_saved = kha_bytes
     else:
-        saved = sum(layer_bytes[rank.model.is_moe(layer)] for layer in in_flight)
+        saved = 0.0
+        for layer in in_flight:
+            saved += layer_bytes[rank.model.is_moe(layer)]
         kha_saved = len(in_flight) * kha_bytes
     if rank.setup.recompute == "selective":
         # core attention is recomputed in one layer at a time
-        kha_saved -= (len(in_flight) - 1) * _estimate_kha_core_activations(rank)
+        recomputed_layers = len(in_flight) - 1
+        kha_saved -= recomputed_layers * _estimate_kha_core_activations(rank)
     return saved + _estimate_output_activations(rank), kha_saved
 
 
@@ -117,7 +122,8 @@ def _estimate_output_activations(rank: Rank) -> float:
     if not rank.is_last:
         return 0.0
     tp = rank.layout.tp
-    logits = rank.tokens * rank.model.padded_vocab(tp) / tp
+    vocab_size = rank.model.padded_vocab(tp) / tp
+    logits = rank.tokens * vocab_size
     norm_bytes = 2 * rank.sharded_tokens * rank.token_bytes  # input and output
     softmax_size = 4  # fp32
     return norm_bytes + logits * (rank.element_size + softmax_size)
@@ -159,9 +165,10 @@ def _estimate_attention_activations(rank: Rank) -> float:
         token_bytes += queries  # input of the output projection
     if rank.setup.recompute != "selective":
         token_bytes += 4 * rank.heads.query_heads  # log-sum-exp of flash attention
-    norm_bytes = hidden * rank.element_size
-    projection_bytes = hidden * rank.input_size
-    return rank.sharded_tokens * (norm_bytes + projection_bytes) + rank.tokens * token_bytes
+    # the norm and the QKV projection save their inputs
+    hidden_bytes = hidden * (rank.element_size + rank.input_size)
+    saved = rank.sharded_tokens * hidden_bytes
+    return saved + rank.tokens * token_bytes
 
 
 def _count_mlp_bytes(rank: Rank, width: float) -> float:
@@ -173,10 +180,12 @@ def _count_mlp_bytes(rank: Rank, width: float) -> float:
 
 def _estimate_mlp_activations(rank: Rank) -> float:
     hidden = rank.model.hidden_size
-    norm_bytes = hidden * rank.element_size
-    input_bytes = hidden * rank.input_size
-    mlp_bytes = _count_mlp_bytes(rank, rank.model.dense_width / rank.layout.tp)
-    return rank.sharded_tokens * (norm_bytes + input_bytes) + rank.tokens * mlp_bytes
+    width = rank.model.dense_width / rank.layout.tp
+    # the norm and the first linear layer save their inputs
+    hidden_bytes = hidden * (rank.element_size + rank.input_size)
+    mlp_bytes = _count_mlp_bytes(rank, width)
+    saved = rank.sharded_tokens * hidden_bytes
+    return saved + rank.tokens * mlp_bytes
 
 
 def _estimate_moe_activations(rank: Rank) -> float:
@@ -185,9 +194,11 @@ def _estimate_moe_activations(rank: Rank) -> float:
     norm_bytes = 2 * model.hidden_size * rank.element_size  # inputs of norm and router
     router_bytes = 9 * model.experts  # fp32 scores and probabilities, routing map
     expert_width = model.expert_width / layout.expert_tp
+    shared_width = model.shared_width / layout.tp
     expert_bytes = model.hidden_size * rank.input_size + _count_mlp_bytes(rank, expert_width)
-    shared_bytes = _count_mlp_bytes(rank, model.shared_width / layout.tp)
-    routed_tokens = rank.sharded_tokens * model.moe_router_topk * layout.expert_tp
+    shared_bytes = _count_mlp_bytes(rank, shared_width)
+    routed_tokens = rank.sharded_tokens * model.moe_router_topk
+    routed_tokens *= layout.expert_tp
     saved = rank.sharded_tokens * (norm_bytes + router_bytes)
     saved += routed_tokens * expert_bytes
     saved += rank.tokens * shared_bytes

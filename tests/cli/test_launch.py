@@ -70,6 +70,28 @@ def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
     assert "No training data given" in str(run(*words, code=1).exception)
 
 
+@pytest.mark.usefixtures("forked_megatron_check", "nemorun_home")
+@pytest.mark.parametrize(
+    ("recipe", "words", "extra", "message"),
+    [
+        ("interactive/talking-gqa4", [], [], ""),
+        (
+            "interactive/talking-gqa4",
+            ["--gpu-memory", "40GB"],
+            ["--micro-batch-size", "2"],
+            "WARNING: The largest rank needs about 48.1 GB of GPU memory",
+        ),
+        ("interactive/talking-gqa4", ["--device", "cpu"], ["--micro-batch-size", "8"], ""),
+        ("table3/mla-baseline", [], [], "Cannot estimate the memory of MLA."),
+    ],
+)
+def test_a_job_that_does_not_fit_is_announced(recipe, words, extra, message):
+    result = run("launch", recipe, "--dry-run", *words, "--", "--mock-data", *extra)
+    announced = [line for line in result.stderr.splitlines() if "memory" in line]
+    assert len(announced) == bool(message)
+    assert message in result.stderr
+
+
 @pytest.mark.parametrize("mode", [["--dry-run"], ["--executor", "slurm", "--time", "01:00:00"]])
 def test_misspelled_argument_is_refused(mode, nemorun_home, tmp_path, request):  # noqa: F811
     if mode != ["--dry-run"]:  # which checks in a new process, as users do

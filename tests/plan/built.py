@@ -1,4 +1,4 @@
-"""Models really built by Megatron for a layout, for the tests that check the planner against them.
+"""Models really built by Megatron for a layout, for the tests that check estimates against them.
 
 Functions at the top level run on the workers of ``tests/distributed/launcher.py``.
 """
@@ -35,7 +35,7 @@ EXPERTS = {
 
 
 def built(layout: Layout, kha: KHAConfig, *, tied: bool = True, **overrides: Any) -> tuple:
-    """This rank's virtual stages, their configuration, the planner's model and pipeline rank."""
+    """This rank's virtual stages, their configuration, the model and the pipeline rank."""
     from dataclasses import replace
 
     from megatron.core import parallel_state

@@ -1,4 +1,4 @@
-"""The planner's memory against models that Megatron builds, rank by rank.
+"""The estimated memory against models that Megatron builds, rank by rank.
 
 Parameters and optimizer states are compared exactly. Gradient buffers are longer than the gradients
 by Megatron's padding, at most 64 elements a parameter and one unit of 128 and the replicas a
@@ -24,7 +24,7 @@ MIXED_LAYERS = {**EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}
 
 
 def sizes(world, layout, overrides):
-    """Return what this rank holds, counted in its tensors, and the planner's model."""
+    """Return what this rank holds, counted in its tensors, and the model."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
@@ -186,6 +186,41 @@ def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm):
     for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, qk_norm):
         setup = Setup(model=model, kha=kha, batch=batch, precision="bf16")
         assert found == estimate_kha_activations(Rank(setup, layout, 0))
+
+
+def attention_weights_kept(kha, recompute):
+    """Bytes that autograd keeps of tensors with an element for each head, query and key."""
+    from tests.distributed import models
+
+    overrides = {"params_dtype": torch.bfloat16, "bf16": True, "recompute_granularity": recompute}
+    chunks, config, model, _ = built(Layout(), kha, **overrides)
+    pairs = config.num_attention_heads * models.BATCH * models.SEQUENCE**2
+    kept = {}
+
+    def keep(tensor):
+        if tensor.numel() == pairs:
+            kept[tensor.data_ptr(), tensor.nbytes] = tensor  # alive, so that no address returns
+        return tensor
+
+    tokens, positions, mask = models.batch()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        chunks[0](tokens, positions, mask, labels=tokens).mean()
+    return sum(tensor.nbytes for tensor in kept.values()), model
+
+
+@pytest.mark.parametrize("recompute", [None, "selective"])
+def test_selective_recomputation_keeps_no_attention_weights(ranks, recompute):
+    from tests.distributed.models import BATCH, SEQUENCE
+
+    kha = KHAConfig.from_preset("talking")
+    batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
+    ((found, model),) = ranks(attention_weights_kept, 1, kha, recompute)
+    setup = Setup(model=model, kha=kha, batch=batch, recompute=recompute or "none")
+    rank = Rank(setup, Layout(world_size=1), 0)
+    planned = estimate_memory(rank)[1].activations
+    # the estimate includes the layer that the backward pass recomputes
+    backward = 0 if recompute is None else estimate_kha_activations(rank)
+    assert found == planned - backward
 
 
 @pytest.mark.parametrize(

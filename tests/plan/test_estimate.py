@@ -1,0 +1,140 @@
+"""Test which rank is the largest, whether it fits on a GPU, and which runs are refused."""
+
+from dataclasses import asdict, replace
+
+import pytest
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.plan.counts import compute_flops
+from kha_megatron.plan.estimate import build_setup, estimate_run
+from kha_megatron.plan.memory import estimate_memory
+from kha_megatron.plan.rank import Rank
+from kha_megatron.recipes import RECIPES, get_recipe
+
+GB = 1e9
+
+
+def estimate(name, words="", gpus=8):
+    return estimate_run(get_recipe(name).run.updated(words.split()), gpus)
+
+
+def test_every_recipe_for_gpus_fits():
+    checked = 0
+    for recipe in RECIPES.values():
+        run = recipe.run
+        if run.training.device != "cuda" or run.model.attention_type != "gqa":
+            continue
+        result = estimate_run(run, recipe.ranks)
+        assert result.fits(80 * GB), (recipe.name, result.explain_fit(80 * GB))
+        checked += 1
+    assert checked > 70
+
+
+def test_flops_are_those_of_three_forward_passes():
+    result = estimate("dense-1.7b")
+    run = get_recipe("dense-1.7b").run
+    forward = compute_flops(run.model, run.kha, 4096).forward
+    assert result.flops_per_step == 512 * 3 * forward
+    assert result.flops_per_token * 512 * 4096 == result.flops_per_step
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "words"),
+    [
+        ("dense-0.6b", 8, ""),
+        ("moe-a0.8b-6.6b", 24, "--global-batch-size 768"),
+        (
+            "dense-1.7b",
+            16,
+            "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
+        ),
+    ],
+)
+def test_kha_costs_what_it_adds(name, gpus, words):
+    """The baseline's memory differs by exactly what is shown as KHA's."""
+    knocked = estimate(name, words, gpus)
+    baseline = estimate(name, f"{words} --kha-preset baseline", gpus)
+    assert asdict(baseline.kha_memory) == dict.fromkeys(asdict(baseline.kha_memory), 0)
+    assert knocked.memory == baseline.memory
+    assert 0 < knocked.kha_memory.total < 0.15 * knocked.total_memory
+    assert knocked.rank.counts.total - baseline.rank.counts.total == knocked.rank.counts.kha
+    layout = knocked.layout
+    assert layout.dp * layout.tp * layout.pp * layout.cp == gpus
+    assert knocked.rank.microbatches * layout.dp == knocked.setup.batch.global_batch_size
+
+
+def test_recompute_and_memory_decide_what_fits():
+    totals = []
+    for recompute in ("", "--recompute-granularity selective", "--recompute-granularity full"):
+        result = estimate("dense-3.9b", f"--micro-batch-size 4 {recompute}")
+        totals.append(result.total_memory)
+        assert result.fits(result.total_memory / 0.89)
+        assert not result.fits(result.total_memory / 0.91)
+    assert totals == sorted(totals, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "stage"),
+    [
+        ("--pipeline-model-parallel-size 4", 0),
+        # the middle stage has 18 of 24 layers
+        ("--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout E(t|)*2t*18|t*4L", 2),
+    ],
+)
+def test_the_largest_rank_of_all_stages_decides(words, stage):
+    result = estimate("dense-0.6b", words)
+    assert result.rank.stage == stage
+    for number in range(4):
+        memory, kha_memory = estimate_memory(Rank(result.setup, result.layout, number))
+        assert memory.total + kha_memory.total <= result.total_memory
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "remedy"),
+    [
+        # attention weights are only kept for one layer at a time
+        ("dense-3.9b", "--kha-preset talking", "--recompute-modules core_attn."),
+        ("dense-3.9b", "--micro-batch-size 4", "--recompute-num-layers 1."),
+        ("dense-3.9b", "--num-layers 144", "Use more GPUs with a larger --tensor"),
+    ],
+)
+def test_a_remedy_is_named_for_what_does_not_fit(name, words, remedy):
+    text = estimate(name, words).explain_fit(80 * GB)
+    assert "which does not fit into 90% of 80.0 GB" in text
+    assert remedy in text
+
+
+def test_invalid_layouts_are_refused():
+    for words, message in (
+        ("--tensor-model-parallel-size 3", "tensor-parallel ranks"),
+        ("--pipeline-model-parallel-size 16", "The number of ranks (8) must be divisible by 16"),
+        ("--pipeline-model-parallel-size 8 --num-layers 23", "Cannot split 23 layers"),
+        ("--heads gate.key=head", "with QK-norm"),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            estimate("dense-0.6b", words)
+        assert message in str(refused.value)
+
+
+def test_a_recipe_that_cannot_be_counted_is_refused():
+    run = get_recipe("dense-0.6b").run
+    with pytest.raises(ConfigError, match=r"Cannot count a model with .* biases"):
+        build_setup(run.updated(add_bias_linear=True))
+    for changes, reason in (
+        ({"mtp_num_layers": 1}, "multi-token prediction"),
+        ({"use_torch_fsdp2": True}, "FSDP"),
+        ({"decrease_batch_size_if_needed": True}, "without a fixed batch size"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            build_setup(run.updated(**changes))
+    for name in ("table3/gta-mlp", "attention/gla-linear", "table3/mla-linear"):
+        with pytest.raises(ConfigError, match="Cannot estimate the memory of"):
+            build_setup(get_recipe(name).run)
+
+
+def test_half_precisions_need_the_same_memory():
+    setup = build_setup(get_recipe("dense-0.6b").run)
+    half = estimate("dense-0.6b", "--fp16")
+    assert half.setup == replace(setup, precision="fp16")
+    assert half.total_memory == estimate("dense-0.6b").total_memory
+    assert build_setup(get_recipe("dense-0.6b").run.updated(bf16=False)).precision == "fp32"
