@@ -112,7 +112,7 @@ def _estimate_activations(rank: Rank) -> tuple[float, float]:
         kha_saved = len(in_flight) * kha_bytes
     if rank.setup.recompute == "selective":
         # core attention is recomputed in one layer at a time
-        recomputed_layers = len(in_flight) - 1
+        recomputed_layers = max(0, len(in_flight) - 1)
         kha_saved -= recomputed_layers * _estimate_kha_core_activations(rank)
     return saved + _estimate_output_activations(rank), kha_saved
 

@@ -79,7 +79,7 @@ def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
             "interactive/talking-gqa4",
             ["--gpu-memory", "40GB"],
             ["--micro-batch-size", "2"],
-            "WARNING: The largest rank needs about 48.1 GB of GPU memory",
+            "WARNING: The largest rank needs about 47.9 GB of GPU memory",
         ),
         ("interactive/talking-gqa4", ["--device", "cpu"], ["--micro-batch-size", "8"], ""),
         ("table3/mla-baseline", [], [], "Cannot estimate the memory of MLA."),
