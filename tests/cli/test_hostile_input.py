@@ -106,7 +106,7 @@ PLAN = "plan moe-a0.8b-6.6b --gpus 64"
         (f"{BASELINE} gta --multi-latent-attention", "gta does not support --multi-latent"),
         (f"{HEADS} collaborative.dim=30", "rotary features per head (32)"),
         (f"{PLAN} --gpu-memory '80 apples'", "80 apples"),
-        ("plan quickstart --gpus 0", "0 is not in the range"),
+        ("plan quickstart --gpus 0", "Invalid value for '--gpus'"),
         ("plan quickstart --gpus 3", "The number of ranks (3) must be divisible by 2"),
         ("data prepare --from /gone --out out", "--from /gone: no such file"),
         ("data prepare --from / --out out --workers 0", "--workers"),
