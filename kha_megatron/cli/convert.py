@@ -373,7 +373,7 @@ def _finish(
         facts["train on with"] = " ".join([*written.arguments, "--load RUN --save RUN"])
     facts |= not_finite(written.not_finite)
     logits = verification and verification.logits
-    if verification and logits and verification.tensors.remark.endswith("folded"):
+    if verification and logits and verification.tensors.remark.is_folded:
         from kha_megatron.conversion.verify import LOGIT_TOLERANCE
 
         sparse = [m for m in plan.source.model.kha.mechanisms if m.is_sparse]

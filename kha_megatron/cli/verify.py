@@ -66,8 +66,8 @@ def conclude(
     else:
         console.print_facts(rows)
     if verification is not None and not verification.agrees:
-        found = _find_differences(verification).items()
-        differences = "; ".join(f"{name}: {text}" for name, text in found)
+        differing = _find_differences(verification)
+        differences = "; ".join(f"{name}: {value}" for name, value in differing.items())
         console.error(f"The two models differ: {differences}.")
         raise typer.Exit(1)
 
@@ -75,9 +75,14 @@ def conclude(
 def _facts(verification: "Verification | None") -> dict[str, str]:
     if verification is None:
         return {"verified": "no"}
-    tensors, logits = verification.tensors, verification.logits
-    how = "" if tensors.remark == "as they are" else f", {tensors.remark}"
-    rows = {"tensors compared": f"{tensors.tensors}{how}"}
+    from kha_megatron.conversion.verify import HeadAdjustment
+
+    tensors = verification.tensors
+    logits = verification.logits
+    compared = str(tensors.tensors)
+    if tensors.remark is not HeadAdjustment.NONE:
+        compared += f", {tensors.remark}"
+    rows = {"tensors compared": compared}
     rows |= _find_differences(verification) | not_finite(tensors.not_finite)
     if tensors.agrees and not tensors.rounded:
         rows[""] = "all equal"
@@ -99,11 +104,17 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
 def _find_differences(verification: "Verification") -> dict[str, str]:
     """Return a table row for each kind of difference, or {} if the models agree."""
     logits = verification.logits
-    rows = {
-        f"{name} tensors": f"{len(names)}, e.g. {', '.join(names[:5])}"
-        for name in ("missing", "unexpected", "mismatched", "different")
-        if (names := getattr(verification.tensors, name))
+    tensors = verification.tensors
+    names_by_problem = {
+        "missing tensors": tensors.missing,
+        "unexpected tensors": tensors.unexpected,
+        "mismatched tensors": tensors.mismatched,
+        "different tensors": tensors.different,
     }
+    rows = {}
+    for problem, names in names_by_problem.items():
+        if names:
+            rows[problem] = f"{len(names)}, e.g. {', '.join(names[:5])}"
     if verification.settings:
         rows["different settings"] = "; ".join(verification.settings[:5])
     if logits is not None and not logits.agrees:

@@ -8,11 +8,11 @@ a KV cache has to give the same logits as one forward pass.
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -22,7 +22,9 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
+from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
@@ -54,6 +56,20 @@ _MAY_DIFFER = (
 """Only used for training, or implied by tensor shapes."""
 
 
+class HeadAdjustment(StrEnum):
+    """Which of two models was changed so that both have the same head mechanisms."""
+
+    NONE = "as they are"
+    FIRST_FOLDED = "the first folded"
+    SECOND_FOLDED = "the second folded"
+    FIRST_UPCYCLED = "the first upcycled"
+    SECOND_UPCYCLED = "the second upcycled"
+
+    @property
+    def is_folded(self) -> bool:
+        return self in (HeadAdjustment.FIRST_FOLDED, HeadAdjustment.SECOND_FOLDED)
+
+
 @dataclass(frozen=True)
 class TensorComparison:
     """Result of :func:`compare_tensors`."""
@@ -73,8 +89,8 @@ class TensorComparison:
     """Tensors that are only equal after rounding to the smaller dtype."""
     not_finite: dict[str, int] = field(default_factory=dict)
     """NaN/Inf counts by tensor name, added up over both checkpoints."""
-    remark: str = "as they are"
-    """What we did to make the checkpoints comparable, e.g. ``the first folded``."""
+    remark: HeadAdjustment = HeadAdjustment.NONE
+    """What we did to make the checkpoints comparable."""
 
     @property
     def agrees(self) -> bool:
@@ -144,126 +160,227 @@ class Pair:
     other model. It also removes vocab padding and adds optional tensors that are zero.
     """
 
-    one: ModelSource
-    other: ModelSource
-    remark: str
+    first: ModelSource
+    second: ModelSource
+    adjustment: HeadAdjustment
     exact: bool
     """Whether we expect the logits to match (see ``Agreement.limit``)."""
 
     @classmethod
-    def open(cls, one: Path, other: Path) -> "Pair":
+    def open(cls, first: Path, second: Path) -> Self:
         """Open and validate two checkpoints."""
-        pair = [open_source(path, comparing=True) for path in (one, other)]
-        # Megatron checkpoints include the vocabulary padding
-        size = min(source.model.vocab_size for source in pair)
-        pair = [s if is_hf_folder(s.path) else truncate_vocabulary(s, size) for s in pair]
-        drops = [any(m.is_sparse for m in source.model.kha.mechanisms) for source in pair]
-        if pair[0].model.predictions != pair[1].model.predictions:
-            pair = [drop_predictions(source, "the other model differs") for source in pair]
-        pair, remark = _same_heads(pair)
-        rounded = remark.endswith("folded")
-        if all(source.model.num_experts for source in pair):
-            models = [source.model for source in pair]
-            zeros = partial(
-                with_zero_tensors,
-                bias=any(model.moe_router_enable_expert_bias for model in models),
-                shared=max(model.shared_width for model in models),
-                gate=any(model.moe_shared_expert_gate for model in models),
-            )
-            pair = [add_zero_tensors(source, zeros(source.model)) for source in pair]
-        if len({source.model.layernorm_zero_centered_gamma for source in pair}) > 1:
-            pair, rounded = [center_norms(source) for source in pair], True
-        dtypes = {_dtype(source) for source in pair}
-        exact = drops[0] == drops[1] and not (rounded and dtypes != {torch.float32})
-        return cls(pair[0], pair[1], remark, exact)
+        opened = _Sources(
+            open_source(first, comparing=True),
+            open_source(second, comparing=True),
+        )
+        same_vocabulary = opened.transform(_truncate_vocabulary)
+        same_layers = same_vocabulary.transform(_drop_predictions)
+        same_heads, adjustment = _adjust_heads(same_layers)
+        same_experts = same_heads.transform(_add_zero_experts)
+        same_norms = same_experts.transform(_center_norms)
+
+        same_sparsity = _drops_heads(opened.first) == _drops_heads(opened.second)
+        rounds_weights = adjustment.is_folded or _stores_norms_differently(
+            opened.first.model, opened.second.model
+        )
+        is_float32 = _dtype(opened.first) == _dtype(opened.second) == torch.float32
+        return cls(
+            first=same_norms.first,
+            second=same_norms.second,
+            adjustment=adjustment,
+            exact=same_sparsity and (is_float32 or not rounds_weights),
+        )
 
     @property
     def needed_bytes(self) -> int:
         """Rough estimate of the memory we need to run both models in float32."""
-        parameters = sum(math.prod(entry.shape) for _, held in self.one.entries() for entry in held)
+        parameters = 0
+        for _, entries in self.first.entries():
+            parameters += sum(math.prod(entry.shape) for entry in entries)
         return int(parameters * 4 * 2.5)
 
     def compare(self, *, logits: bool = True, workers: int | None = None) -> Verification:
         """Compare tensors and settings. Also compares logits if both models fit in memory."""
         tensors = compare_tensors(self, workers=workers)
-        differing = self.one.model.differences(self.other.model, _MAY_DIFFER)
-        settings = [f"{name} {ours} against {theirs}" for name, (ours, theirs) in differing.items()]
+        settings = []
+        differing = self.first.model.differences(self.second.model, _MAY_DIFFER)
+        for name, (first_value, second_value) in differing.items():
+            settings.append(f"{name} {first_value} against {second_value}")
         compared = Verification(tensors, settings=settings)
         if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
             return compared
-        for checkpoint in (self.one.checkpoint, self.other.checkpoint):
-            if isinstance(checkpoint, HFCheckpoint) and not family_of(checkpoint.config).causal_lm:
-                path = checkpoint.path
-                announce(f"Skipping the logit comparison: transformers does not support {path}.")
-                return compared
-        if self.needed_bytes >= psutil.virtual_memory().available:
-            needed = f"{self.needed_bytes / 10**9:.1f} GB"
-            announce(f"Skipping the logit comparison, which needs {needed} of free memory.")
+        if obstacle := self._find_logit_obstacle():
+            announce(f"Skipping the logit comparison{obstacle}")
             return compared
         logit_comparison, decoding = compare_logits(self)
         return replace(compared, logits=logit_comparison, decoding=decoding)
 
+    def _find_logit_obstacle(self) -> str | None:
+        """Return the reason why we cannot run the models, or None."""
+        for checkpoint in (self.first.checkpoint, self.second.checkpoint):
+            if isinstance(checkpoint, HFCheckpoint) and not family_of(checkpoint.config).causal_lm:
+                return f": transformers does not support {checkpoint.path}."
+        if self.needed_bytes >= psutil.virtual_memory().available:
+            return f", which needs {self.needed_bytes / 10**9:.1f} GB of free memory."
+        return None
+
+
+@dataclass(frozen=True)
+class _Sources:
+    """The checkpoints of a :class:`Pair` before they have the same tensors."""
+
+    first: ModelSource
+    second: ModelSource
+
+    def transform(self, step: Callable[[ModelSource, Architecture], ModelSource]) -> "_Sources":
+        """Call ``step`` for each source, together with the model of the other one."""
+        return _Sources(
+            step(self.first, self.second.model),
+            step(self.second, self.first.model),
+        )
+
+
+def _truncate_vocabulary(source: ModelSource, counterpart: Architecture) -> ModelSource:
+    """Remove vocab padding, which only Megatron checkpoints include."""
+    if is_hf_folder(source.path):
+        return source
+    return truncate_vocabulary(source, min(source.model.vocab_size, counterpart.vocab_size))
+
+
+def _drop_predictions(source: ModelSource, counterpart: Architecture) -> ModelSource:
+    if source.model.predictions == counterpart.predictions:
+        return source
+    return drop_predictions(source, "the other model differs")
+
+
+def _adjust_heads(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
+    """Fold the model with more head mechanisms. If that's not possible, upcycle the other one."""
+    first, second = sources.first, sources.second
+    first_names = _mechanism_names(first.model.kha)
+    second_names = _mechanism_names(second.model.kha)
+    if first_names > second_names:
+        only_first = first.model.kha.without(*second_names)
+        if only_first.is_foldable:
+            folded = fold_heads(first, only_first)
+            return _Sources(folded, second), HeadAdjustment.FIRST_FOLDED
+        upcycled = upcycle_heads(second, replace(only_first, init="identity"))
+        return _Sources(first, upcycled), HeadAdjustment.SECOND_UPCYCLED
+    if second_names > first_names:
+        only_second = second.model.kha.without(*first_names)
+        if only_second.is_foldable:
+            folded = fold_heads(second, only_second)
+            return _Sources(first, folded), HeadAdjustment.SECOND_FOLDED
+        upcycled = upcycle_heads(first, replace(only_second, init="identity"))
+        return _Sources(upcycled, second), HeadAdjustment.FIRST_UPCYCLED
+    return sources, HeadAdjustment.NONE
+
+
+def _mechanism_names(kha: KHAConfig) -> set[str]:
+    return {mechanism.name for mechanism in kha.mechanisms}
+
+
+def _add_zero_experts(source: ModelSource, counterpart: Architecture) -> ModelSource:
+    """Add expert biases and shared experts, which only one of the models may have, as zeros."""
+    model = source.model
+    if not (model.num_experts and counterpart.num_experts):
+        return source
+    with_zeros = with_zero_tensors(
+        model,
+        bias=model.moe_router_enable_expert_bias or counterpart.moe_router_enable_expert_bias,
+        shared=max(model.shared_width, counterpart.shared_width),
+        gate=model.moe_shared_expert_gate or counterpart.moe_shared_expert_gate,
+    )
+    return add_zero_tensors(source, with_zeros)
+
+
+def _center_norms(source: ModelSource, counterpart: Architecture) -> ModelSource:
+    if not _stores_norms_differently(source.model, counterpart):
+        return source
+    return center_norms(source)
+
+
+def _stores_norms_differently(first: Architecture, second: Architecture) -> bool:
+    return first.layernorm_zero_centered_gamma != second.layernorm_zero_centered_gamma
+
+
+def _drops_heads(source: ModelSource) -> bool:
+    return any(mechanism.is_sparse for mechanism in source.model.kha.mechanisms)
+
 
 def _dtype(source: ModelSource) -> torch.dtype:
-    return next(source.entries())[1][0].dtype
+    _, entries = next(source.entries())
+    return entries[0].dtype
 
 
-def _same_heads(pair: list[ModelSource]) -> tuple[list[ModelSource], str]:
-    """Fold the model with more head mechanisms. If that's not possible, upcycle the other one."""
-    has = [{m.name for m in source.model.kha.mechanisms} for source in pair]
-    more = int(has[0] < has[1])
-    less, order = 1 - more, ("first", "second")
-    if not has[more] > has[less]:
-        return pair, "as they are"
-    kha, pair = pair[more].model.kha.without(*has[less]), list(pair)
-    if kha.is_foldable:
-        pair[more] = fold_heads(pair[more], kha)
-        return pair, f"the {order[more]} folded"
-    pair[less] = upcycle_heads(pair[less], replace(kha, init="identity"))
-    return pair, f"the {order[less]} upcycled"
+@dataclass(frozen=True)
+class _LocatedTensor:
+    """Where to find a tensor with a given HF name."""
+
+    slot: TensorSlot
+    position: int
+    """Index in the tensors of the slot."""
+    shape: tuple[int, ...]
+
+
+def _locate_tensors(source: ModelSource) -> dict[str, _LocatedTensor]:
+    located = {}
+    for slot, entries in source.entries():
+        for position, entry in enumerate(entries):
+            located[entry.name] = _LocatedTensor(slot, position, entry.shape)
+    return located
+
+
+def _count_parameters(located: dict[str, _LocatedTensor]) -> int:
+    return sum(math.prod(tensor.shape) for tensor in located.values() if tensor.slot.row.trained)
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
     """Compare all tensors by HF name (multi-threaded)."""
-    ours, theirs = (
-        {e.name: (slot, n, e.shape) for slot, held in source.entries() for n, e in enumerate(held)}
-        for source in (pair.one, pair.other)
-    )
-    both = ours.keys() & theirs.keys()
-    mismatched = {name for name in both if ours[name][2] != theirs[name][2]}
+    first_located = _locate_tensors(pair.first)
+    second_located = _locate_tensors(pair.second)
+    common = first_located.keys() & second_located.keys()
+    mismatched = set()
+    for name in common:
+        if first_located[name].shape != second_located[name].shape:
+            mismatched.add(name)
+    comparable = common - mismatched
     different: list[str] = []
     rounded: list[str] = []
-    not_finite: dict[str, int] = {}
+    second_not_finite: dict[str, int] = {}
 
-    def put(slot: TensorSlot, parts: list[Tensor]) -> None:
-        names = [n for n in slot.hf_names(pair.one.model) if n in both and n not in mismatched]
+    def compare_slot(slot: TensorSlot, first_tensors: list[Tensor]) -> None:
+        names = [name for name in slot.hf_names(pair.first.model) if name in comparable]
         if not names:
             return
-        counterpart = pair.other.read(theirs[names[0]][0])
+        second_tensors = pair.second.read(second_located[names[0]].slot)
         for name in names:
-            one, other = parts[ours[name][1]], counterpart[theirs[name][1]]
-            if count := count_not_finite(other):
-                not_finite[name] = count
-            if _equal(one, other):
+            first = first_tensors[first_located[name].position]
+            second = second_tensors[second_located[name].position]
+            if count := count_not_finite(second):
+                second_not_finite[name] = count
+            if _equal(first, second):
                 continue
-            (rounded if _equal_after_rounding(one, other) else different).append(name)
+            if _equal_after_rounding(first, second):
+                rounded.append(name)
+            else:
+                different.append(name)
 
-    wrong = transfer(pair.one, put, workers=workers)
-    ours_trained, theirs_trained = (
-        sum(math.prod(shape) for slot, _, shape in named.values() if slot.row.trained)
-        for named in (ours, theirs)
-    )
-    our_copies, their_copies = missing_copies(pair.one), missing_copies(pair.other)
+    first_not_finite = transfer(pair.first, compare_slot, workers=workers)
+    not_finite = Counter(first_not_finite) + Counter(second_not_finite)
+    first_lacks = missing_copies(pair.first)
+    second_lacks = missing_copies(pair.second)
+    only_first = first_located.keys() - second_located.keys()
+    only_second = second_located.keys() - first_located.keys()
     return TensorComparison(
-        tensors=len(both),
-        parameters=(ours_trained, theirs_trained),
-        missing=sorted(ours.keys() - theirs.keys() | their_copies - our_copies),
-        unexpected=sorted(theirs.keys() - ours.keys() | our_copies - their_copies),
+        tensors=len(common),
+        parameters=(_count_parameters(first_located), _count_parameters(second_located)),
+        missing=sorted(only_first | (second_lacks - first_lacks)),
+        unexpected=sorted(only_second | (first_lacks - second_lacks)),
         mismatched=sorted(mismatched),
         different=sorted(different),
         rounded=sorted(rounded),
-        not_finite=dict(sorted((Counter(wrong) + Counter(not_finite)).items())),
-        remark=pair.remark,
+        not_finite=dict(sorted(not_finite.items())),
+        remark=pair.adjustment,
     )
 
 
@@ -278,20 +395,28 @@ def missing_copies(source: ModelSource) -> set[str]:
     return expected - source.checkpoint.keys().keys()
 
 
-def _equal_after_rounding(one: Tensor, other: Tensor) -> bool:
-    if count_not_finite(one) != count_not_finite(other):  # check this first, rounding may overflow
+def _equal_after_rounding(first: Tensor, second: Tensor) -> bool:
+    if count_not_finite(first) != count_not_finite(second):  # rounding may overflow
         return False
-    smaller = min(other, one, key=lambda tensor: tensor.dtype.itemsize).dtype
-    return one.dtype != other.dtype and _equal(one.to(smaller), other.to(smaller))
+    if first.dtype == second.dtype:
+        return False
+    smaller = _smaller_dtype(first.dtype, second.dtype)
+    return _equal(first.to(smaller), second.to(smaller))
 
 
-def _equal(one: Tensor, other: Tensor) -> bool:
+def _smaller_dtype(first: torch.dtype, second: torch.dtype) -> torch.dtype:
+    return first if first.itemsize < second.itemsize else second
+
+
+def _equal(first: Tensor, second: Tensor) -> bool:
     """Like ``torch.equal``, but compares different dtypes and treats NaNs as equal."""
-    wider = torch.promote_types(one.dtype, other.dtype)
-    one, other = one.to(wider), other.to(wider)
-    if torch.equal(one, other):
+    wider = torch.promote_types(first.dtype, second.dtype)
+    first = first.to(wider)
+    second = second.to(wider)
+    if torch.equal(first, second):
         return True
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    both_nan = first.isnan() & second.isnan()
+    return bool(((first == second) | both_nan).all())
 
 
 def compare_logits(pair: Pair) -> tuple[Agreement, list[Decoding]]:
@@ -299,30 +424,37 @@ def compare_logits(pair: Pair) -> tuple[Agreement, list[Decoding]]:
 
     Hugging Face models also decode these tokens with a KV cache.
     """
-    models, paths = (pair.one.model, pair.other.model), (pair.one.path, pair.other.path)
-    tokens = torch.randint(
-        0,
-        min(model.vocab_size for model in models),
-        (BATCH, min(LENGTH, *(model.max_position_embeddings for model in models))),
-        generator=torch.Generator().manual_seed(0),
+    first, second = pair.first, pair.second
+    vocab_size = min(first.model.vocab_size, second.model.vocab_size)
+    length = min(
+        LENGTH,
+        first.model.max_position_embeddings,
+        second.model.max_position_embeddings,
     )
-    smaller = min(_dtype(pair.other), _dtype(pair.one), key=lambda dtype: dtype.itemsize)
-    outputs = [run_model(path, tokens, smaller, decode=True) for path in paths]
-    agreement = compare_outputs(*outputs)
-    decoding = [
-        Decoding(path, (output.decoded - output.logits).abs().max().item())
-        for path, output in zip(paths, outputs, strict=True)
-        if output.decoded is not None
-    ]
-    return agreement if pair.exact else replace(agreement, limit=None), decoding
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, vocab_size, (BATCH, length), generator=generator)
+    rounded_to = _smaller_dtype(_dtype(first), _dtype(second))
+    first_outputs = run_model(first.path, tokens, rounded_to, decode=True)
+    second_outputs = run_model(second.path, tokens, rounded_to, decode=True)
+
+    agreement = compare_outputs(first_outputs, second_outputs)
+    if not pair.exact:
+        agreement = replace(agreement, limit=None)
+    decoding = []
+    for source, outputs in ((first, first_outputs), (second, second_outputs)):
+        if outputs.decoded is not None:
+            difference = (outputs.decoded - outputs.logits).abs().max().item()
+            decoding.append(Decoding(source.path, difference))
+    return agreement, decoding
 
 
 def loss_of(path: Path, tokens: Tensor) -> float:
     """Return the cross-entropy loss on a batch of token IDs, in nats per token."""
-    logits = run_model(open_source(path, comparing=True).path, tokens, torch.float32).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(
-        logits.double().flatten(0, 1), tokens[:, 1:].flatten()
-    ).item()
+    source = open_source(path, comparing=True)
+    outputs = run_model(source.path, tokens, torch.float32)
+    logits = outputs.logits[:, :-1].double().flatten(0, 1)
+    next_tokens = tokens[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, next_tokens).item()
 
 
 def run_model(
@@ -361,9 +493,9 @@ def decode_with_cache(model: Any, tokens: Tensor) -> Tensor:
 
 def _split_for_decoding(tokens: Tensor) -> Iterator[Tensor]:
     length = tokens.shape[1]
-    ends = sorted({max(1, length // 2), max(1, length - 2), max(1, length - 1), length})
+    ends = {max(1, length // 2), max(1, length - 2), max(1, length - 1), length}
     start = 0
-    for end in ends:
+    for end in sorted(ends):
         yield tokens[:, start:end]
         start = end
 
@@ -402,31 +534,38 @@ def load_hf_model(path: Path, **settings: Any) -> Any:
     drafting = tuple(f"model.layers.{layer}." for layer in range(first, last))
     unexpected = report["unexpected_keys"]
     report["unexpected_keys"] = [name for name in unexpected if not name.startswith(drafting)]
-    for kind, keys in report.items():
+    for problem, keys in report.items():
         if keys:
             raise CheckpointError(
                 f"The weights in {path} do not match its config.json: {len(keys)} "
-                f"{kind.replace('_', ' ')}, e.g. {min(map(str, keys))}."
+                f"{problem.replace('_', ' ')}, e.g. {min(map(str, keys))}."
             )
     return model
 
 
-def compare_outputs(one: Outputs, other: Outputs) -> Agreement:
+def compare_outputs(first: Outputs, second: Outputs) -> Agreement:
     """Compare two outputs, ignoring vocab entries that only one of the models has."""
-    entries = min(one.logits.shape[-1], other.logits.shape[-1])
-    ours, theirs = one.logits[..., :entries], other.logits[..., :entries]
-    difference = (ours - theirs).abs()
-    log_ours, log_theirs = ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
-    differing = (
-        number
-        for number, (a, b) in enumerate(zip(one.layers, other.layers, strict=False))
-        if not (a - b).abs().max() < LOGIT_TOLERANCE
-    )
+    vocab_size = min(first.logits.shape[-1], second.logits.shape[-1])
+    first_logits = first.logits[..., :vocab_size]
+    second_logits = second.logits[..., :vocab_size]
+    difference = (first_logits - second_logits).abs()
+    first_log_probs = first_logits.double().log_softmax(-1)
+    second_log_probs = second_logits.double().log_softmax(-1)
+    kl = (first_log_probs.exp() * (first_log_probs - second_log_probs)).sum(-1)
+    same_token = first_logits.argmax(-1) == second_logits.argmax(-1)
     return Agreement(
         max_difference=difference.max().item(),
         mean_difference=difference.mean().item(),
-        kl=(log_ours.exp() * (log_ours - log_theirs)).sum(-1).mean().item(),
-        argmax=(ours.argmax(-1) == theirs.argmax(-1)).double().mean().item(),
-        tokens=ours[..., 0].numel(),
-        first_layer=next(differing, None),
+        kl=kl.mean().item(),
+        argmax=same_token.double().mean().item(),
+        tokens=same_token.numel(),
+        first_layer=_find_first_differing_layer(first.layers, second.layers),
     )
+
+
+def _find_first_differing_layer(first: list[Tensor], second: list[Tensor]) -> int | None:
+    for number, (first_output, second_output) in enumerate(zip(first, second, strict=False)):
+        difference = (first_output - second_output).abs().max()
+        if not difference < LOGIT_TOLERANCE:  # also catches NaN
+            return number
+    return None
