@@ -5,7 +5,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,19 @@ from kha_megatron.recipes.logs import Failure, find_failure_in_log
 from kha_megatron.recipes.prepare import SUBMISSION, Job, check_shared_paths, owned_output
 from kha_megatron.recipes.slurm_executor import create_executor
 
-_FAILED = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
-_ENDS = {"COMPLETED": "succeeded", "CANCELLED": "cancelled", "UNKNOWN": "unknown"}
-_ENDS |= dict.fromkeys(_FAILED, "failed")
+_ENDS = {
+    "COMPLETED": "succeeded",
+    "CANCELLED": "cancelled",
+    "UNKNOWN": "unknown",
+    "FAILED": "failed",
+    "TIMEOUT": "failed",
+    "NODE_FAIL": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "BOOT_FAIL": "failed",
+    "DEADLINE": "failed",
+    "PREEMPTED": "failed",
+}
+"""Status of a job by its final Slurm state."""
 _POLL_SECONDS = 3.0
 _ANSWER_SECONDS = 60.0
 _INVALID = 2
@@ -62,6 +72,16 @@ class SubmitResult:
         return self.status in ("succeeded", "submitted")
 
 
+@dataclass(frozen=True)
+class _JobEnd:
+    """How one job of a chain ended. See :class:`SubmitResult` for the fields."""
+
+    status: str
+    log: str | None = None
+    reason: str | None = None
+    failure: Failure | None = None
+
+
 def dry_submission(job: Job) -> Submission:
     """Return the scripts that :func:`submit` would submit."""
     with _experiment(job) as experiment:
@@ -84,36 +104,42 @@ def submit(
     """
     start = time.monotonic()
     with owned_output(job), _experiment(job) as experiment:
-        error = ""
         check_shared_paths(job.slurm, (sys.executable, str(experiment._exp_dir)))
-        try:
-            experiment.run(detach=True)
-        except Exception as raised:  # NeMo-Run does not define exception types
-            lines = [line.strip() for line in str(raised).split("\n") if line.strip()]
-            error = lines[-1] if lines else type(raised).__name__
+        error = _run_experiment(experiment)
         submitted = [item for item in experiment.jobs if item.handle]
-        job_ids = tuple(map(_job_id, submitted))
+        job_ids = tuple(_job_id(item) for item in submitted)
         if submitted and job.output is not None and job.output.is_dir():
             write_json(job.output / SUBMISSION, {"slurm_jobs": job_ids})
-        end: dict[str, Any]
-        if error:
-            end = {"status": "failed", "reason": f"Could not submit the job to Slurm: {error}"}
+        if error is None and not submitted:
+            error = "NeMo-Run submitted no job."
+        stopped_at = None
+        if error is not None:
+            end = _JobEnd("failed", reason=f"Could not submit the job to Slurm: {error}")
         elif detach:
-            end = {"status": "submitted", "log": _log_path(submitted[-1])}
+            end = _JobEnd("submitted", log=_log_path(submitted[-1]))
         else:
-            for item in submitted:
-                announce(f"Submitted Slurm job {_job_id(item)} with log file {_log_path(item)}")
-            for item in submitted:
-                end = _follow(item, on_step)
-                failure = end["failure"]
-                if failure is not None and failure.exit_code == _INVALID:
-                    break  # the batch script has canceled the rest of the chain
-                if item is not submitted[-1] and end["reason"]:
-                    announce(end["reason"])
-            end["stopped_at"] = job.stopped_at
+            end = _follow_chain(submitted, on_step)
+            stopped_at = job.stopped_at
     return SubmitResult(
-        jobs=job_ids, seconds=time.monotonic() - start, folder=str(experiment._exp_dir), **end
+        status=end.status,
+        jobs=job_ids,
+        seconds=time.monotonic() - start,
+        folder=str(experiment._exp_dir),
+        log=end.log,
+        reason=end.reason,
+        failure=end.failure,
+        stopped_at=stopped_at,
     )
+
+
+def _run_experiment(experiment: Any) -> str | None:
+    """Submit all jobs of an experiment. Return the error message if this fails."""
+    try:
+        experiment.run(detach=True)
+    except Exception as error:  # NeMo-Run does not define exception types
+        lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+        return lines[-1] if lines else type(error).__name__
+    return None
 
 
 @contextmanager
@@ -140,39 +166,77 @@ def _log_path(job: Any, restarts: str = "0") -> str:
     return log.replace("%j", _job_id(job)).replace("${SLURM_RESTART_COUNT:-0}", restarts)
 
 
-def _follow(job: Any, on_step: Callable[[Step], None] | None) -> dict[str, Any]:
-    """Wait for a job, including requeued attempts. Returns fields of :class:`SubmitResult`."""
-    job_id, announced, path, position = _job_id(job), "", "", 0
-    facts = {"JobState": "PENDING"}
+def _follow_chain(submitted: Sequence[Any], on_step: Callable[[Step], None] | None) -> _JobEnd:
+    """Wait for all jobs of a chain. Return how the last one ended."""
+    for item in submitted:
+        announce(f"Submitted Slurm job {_job_id(item)} with log file {_log_path(item)}")
+    *earlier, last = submitted
+    for item in earlier:
+        end = _follow(item, on_step)
+        if end.failure is not None and end.failure.exit_code == _INVALID:
+            return end  # the batch script has canceled the rest of the chain
+        if end.reason:
+            announce(end.reason)
+    return _follow(last, on_step)
+
+
+def _follow(job: Any, on_step: Callable[[Step], None] | None) -> _JobEnd:
+    """Wait for a job, including requeued attempts. Return how it ended."""
+    job_id = _job_id(job)
+    properties = {"JobState": "PENDING"}
+    announced = None
+    log = ""
+    position = 0
     while True:
-        facts |= _query(job_id)  # query the state before reading, so that no line is missed
-        state = facts["JobState"]
-        if (newest := _log_path(job, facts.get("Restarts", "0"))) != path:
-            path, position = newest, 0
-        if (text := f"Slurm job {job_id} is {state}, log file: {path}") != announced:
-            announce(text)
-            announced = text
-        if os.path.exists(path):
-            with open(path, "rb") as file:
-                file.seek(position)
-                for step in filter(None, map(parse_step, read_new_lines(file))):
-                    if on_step is not None:
-                        on_step(step)
-                position = file.tell()
+        properties |= _query(job_id)  # query the state before reading, so that no line is missed
+        state = properties["JobState"]
+        current_log = _log_path(job, properties.get("Restarts", "0"))
+        if current_log != log:  # the job was requeued
+            log = current_log
+            position = 0
+        if (state, log) != announced:
+            announce(f"Slurm job {job_id} is {state}, log file: {log}")
+            announced = (state, log)
+        if os.path.exists(log):
+            position = _report_steps(log, position, on_step)
         if state in _ENDS:
-            break
+            return _describe_end(job_id, properties, log)
         time.sleep(_POLL_SECONDS)
-    end: dict[str, Any] = {"status": _ENDS[state], "log": path, "reason": None, "failure": None}
+
+
+def _report_steps(log: str, position: int, on_step: Callable[[Step], None] | None) -> int:
+    """Report all training steps in a log from a position on. Return the new position."""
+    with open(log, "rb") as file:
+        file.seek(position)
+        for line in read_new_lines(file):
+            step = parse_step(line)
+            if step is not None and on_step is not None:
+                on_step(step)
+        return file.tell()
+
+
+def _describe_end(job_id: str, properties: Mapping[str, str], log: str) -> _JobEnd:
+    state = properties["JobState"]
     if state == "COMPLETED":
-        return end
-    why = f"exit code {facts.get('ExitCode', 'unknown')}, reason {facts.get('Reason', 'unknown')}"
-    end["reason"] = f"Slurm job {job_id} ended with state {state} ({why})"
+        return _JobEnd(_ENDS[state], log)
     if state == "UNKNOWN":
-        end["reason"] = f"Slurm has no information about job {job_id}. See the log file {path}."
-    for log in (Path(path), Path(facts.get("StdOut", ""))):  # log of the ranks or batch script
+        reason = f"Slurm has no information about job {job_id}. See the log file {log}."
+    else:
+        exit_code = properties.get("ExitCode", "unknown")
+        slurm_reason = properties.get("Reason", "unknown")
+        reason = (
+            f"Slurm job {job_id} ended with state {state} (exit code {exit_code}, reason "
+            f"{slurm_reason})"
+        )
+    return _JobEnd(_ENDS[state], log, reason, _find_failure(log, properties.get("StdOut", "")))
+
+
+def _find_failure(ranks_log: str, batch_log: str) -> Failure | None:
+    """Find the first error in the log of the ranks, or of the batch script if they wrote none."""
+    for log in (Path(ranks_log), Path(batch_log)):
         if log.is_file() and log.stat().st_size:
-            return end | {"failure": find_failure_in_log(log)}
-    return end
+            return find_failure_in_log(log)
+    return None
 
 
 def _query(job_id: str) -> dict[str, str]:
@@ -181,16 +245,19 @@ def _query(job_id: str) -> dict[str, str]:
     ``scontrol`` only knows current and recent jobs, so we fall back to ``sacct`` for older ones.
     (Clusters without accounting don't have it.) Returns {} if the controller doesn't respond.
     """
-    answer = _run("scontrol", "show", "job", "--oneliner", job_id)
-    if answer.returncode == 0:
-        pairs = re.findall(r"(\w+)=(\S*)", answer.stdout)
+    controller = _run("scontrol", "show", "job", "--oneliner", job_id)
+    if controller.returncode == 0:
+        pairs = re.findall(r"(\w+)=(\S*)", controller.stdout)
         return dict(reversed(pairs))  # use the first value, since later ones may be free text
-    if "Invalid job id" not in answer.stderr:
-        announce(f"scontrol failed and will be retried: {answer.stderr.strip()}", once=job_id)
+    if "Invalid job id" not in controller.stderr:
+        error = controller.stderr.strip()
+        announce(f"scontrol failed and will be retried: {error}", once=job_id)
         return {}
-    answer = _run("sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State,ExitCode")
-    state, _, code = answer.stdout.strip().rpartition("\n")[2].partition("|")
-    return {"JobState": state.partition(" ")[0] or "UNKNOWN", "ExitCode": code}
+    accounting = _run("sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State,ExitCode")
+    last_line = accounting.stdout.strip().rpartition("\n")[2]
+    state, _, exit_code = last_line.partition("|")
+    first_word = state.partition(" ")[0]  # e.g. of "CANCELLED by 1000"
+    return {"JobState": first_word or "UNKNOWN", "ExitCode": exit_code}
 
 
 def _run(*command: str) -> "subprocess.CompletedProcess[str]":
