@@ -25,14 +25,15 @@ from kha_megatron.cli.options import (
     preset_names,
     recipe_names,
 )
-from kha_megatron.compare import runs
+from kha_megatron.compare import trials
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.compare.page import render_page, summarize
 from kha_megatron.compare.report import build_report
 from kha_megatron.compare.variants import parse_variants
 from kha_megatron.errors import KHAError
 
-REPORT, NUMBERS = "report.html", "report.json"
+REPORT = "report.html"
+NUMBERS = "report.json"
 _POLL_SECONDS = 1.0  # wait with a timeout, so that the main thread can handle signals
 
 
@@ -94,7 +95,7 @@ def compare(
     """
     require_matplotlib()
     chosen = recipes.get_recipe(recipe)
-    planned = runs.plan_comparison(
+    planned = trials.plan_comparison(
         chosen,
         parse_variants(variants),
         seeds,
@@ -104,53 +105,58 @@ def compare(
         ranks=nproc,
         device=device,
         null=null,
-        held_out=held_out,
+        held_out_sequences=held_out,
     )
-    on_gpus = planned.runs[0].config.training.device != "cpu"
-    cores = len(os.sched_getaffinity(0))
-    parallel = jobs or (1 if on_gpus else max(1, cores // (nproc or chosen.ranks)))
+    on_gpus = planned.trials[0].config.training.device != "cpu"
+    ranks = nproc or chosen.ranks
+    fitting = 1 if on_gpus else max(1, len(os.sched_getaffinity(0)) // ranks)
     try:
         with owned(planned.folder):
-            (planned.folder / runs.RUNS).mkdir(exist_ok=True)
-            failures = _train_all(planned, parallel)
+            (planned.folder / trials.RUNS).mkdir(exist_ok=True)
+            failures = _train_all(planned, jobs or fitting)
     except KeyboardInterrupt:
         console.log.print("Stopped. Run the same command again to continue.")
         raise
-    page, report = planned.folder / REPORT, planned.folder / NUMBERS
-    finished = any(run.result for run in planned.runs)
-    numbers = json.loads(report.read_text()) if finished else {"failures": failures}
-    if as_json:
-        result = {"succeeded": not failures, "page": str(page) if finished else None}
-        console.print_json(result | numbers)
-    elif finished:
-        for line in summarize(numbers):
-            console.log.print(line, markup=False)
-        console.out.print(str(page), markup=False)
+    _print_report(planned, failures, as_json)
     if failures:
         raise typer.Exit(1)
 
 
-def _train_all(planned: runs.Comparison, parallel: int) -> dict[str, str]:
-    """Train all unfinished runs and return the error messages of failed runs by name.
+def _print_report(planned: trials.Comparison, failures: dict[str, str], as_json: bool) -> None:
+    page = planned.folder / REPORT
+    if any(trial.result for trial in planned.trials):
+        report = json.loads((planned.folder / NUMBERS).read_text())
+        if as_json:
+            console.print_json({"succeeded": not failures, "page": str(page)} | report)
+            return
+        for line in summarize(report):
+            console.log.print(line, markup=False)
+        console.out.print(str(page), markup=False)
+    elif as_json:
+        console.print_json({"succeeded": not failures, "page": None, "failures": failures})
 
-    The report is rewritten after each run. We give up early if a run fails before any other has
-    finished, and don't start the remaining ones.
+
+def _train_all(planned: trials.Comparison, parallel: int) -> dict[str, str]:
+    """Train all unfinished trials and return the error messages of failed trials by name.
+
+    The report is rewritten after each trial. We give up early if a trial fails before any other has
+    finished, and do not start the remaining ones.
     """
     failures: dict[str, str] = {}
     _write(planned, failures)
-    waiting = deque(run for run in planned.runs if run.result is None)
-    running: dict[Future[str | None], runs.Trial] = {}
+    waiting = deque(trial for trial in planned.trials if trial.result is None)
+    running: dict[Future[str | None], trials.Trial] = {}
     stop = threading.Event()
     with ThreadPoolExecutor(parallel) as pool:
         try:
             while waiting or running:
                 while waiting and len(running) < parallel:
-                    run = waiting.popleft()
-                    running[pool.submit(_train, run, stop)] = run
+                    trial = waiting.popleft()
+                    running[pool.submit(_train, trial, stop)] = trial
                 for ended in wait(running, _POLL_SECONDS, FIRST_COMPLETED).done:
-                    run = running.pop(ended)
+                    trial = running.pop(ended)
                     if failure := ended.result():
-                        failures[run.name] = failure
+                        failures[trial.name] = failure
                     if not _write(planned, failures):
                         waiting.clear()
         except BaseException:
@@ -159,39 +165,38 @@ def _train_all(planned: runs.Comparison, parallel: int) -> dict[str, str]:
     return failures
 
 
-def _train(run: runs.Trial, stop: threading.Event) -> str | None:
-    """Train one run. Returns the error message if it fails."""
-    job = runs.start_run(run)
-    with training_progress(job, run.name) as on_step:
+def _train(trial: trials.Trial, stop: threading.Event) -> str | None:
+    """Train one trial. Returns the error message if it fails."""
+    job = trials.start_trial(trial)
+    with training_progress(job, trial.name) as on_step:
         result = recipes.launch_job(job, on_step=on_step, stop=stop)
     if not result.succeeded:
         print_result(result)
         return f"{result.status}: {result.failure}"
     try:
-        runs.finish_run(run)
+        trials.finish_trial(trial)
     except KHAError as error:
         console.error(str(error))
         return str(error)
     return None
 
 
-def _write(planned: runs.Comparison, failures: dict[str, str]) -> bool:
-    """Write the HTML and JSON reports. Returns False if no run has finished yet."""
-    finished = [(run, result) for run in planned.runs if (result := run.result) is not None]
-    if not finished:
+def _write(planned: trials.Comparison, failures: dict[str, str]) -> bool:
+    """Write the HTML and JSON reports. Returns False if no trial has finished yet."""
+    results = {}
+    pictures = {}
+    for trial in planned.trials:
+        result = trial.result
+        if result is None:
+            continue
+        results[trial.variant.name, trial.seed] = result
+        for file in trial.folder.glob("*.png"):
+            pictures[f"{trial.name}/{file.name}"] = file.read_bytes()
+    if not results:
         return False
-    numbers = build_report(
-        planned,
-        {(run.variant.name, run.seed): result for run, result in finished},
-        failures=failures,
-        command=["kha-megatron", *sys.argv[1:]],
-    )
-    pictures = {
-        f"{run.name}/{file.name}": file.read_bytes()
-        for run, _ in finished
-        for file in run.folder.glob("*.png")
-    }
-    write_json(planned.folder / NUMBERS, numbers)
+    command = ["kha-megatron", *sys.argv[1:]]
+    report = build_report(planned, results, failures=failures, command=command)
+    write_json(planned.folder / NUMBERS, report)
     with staged_file(planned.folder / REPORT) as staged:
-        staged.write_text(render_page(numbers, pictures), encoding="utf-8")
+        staged.write_text(render_page(report, pictures), encoding="utf-8")
     return True

@@ -27,10 +27,26 @@ def require_matplotlib() -> Any:
 
 
 @dataclass(frozen=True)
+class Point:
+    x: float
+    y: float
+    half_width: float | None
+    """Half the width of the error band at this point."""
+
+    @property
+    def low(self) -> float:
+        return self.y - (self.half_width or 0.0)
+
+    @property
+    def high(self) -> float:
+        return self.y + (self.half_width or 0.0)
+
+
+@dataclass(frozen=True)
 class Line:
     name: str
     colour: str  # matplotlib color, e.g. C0
-    points: Sequence[tuple[float, float, float | None]]  # x, y, error (half the width of the band)
+    points: Sequence[Point]
 
 
 def draw_line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = False) -> str:
@@ -48,14 +64,17 @@ def draw_line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bo
         axis.grid(axis="y", alpha=0.4)
         if zero:
             axis.axhline(0, color="black", linewidth=1, linestyle="--")
+        all_points: list[Point] = []
         for line in lines:
-            xs, ys, halves = zip(*line.points, strict=True)
+            all_points += line.points
+            xs = [point.x for point in line.points]
+            ys = [point.y for point in line.points]
             axis.plot(xs, ys, color=line.colour, label=line.name)
-            if any(halves):
-                low = [y - (half or 0) for y, half in zip(ys, halves, strict=True)]
-                high = [y + (half or 0) for y, half in zip(ys, halves, strict=True)]
+            if any(point.half_width for point in line.points):
+                low = [point.low for point in line.points]
+                high = [point.high for point in line.points]
                 axis.fill_between(xs, low, high, color=line.colour, alpha=0.2, linewidth=0)
-        axis.set_ylim(*_y_range([point for line in lines for point in line.points], zero))
+        axis.set_ylim(*_y_range(all_points, zero))
         axis.legend(frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
@@ -63,19 +82,21 @@ def draw_line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bo
     return f'<svg role="img" aria-label="{escape(title)}"{svg}'
 
 
-def _y_range(
-    points: Sequence[tuple[float, float, float | None]], zero: bool
-) -> tuple[float, float]:
+def _y_range(points: Sequence[Point], zero: bool) -> tuple[float, float]:
     # The loss is very high in the beginning, so skip the first 10% of the iterations. Wide error
     # bands can increase the range by a factor of 3 at most.
-    start = max(x for x, _, _ in points) / 10
-    shown = [(y, half or 0.0) for x, y, half in points if x >= start]
-    means = [y for y, _ in shown] + [0.0] * zero
-    low, high = min(means), max(means)
-    span = high - low or abs(high) or 1.0
-    low = min(low, max(low - span, min(y - half for y, half in shown)))
-    high = max(high, min(high + span, max(y + half for y, half in shown)))
-    return low - 0.05 * span, high + 0.05 * span
+    start = max(point.x for point in points) / 10
+    shown = [point for point in points if point.x >= start]
+    means = [point.y for point in shown]
+    if zero:
+        means.append(0.0)
+    lowest_mean = min(means)
+    highest_mean = max(means)
+    span = highest_mean - lowest_mean or abs(highest_mean) or 1.0
+    lowest_shown = max(lowest_mean - span, min(point.low for point in shown))
+    highest_shown = min(highest_mean + span, max(point.high for point in shown))
+    margin = 0.05 * span
+    return min(lowest_mean, lowest_shown) - margin, max(highest_mean, highest_shown) + margin
 
 
 def draw_matrices(
@@ -88,9 +109,13 @@ def draw_matrices(
             head_dim).
     """
     for projection, variant in kha.variants.items():
-        for i, matrix in enumerate(MATRICES[variant]):
+        weight_by_layer = {}
+        for (layer, weight_projection), weight in weights.items():
+            if weight_projection == projection:
+                weight_by_layer[layer] = weight
+        for index, matrix in enumerate(MATRICES[variant]):
             draw_matrix_grid(
-                {layer: w[i] for (layer, name), w in weights.items() if name == projection},
+                {layer: weight[index] for layer, weight in weight_by_layer.items()},
                 folder / f"{projection}_{matrix}.png",
                 title=f"{matrix} matrix on {projection} heads ({variant})",
                 diverging=matrix == "gate",
@@ -113,10 +138,15 @@ def draw_matrix_grid(
     figure = require_matplotlib()(figsize=size, layout="constrained")
     from matplotlib import colormaps
 
-    finite = [m[m.isfinite()].abs().max().item() for m in matrices.values() if m.isfinite().any()]
-    limit = max(finite, default=0.0) or 1.0
-    low, high = (-limit, limit) if diverging else (0.0, 1.0)
-    colours = colormaps["RdBu_r" if diverging else "viridis"].with_extremes(bad="magenta")
+    if diverging:
+        high = _largest_finite_value(matrices) or 1.0
+        low = -high
+        colours = colormaps["RdBu_r"]
+    else:
+        high = 1.0
+        low = 0.0
+        colours = colormaps["viridis"]
+    colours = colours.with_extremes(bad="magenta")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
@@ -127,3 +157,12 @@ def draw_matrix_grid(
     figure.colorbar(image, ax=axes, shrink=min(1.0, 3 / rows))
     figure.suptitle(title, fontsize=10)
     figure.savefig(out_png, format="png", dpi=120)
+
+
+def _largest_finite_value(matrices: "Mapping[int, Tensor]") -> float:
+    largest = 0.0
+    for matrix in matrices.values():
+        finite = matrix[matrix.isfinite()]
+        if finite.numel():
+            largest = max(largest, finite.abs().max().item())
+    return largest

@@ -36,14 +36,16 @@ def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
     except ConfigError as error:
         return kernels | {"uncounted": str(error)}
     length = run.arguments["seq_length"]
-    counts, work = count_model(model, run.kha), compute_flops(model, run.kha, length)
+    counts = count_model(model, run.kha)
+    work = compute_flops(model, run.kha, length)
+    skippable = work.skippable_projections + work.skippable_scores
     return kernels | {
         "total": counts.total,
         "active": counts.active,
         "kha": counts.kha,
         "flops": 3 * work.forward / length,
         "kha_flops": 3 * work.kha / length,
-        "spared_flops": 3 * (work.skippable_projections + work.skippable_scores) / length,
+        "spared_flops": 3 * skippable / length,
     }
 
 
@@ -66,15 +68,24 @@ def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict
         return []
     weights = read_knock_weights(checkpoint)
     draw_matrices(weights, kha, folder)
-    found = []
+    diagnosed = []
     for projection, variant in kha.variants.items():
-        numbers = {
-            layer: list(diagnose(weight, variant))
-            for (layer, name), weight in sorted(weights.items())
-            if name == projection
-        }
-        for i, matrix in enumerate(MATRICES[variant]):
-            layers = [{"layer": layer} | asdict(values[i]) for layer, values in numbers.items()]
-            entry = {"projection": projection, "variant": variant, "matrix": matrix}
-            found.append(entry | {"picture": f"{projection}_{matrix}.png", "layers": layers})
-    return found
+        layers_by_matrix: dict[str, list[dict[str, Any]]] = {}
+        for (layer, weight_projection), weight in sorted(weights.items()):
+            if weight_projection != projection:
+                continue
+            for matrix, diagnostics in zip(
+                MATRICES[variant], diagnose(weight, variant), strict=True
+            ):
+                layers = layers_by_matrix.setdefault(matrix, [])
+                layers.append({"layer": layer} | asdict(diagnostics))
+        for matrix, layers in layers_by_matrix.items():
+            entry = {
+                "projection": projection,
+                "variant": variant,
+                "matrix": matrix,
+                "picture": f"{projection}_{matrix}.png",
+                "layers": layers,
+            }
+            diagnosed.append(entry)
+    return diagnosed

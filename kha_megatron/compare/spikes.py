@@ -45,8 +45,9 @@ def find_spikes(
     """Find loss spikes in a sequence of (iteration, loss) pairs."""
     definition = definition or SpikeDefinition()
     recent: deque[float] = deque(maxlen=definition.window)
-    values, found = iter(history), []
-    for iteration, loss in values:
+    remaining = iter(history)
+    spikes = []
+    for iteration, loss in remaining:
         level = median(recent) if len(recent) >= definition.warmup else math.inf
         height = loss - level if math.isfinite(loss) else math.inf
         threshold = definition.margin
@@ -60,12 +61,14 @@ def find_spikes(
             continue
         start = peak = iteration
         end = None
-        for iteration, loss in values:
+        for iteration, loss in remaining:
             if math.isfinite(loss) and loss < level + threshold / 2:
                 end = iteration
                 recent.append(loss)
                 break
-            if (above := loss - level if math.isfinite(loss) else math.inf) > height:
-                peak, height = iteration, above
-        found.append(Spike(start=start, peak=peak, end=end, level=level, height=height))
-    return found
+            rise = loss - level if math.isfinite(loss) else math.inf
+            if rise > height:
+                peak = iteration
+                height = rise
+        spikes.append(Spike(start=start, peak=peak, end=end, level=level, height=height))
+    return spikes

@@ -31,10 +31,12 @@ class Estimate:
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Compute the mean over seeds and (for two or more seeds) its confidence interval."""
-    n = len(values)
-    if n < 2:
-        return Estimate(fmean(values), None, n)
-    return Estimate(fmean(values), t_quantile(n - 1) * stdev(values) / math.sqrt(n), n)
+    seeds = len(values)
+    mean = fmean(values)
+    if seeds < 2:
+        return Estimate(mean, None, seeds)
+    standard_error = stdev(values) / math.sqrt(seeds)
+    return Estimate(mean, t_quantile(seeds - 1) * standard_error, seeds)
 
 
 def estimate_noise(differences: Sequence[float]) -> dict[str, float]:
@@ -43,16 +45,24 @@ def estimate_noise(differences: Sequence[float]) -> dict[str, float]:
     Args:
         differences: ``null - reference``, one value per seed.
     """
-    rms = math.sqrt(fmean(d * d for d in differences))
-    return {"rms": rms, "largest": max(map(abs, differences)), "seeds": len(differences)}
+    mean_square = fmean(difference**2 for difference in differences)
+    return {
+        "rms": math.sqrt(mean_square),
+        "largest": max(abs(difference) for difference in differences),
+        "seeds": len(differences),
+    }
 
 
 def t_quantile(freedom: int) -> float:
     """Two-sided 95% quantile of the t distribution, e.g. 12.71 for 1 degree of freedom."""
-    low, high = 0.0, math.pi / 2
+    low = 0.0
+    high = math.pi / 2
     for _ in range(60):  # bisection to float64 precision
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < CONFIDENCE else (low, middle)
+        if _within(middle, freedom) < CONFIDENCE:
+            low = middle
+        else:
+            high = middle
     return math.sqrt(freedom) * math.tan(low)
 
 
@@ -61,18 +71,20 @@ def _within(angle: float, freedom: int) -> float:
 
     The angle is in radians. See Abramowitz and Stegun, equations 26.7.3 and 26.7.4.
     """
-    odd = freedom % 2
-    term, total = (math.cos(angle), 0.0) if odd else (1.0, 0.0)
-    for k in range(1 + odd, freedom, 2):
-        total += term
+    is_odd = freedom % 2 == 1
+    term = math.cos(angle) if is_odd else 1.0
+    series = 0.0
+    for k in range(2 if is_odd else 1, freedom, 2):
+        series += term
         term *= math.cos(angle) ** 2 * k / (k + 1)
-    total *= math.sin(angle)
-    return 2 / math.pi * (angle + total) if odd else total
+    series *= math.sin(angle)
+    return 2 / math.pi * (angle + series) if is_odd else series
 
 
 def select_last(losses: Losses) -> Losses:
     """Get the losses that count towards the final loss."""
-    return losses[-max(1, math.ceil(len(losses) * LAST_SHARE)) :]
+    count = max(1, math.ceil(len(losses) * LAST_SHARE))
+    return losses[-count:]
 
 
 def compute_final_loss(losses: Losses) -> float:
@@ -85,7 +97,8 @@ def average_bins(losses: Losses, points: int = 150) -> list[tuple[float, float |
     size = math.ceil(len(losses) / points)
     bins = []
     for start in range(0, len(losses), size):
-        part = losses[start : start + size]
-        known = [loss for loss in part if loss is not None]
-        bins.append((start + (1 + len(part)) / 2, fmean(known) if known else None))
+        binned = losses[start : start + size]
+        middle = start + (1 + len(binned)) / 2
+        known = [loss for loss in binned if loss is not None]
+        bins.append((middle, fmean(known) if known else None))
     return bins

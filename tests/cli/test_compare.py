@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from kha_megatron import recipes
 from kha_megatron.cli import app
-from kha_megatron.compare.runs import plan_comparison
 from kha_megatron.compare.statistics import compute_final_loss
+from kha_megatron.compare.trials import plan_comparison
 from kha_megatron.compare.variants import parse_variants
 from kha_megatron.errors import OutputError
 from kha_megatron.recipes import Failure, LaunchResult, get_recipe
@@ -51,9 +51,9 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
         data=data,
         overrides=SMALL,
         ranks=1,
-        held_out=HELD_OUT,
+        held_out_sequences=HELD_OUT,
     )
-    killed = planned.runs[2]
+    killed = planned.trials[2]
     checkpoints = killed.folder / "checkpoints"
     tracker = checkpoints / "latest_checkpointed_iteration.txt"
     words = ["compare", "--data", str(data), "--output", str(output), "--nproc", "1"]
@@ -74,8 +74,8 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     wait_until(lambda: not _ranks_of(killed.folder))  # no rank outlives its command
     marks = checkpoints.glob("iter_*/metadata.json")  # which Megatron writes last
     saved = max(int(mark.parent.name[5:]) for mark in marks if mark.stat().st_size)
-    assert [run.result is not None for run in planned.runs] == [True, True, False, False]
-    before = [(run.folder / "result.json").read_bytes() for run in planned.runs[:2]]
+    assert [trial.result is not None for trial in planned.trials] == [True, True, False, False]
+    before = [(trial.folder / "result.json").read_bytes() for trial in planned.trials[:2]]
     assert json.loads((output / "report.json").read_text())["finished"] == 2
 
     second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
@@ -84,8 +84,8 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     assert "baseline-seed1" not in second.stderr
     assert "kv: held-out loss" in second.stderr
     assert second.stdout == f"{output / 'report.html'}\n"
-    assert [(run.folder / "result.json").read_bytes() for run in planned.runs[:2]] == before
-    results = [run.result for run in planned.runs]
+    assert [(trial.folder / "result.json").read_bytes() for trial in planned.trials[:2]] == before
+    results = [trial.result for trial in planned.trials]
     assert [result["starts"] for result in results] == [1, 1, 2, 1]
 
     # bitwise equal to an uninterrupted run

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from kha_megatron.compare.runs import plan_comparison
+from kha_megatron.compare.trials import plan_comparison
 from kha_megatron.compare.variants import parse_variants
 from kha_megatron.recipes import get_recipe
 
@@ -51,8 +51,8 @@ def finished(tmp_path):
         overrides=["--mock-data", "--train-iters", str(ITERATIONS)],
     )
     results = {}
-    for run in comparison.runs:
-        gains = {"kha_mlp": 0.05 + 0.001 * run.seed, "kha_linear": 0.001 * (run.seed - 2)}
-        gain = gains.get(run.variant.name, 0.0)
-        results[run.variant.name, run.seed] = make_result(run.variant, run.seed, gain=gain)
+    for trial in comparison.trials:
+        gains = {"kha_mlp": 0.05 + 0.001 * trial.seed, "kha_linear": 0.001 * (trial.seed - 2)}
+        gain = gains.get(trial.variant.name, 0.0)
+        results[trial.variant.name, trial.seed] = make_result(trial.variant, trial.seed, gain=gain)
     return comparison, results

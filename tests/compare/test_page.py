@@ -7,8 +7,8 @@ import pytest
 
 from kha_megatron.compare.page import render_page, summarize
 from kha_megatron.compare.report import build_report
-from kha_megatron.compare.runs import plan_comparison
 from kha_megatron.compare.statistics import compute_final_loss
+from kha_megatron.compare.trials import plan_comparison
 from kha_megatron.compare.variants import parse_variants
 from kha_megatron.recipes import get_recipe
 from tests.compare.conftest import make_result
@@ -99,10 +99,10 @@ def test_null_runs_are_the_floor_of_both_losses(tmp_path):
     )
     moved = {"baseline": (0, 0, 0), "null": (4, -4, 4), "kha_mlp": (-3, -3.2, -2.8)}
     results = {
-        (name, seed): make_result(run.variant, seed, gain=0.05 * (name == "kha_mlp"))
+        (name, seed): make_result(trial.variant, seed, gain=0.05 * (name == "kha_mlp"))
         | {"held_out": 2 + seed + moved[name][seed - 1] / 1000}
-        for run in planned.runs
-        for name, seed in [(run.variant.name, run.seed)]
+        for trial in planned.trials
+        for name, seed in [(trial.variant.name, trial.seed)]
     }
     report = build_report(planned, results)
     assert report["floor"]["held_out"] == pytest.approx(

@@ -6,9 +6,9 @@ import pytest
 
 from kha_megatron.checkpoint.ownership import owned
 from kha_megatron.checkpoint.staging import write_json
-from kha_megatron.compare import runs
-from kha_megatron.compare.runs import RUN, plan_comparison, start_run
+from kha_megatron.compare import trials
 from kha_megatron.compare.statistics import average_bins, compute_final_loss
+from kha_megatron.compare.trials import RUN, plan_comparison, start_trial
 from kha_megatron.compare.variants import parse_variants
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.run import parse
@@ -30,8 +30,8 @@ def arguments(job):
 def test_runs_of_one_seed_differ_only_in_their_kha_settings(tmp_path):
     comparison = planned(tmp_path / "out")
     names = ["baseline-seed1", "random-init-seed1", "baseline-seed2", "random-init-seed2"]
-    assert [run.name for run in comparison.runs] == names
-    one, two, other, _ = (run.config.flags for run in comparison.runs)
+    assert [trial.name for trial in comparison.trials] == names
+    one, two, other, _ = (trial.config.flags for trial in comparison.trials)
     differing = {flag for flag in one.keys() | two.keys() if one.get(flag) != two.get(flag)}
     assert differing == {"--kha-value", "--kha-init"}
     assert {f for f in one if one[f] != other[f]} == {"--seed", "--kha-init-seed"}
@@ -41,15 +41,15 @@ def test_runs_of_one_seed_differ_only_in_their_kha_settings(tmp_path):
 
 def test_null_runs_perturb_the_reference_by_rounding(tmp_path):
     comparison = planned(tmp_path, variants="kha_mlp,baseline", seeds=1, null=True)
-    assert [run.variant.name for run in comparison.runs] == ["kha_mlp", "null", "baseline"]
-    reference, null, _ = (run.config.flags for run in comparison.runs)
+    assert [trial.variant.name for trial in comparison.trials] == ["kha_mlp", "null", "baseline"]
+    reference, null, _ = (trial.config.flags for trial in comparison.trials)
     assert null == reference | {"--kha-perturb-embedding": ("1e-06",)}
-    half = planned(tmp_path, [*MOCK, "--bf16"], seeds=1, null=True).runs[1].config.flags
+    half = planned(tmp_path, [*MOCK, "--bf16"], seeds=1, null=True).trials[1].config.flags
     assert half["--kha-perturb-embedding"] == ("0.00390625",)
 
 
 def test_held_out_evaluates_whole_batches_once(tmp_path):
-    flags = planned(tmp_path, held_out=17).runs[0].config.flags
+    flags = planned(tmp_path, held_out_sequences=17).trials[0].config.flags
     assert flags["--eval-iters"] == ("2",)  # of 16 sequences each
     assert flags["--eval-interval"] == ("41",)  # after the last iteration only
 
@@ -59,10 +59,10 @@ def test_held_out_evaluates_whole_batches_once(tmp_path):
     [
         ("--save=x", {}, "--save is set by --output and --seeds"),
         ("--kha-init random", {}, "--kha-init is set by --variants"),
-        ("--eval-iters 3", {"held_out": 1}, "--eval-iters is set by --held-out"),
+        ("--eval-iters 3", {"held_out_sequences": 1}, "--eval-iters is set by --held-out"),
         (
             "--decrease-batch-size-if-needed",
-            {"held_out": 1},
+            {"held_out_sequences": 1},
             "--held-out requires `-- --global-batch-size N`",
         ),
     ],
@@ -75,7 +75,7 @@ def test_bad_input_is_refused(words, settings, match, tmp_path):
 
 def test_variants_keep_the_kind_of_attention(tmp_path):
     words = [*MOCK, "--kha-attention", "gta", "--rotary-percent", "0.5"]
-    found = [run.config.flags["--kha-attention"] for run in planned(tmp_path, words).runs]
+    found = [trial.config.flags["--kha-attention"] for trial in planned(tmp_path, words).trials]
     assert found == [("gta",)] * 4
 
 
@@ -87,62 +87,62 @@ def test_a_foreign_directory_is_refused(tmp_path):
 
 
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
-    (run, *_) = planned(tmp_path / "out").runs
-    job = start_run(run)
+    (trial, *_) = planned(tmp_path / "out").trials
+    job = start_trial(trial)
     assert not job.resume
     assert "--load" not in arguments(job)
-    assert json.loads((run.folder / RUN).read_text())["starts"] == 1
-    (run.folder / "half-written").write_text("")
-    assert not start_run(run).resume
-    assert [file.name for file in run.folder.iterdir()] == [RUN]
+    assert json.loads((trial.folder / RUN).read_text())["starts"] == 1
+    (trial.folder / "half-written").write_text("")
+    assert not start_trial(trial).resume
+    assert [file.name for file in trial.folder.iterdir()] == [RUN]
 
 
 def test_parallel_runs_have_their_own_sample_index(tmp_path):
-    runs = planned(tmp_path / "out").runs
-    save(runs[0].folder / "checkpoints", 20, {}, kha_value=None)
-    (runs[0].folder / "index").mkdir()
-    (runs[0].folder / "index" / "half-written").touch()
-    found = [arguments(start_run(run))["--data-cache-path"] for run in runs]
-    assert found == [(str(run.folder / "index"),) for run in runs]
-    assert not (runs[0].folder / "index").exists()
+    parallel = planned(tmp_path / "out").trials
+    save(parallel[0].folder / "checkpoints", 20, {}, kha_value=None)
+    (parallel[0].folder / "index").mkdir()
+    (parallel[0].folder / "index" / "half-written").touch()
+    found = [arguments(start_trial(trial))["--data-cache-path"] for trial in parallel]
+    assert found == [(str(trial.folder / "index"),) for trial in parallel]
+    assert not (parallel[0].folder / "index").exists()
 
 
 @pytest.fixture
 def interrupted(tmp_path):
-    """A run with a checkpoint of iteration 20."""
-    (run, *_) = planned(tmp_path / "out").runs
-    save(run.folder / "checkpoints", 20, {}, kha_value=None)
-    write_json(run.folder / RUN, {"starts": 1, "arguments": run.config.flags})
-    return run
+    """A trial with a checkpoint of iteration 20."""
+    (trial, *_) = planned(tmp_path / "out").trials
+    save(trial.folder / "checkpoints", 20, {}, kha_value=None)
+    write_json(trial.folder / RUN, {"starts": 1, "arguments": trial.config.flags})
+    return trial
 
 
 def test_an_interrupted_run_resumes(interrupted):
-    job = start_run(interrupted)
+    job = start_trial(interrupted)
     assert (job.resume, job.stopped_at) == (True, 20)
     assert arguments(job)["--load"] == arguments(job)["--save"]
     assert json.loads((interrupted.folder / RUN).read_text())["starts"] == 2
 
 
 def test_lost_losses_stay_missing(tmp_path):
-    (run, *_) = planned(tmp_path).runs
-    losses = runs._losses({"lm loss": [(i, float(i)) for i in (2, 3, 39)]}, run)
+    (trial, *_) = planned(tmp_path).trials
+    losses = trials._read_losses({"lm loss": [(i, float(i)) for i in (2, 3, 39)]}, trial)
     assert losses == [None, 2.0, 3.0, *[None] * 35, 39.0, None]
     assert compute_final_loss(losses) == 39.0
     assert average_bins(losses, 20)[:3] == [(1.5, 2.0), (3.5, 3.0), (5.5, None)]
     with pytest.raises(DataError, match=r"final losses of .* are missing"):
-        runs._losses({"lm loss": [(i, 2.0) for i in range(1, 39)]}, run)
+        trials._read_losses({"lm loss": [(i, 2.0) for i in range(1, 39)]}, trial)
     with pytest.raises(DataError, match="not finite at iteration 40"):
-        runs._losses({"lm loss": [(39, 2.0), (40, float("nan"))]}, run)
+        trials._read_losses({"lm loss": [(39, 2.0), (40, float("nan"))]}, trial)
 
 
 def test_a_missing_held_out_loss_is_an_error(tmp_path):
-    run = planned(tmp_path, held_out=16).runs[0]
-    assert runs._held_out(run, {"lm loss validation": [(40, 2.5)]}) == 2.5
+    trial = planned(tmp_path, held_out_sequences=16).trials[0]
+    assert trials._read_held_out_loss({"lm loss validation": [(40, 2.5)]}, trial) == 2.5
     with pytest.raises(DataError, match=r"Held-out loss of .*baseline-seed1 is None"):
-        runs._held_out(run, {"lm loss validation": [(39, 2.5)]})
+        trials._read_held_out_loss({"lm loss validation": [(39, 2.5)]}, trial)
     with pytest.raises(DataError, match="is nan"):
-        runs._held_out(run, {"lm loss validation": [(40, float("nan"))]})
-    assert runs._held_out(planned(tmp_path).runs[0], {}) is None
+        trials._read_held_out_loss({"lm loss validation": [(40, float("nan"))]}, trial)
+    assert trials._read_held_out_loss({}, planned(tmp_path).trials[0]) is None
 
 
 def test_changed_arguments_of_a_started_run_are_refused(interrupted):
@@ -155,4 +155,4 @@ def test_changed_arguments_of_a_started_run_are_refused(interrupted):
 
 def test_a_run_that_still_trains_is_not_started_again(interrupted):
     with owned(interrupted.folder / "checkpoints"), pytest.raises(OutputError, match="is in use"):
-        start_run(interrupted)
+        start_trial(interrupted)

@@ -10,7 +10,7 @@ import pytest
 from kha_megatron import cli
 from kha_megatron.checkpoint.ownership import OWNER
 from kha_megatron.checkpoint.tracker import TRACKER
-from kha_megatron.compare.runs import plan_comparison, start_run
+from kha_megatron.compare.trials import plan_comparison, start_trial
 from kha_megatron.compare.variants import parse_variants
 from kha_megatron.recipes import get_recipe
 from tests.recipes.conftest import nemorun_home  # noqa: F401
@@ -44,14 +44,14 @@ def state(folder):
 @pytest.mark.usefixtures("nemorun_home")
 @pytest.mark.parametrize("word", ["", pytest.param("1", marks=pytest.mark.whole)])
 def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, word):
-    (run, *_) = plan_comparison(
+    (trial, *_) = plan_comparison(
         get_recipe("quickstart"),
         parse_variants("kha_mlp,baseline"),
         1,
         output=tmp_path / "compare",
         overrides=["--mock-data", "--train-iters", "40", *HEADS],
-    ).runs
-    folder = shutil.copytree(saved, run.folder / "checkpoints")
+    ).trials
+    folder = shutil.copytree(saved, trial.folder / "checkpoints")
     (folder / TRACKER).write_text(word)
     os.utime(folder / TRACKER, (1, 1))
     before = state(folder)
@@ -63,9 +63,9 @@ def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, w
     command("convert", "to-hf", folder, tmp_path / "hf", "--no-verify", "--json")
     manifest = json.loads((tmp_path / "hf" / "manifest.json").read_text())
     assert manifest["source"]["iteration"] == 2
-    words = command(*LAUNCH, "--output", run.folder, "--", "--mock-data", *HEADS)[0]["words"]
+    words = command(*LAUNCH, "--output", trial.folder, "--", "--mock-data", *HEADS)[0]["words"]
     assert words[words.index("--load") + 1] == words[words.index("--save") + 1] == str(folder)
-    assert start_run(run).stopped_at == 2
+    assert start_trial(trial).stopped_at == 2
     assert state(folder) == before
 
 

@@ -1,0 +1,320 @@
+"""Trials of a comparison. A trial trains one variant with one seed.
+
+Trials with the same seed see the same batches and start from the same weights (KHA is initialized
+to the identity without using random numbers), so it makes sense to compare their losses directly.
+
+A trial's directory is ``OUTPUT/runs/VARIANT-seedN``. In addition to checkpoints and TensorBoard
+files it contains:
+
+- ``run.json``: Megatron arguments, written when the trial starts
+- ``result.json``: losses and diagnostics, written when it finishes
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from kha_megatron.checkpoint.ownership import has_files, owned
+from kha_megatron.checkpoint.staging import write_json
+from kha_megatron.checkpoint.tracker import iteration_of, newest
+from kha_megatron.compare.statistics import select_last
+from kha_megatron.compare.variants import NULL, SETTINGS, ModelVariant
+from kha_megatron.errors import ConfigError, DataError, OutputError
+from kha_megatron.model.run import Run, parse
+from kha_megatron.recipes import Job, Recipe, prepare_job
+from kha_megatron.recipes.log_lines import LOSS, SECONDS, VALIDATION_LOSS, History, read_history
+from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
+
+RUNS = "runs"
+RUN, RESULT = "run.json", "result.json"
+_INDEX = "index"
+"""Dataset index. Each trial has its own, so that parallel trials cannot overwrite it."""
+_MIN_CHECKPOINTS = 4
+_SET_FOR_EACH_TRIAL = (
+    "--save",
+    "--load",
+    "--data-cache-path",
+    "--tensorboard-dir",
+    "--tensorboard-log-interval",
+    "--seed",
+    "--kha-init-seed",
+    "--kha-perturb-embedding",
+)
+_EVALUATION = ("--eval-iters", "--eval-interval", "--full-validation")
+_PERTURBATION_BF16 = 2**-8
+_PERTURBATION_FP16 = 2**-11
+_PERTURBATION_FP32 = 1e-6
+"""Relative perturbation of the initial weights in null trials."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    variant: ModelVariant
+    seed: int
+    recipe: Recipe  # with the variant's KHA config
+    overrides: tuple[str, ...]
+    launch: Mapping[str, Any]  # data, ranks and device of prepare_job
+    folder: Path
+    iterations: int
+    has_held_out_loss: bool  # whether to compute the validation loss
+
+    @property
+    def name(self) -> str:
+        """Directory name, e.g. ``kha_mlp-seed1``."""
+        return self.folder.name
+
+    @cached_property
+    def config(self) -> Run:
+        """Run configuration, except that output directories aren't set yet."""
+        settings: dict[str, Any] = {"data": self.launch.get("data")}
+        if device := self.launch.get("device"):
+            settings["device"] = device
+        return self.recipe.run_for(self.overrides, **settings)
+
+    @property
+    def result(self) -> dict[str, Any] | None:
+        """The parsed ``result.json``. None if the trial hasn't finished yet."""
+        file = self.folder / RESULT
+        return json.loads(file.read_bytes()) if file.exists() else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """A grid of trials, variants x seeds. The first variant is the reference."""
+
+    recipe: Recipe
+    variants: tuple[ModelVariant, ...]
+    seeds: tuple[int, ...]
+    folder: Path
+    trials: tuple[Trial, ...]  # in the order they are trained, i.e. seed by seed
+
+
+def plan_comparison(
+    recipe: Recipe,
+    variants: Sequence[ModelVariant],
+    seeds: int,
+    *,
+    output: Path,
+    overrides: Sequence[str] = (),
+    null: bool = False,
+    held_out_sequences: int = 0,
+    **launch: Any,
+) -> Comparison:
+    """Plan all trials of a comparison and validate their arguments. Doesn't write any files.
+
+    Args:
+        variants: Variants to train, starting with the reference.
+        seeds: Number of seeds. They are numbered from 1.
+        output: Output directory. An interrupted comparison is continued if its arguments match.
+        null: Whether to add a null trial to estimate the noise floor. It trains the reference a
+            second time with slightly perturbed initial weights.
+        held_out_sequences: Number of validation sequences for evaluation after training, rounded up
+            to full batches. 0 to disable.
+
+    All other arguments (``data``, ``ranks`` and ``device``) are passed to
+    :func:`kha_megatron.recipes.prepare_job`.
+    """
+    has_held_out_loss = held_out_sequences > 0
+    _refuse_reserved_flags(overrides, has_held_out_loss)
+    base = recipe.run_for(overrides)
+    if base.training.train_iters is None:
+        raise ConfigError(f"--train-iters is not set in {recipe.name}. Add `-- --train-iters N`.")
+    reference, *other_variants = variants
+    planned_variants = [reference]
+    if null:
+        planned_variants.append(ModelVariant(NULL, reference.kha, perturbs=True))
+    planned_variants += other_variants
+
+    shared_flags = [*overrides, *_logging_flags(base)]
+    if has_held_out_loss:
+        shared_flags += _evaluation_flags(base, held_out_sequences)
+    trials = []
+    for seed in range(1, seeds + 1):
+        for variant in planned_variants:
+            flags = [*shared_flags, "--seed", str(seed), "--kha-init-seed", str(seed)]
+            if variant.perturbs:
+                flags += ["--kha-perturb-embedding", f"{_perturbation(base):g}"]
+            trial = Trial(
+                variant=variant,
+                seed=seed,
+                recipe=recipe.with_heads(variant.kha),
+                overrides=tuple(flags),
+                launch=launch,
+                folder=output / RUNS / f"{variant.name}-seed{seed}",
+                iterations=base.training.train_iters,
+                has_held_out_loss=has_held_out_loss,
+            )
+            trials.append(trial)
+    if has_files(output) and not (output / RUNS).is_dir():
+        raise OutputError(
+            f"{output} was not written by `kha-megatron compare`. Choose another --output."
+        )
+    for trial in trials:
+        if trial.seed == 1:
+            prepare_job(trial.recipe, overrides=trial.overrides, **launch)
+        _check_arguments(trial)
+    return Comparison(
+        recipe=recipe,
+        variants=tuple(planned_variants),
+        seeds=tuple(range(1, seeds + 1)),
+        folder=output,
+        trials=tuple(trials),
+    )
+
+
+def _refuse_reserved_flags(overrides: Sequence[str], has_held_out_loss: bool) -> None:
+    """Raise ConfigError for flags of Megatron that another option of ``compare`` sets."""
+    options = dict.fromkeys(SETTINGS, "--variants")
+    options |= dict.fromkeys(_SET_FOR_EACH_TRIAL, "--output and --seeds")
+    if has_held_out_loss:
+        options |= dict.fromkeys(_EVALUATION, "--held-out")
+    for flag in parse(overrides):
+        if flag in options:
+            raise ConfigError(f"{flag} is set by {options[flag]}. Please remove it.")
+
+
+def _logging_flags(base: Run) -> list[str]:
+    iterations = base.training.train_iters or 0
+    recipe_interval = base.training.save_interval or iterations
+    interval = min(recipe_interval, math.ceil(iterations / _MIN_CHECKPOINTS))
+    return [
+        *("--save-interval", str(interval)),
+        *("--tensorboard-log-interval", "1"),
+        "--log-timers-to-tensorboard",
+    ]
+
+
+def _evaluation_flags(base: Run, sequences: int) -> list[str]:
+    """Return flags to evaluate once, at the end of training."""
+    batch_size = base.batch and base.batch.global_batch_size
+    if not batch_size:
+        raise ConfigError("--held-out requires `-- --global-batch-size N`.")
+    after_training = (base.training.train_iters or 0) + 1
+    return [
+        *("--eval-iters", str(math.ceil(sequences / batch_size))),
+        *("--eval-interval", str(after_training)),
+    ]
+
+
+def _perturbation(base: Run) -> float:
+    if base.training.bf16:
+        return _PERTURBATION_BF16
+    if base.training.fp16:
+        return _PERTURBATION_FP16
+    return _PERTURBATION_FP32
+
+
+def _check_arguments(trial: Trial) -> None:
+    """Make sure a trial isn't resumed with different arguments."""
+    started = trial.folder / RUN
+    if not started.exists():
+        return
+    old_flags = json.loads(started.read_bytes())["arguments"]
+    new_flags = {flag: list(values) for flag, values in trial.config.flags.items()}
+    for flag in sorted(old_flags.keys() | new_flags.keys()):
+        if old_flags.get(flag) != new_flags.get(flag):
+            raise OutputError(
+                f"{trial.folder} was started with other arguments ({flag}: "
+                f"{_show_flag(old_flags, flag)}, now {_show_flag(new_flags, flag)}). Please choose "
+                "another --output or delete this directory."
+            )
+
+
+def _show_flag(flags: Mapping[str, list[str]], flag: str) -> str:
+    if flag not in flags:
+        return "absent"
+    return " ".join(flags[flag]) or "set"
+
+
+def start_trial(trial: Trial) -> Job:
+    """Prepare a trial for training, or for resuming from its last checkpoint.
+
+    Raises:
+        OutputError: If the trial is still in use by another process.
+    """
+    started = trial.folder / RUN
+    starts = 0
+    with owned(trial.folder / CHECKPOINTS):
+        last_checkpoint = newest(trial.folder / CHECKPOINTS)
+        # clean up, because the previous job may have been killed while writing
+        if last_checkpoint is None:
+            shutil.rmtree(trial.folder, ignore_errors=True)
+        else:
+            shutil.rmtree(trial.folder / _INDEX, ignore_errors=True)
+            if started.exists():
+                starts = json.loads(started.read_bytes())["starts"]
+    index = (trial.folder / _INDEX).absolute()
+    job = prepare_job(
+        trial.recipe,
+        output=trial.folder,
+        overrides=(*trial.overrides, "--data-cache-path", str(index)),
+        resume=last_checkpoint is not None,
+        **trial.launch,
+    )
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    write_json(started, {"starts": starts + 1, "arguments": trial.config.flags})
+    return job
+
+
+def finish_trial(trial: Trial) -> None:
+    """Write ``result.json`` and delete files that are no longer needed.
+
+    Only the last checkpoint is kept. The dataset index is deleted as well.
+    """
+    from kha_megatron.checkpoint.megatron import MegatronCheckpoint
+    from kha_megatron.compare import measure
+
+    history = read_history(trial.folder / TENSORBOARD)
+    losses = _read_losses(history, trial)
+    checkpoint = MegatronCheckpoint.open(trial.folder / CHECKPOINTS)
+    seconds = [value for _, value in history.get(SECONDS, ())]
+    vocab_size = checkpoint.args.get("padded_vocab_size") or trial.recipe.run.vocab_size
+    started = json.loads((trial.folder / RUN).read_bytes())
+    result = {
+        "variant": trial.variant.name,
+        "knocks": str(trial.variant.kha),
+        "seed": trial.seed,
+        "losses": losses,
+        "held_out": _read_held_out_loss(history, trial),
+        "seconds_per_step": median(seconds) if seconds else None,
+        "cost": measure.compute_cost(trial.config, vocab_size),
+        "device": measure.describe_device(trial.config),
+        "starts": started["starts"],
+        "matrices": measure.diagnose_matrices(checkpoint, trial.folder),
+    }
+    for folder in checkpoint.path.parent.iterdir():
+        if iteration_of(folder) is not None and folder != checkpoint.path:
+            shutil.rmtree(folder)
+    shutil.rmtree(trial.folder / _INDEX, ignore_errors=True)
+    write_json(trial.folder / RESULT, result)
+
+
+def _read_losses(history: History, trial: Trial) -> list[float | None]:
+    """Return the loss of each iteration. Those that were not logged are None."""
+    logged = dict(history.get(LOSS, ()))
+    losses = []
+    for iteration in range(1, trial.iterations + 1):
+        loss = logged.get(iteration)
+        if loss is not None and not math.isfinite(loss):
+            raise DataError(f"The loss of {trial.name} is not finite at iteration {iteration}.")
+        losses.append(loss)
+    if all(loss is None for loss in select_last(losses)):
+        raise DataError(
+            f"The final losses of {trial.folder} are missing. Delete it to start again."
+        )
+    return losses
+
+
+def _read_held_out_loss(history: History, trial: Trial) -> float | None:
+    if not trial.has_held_out_loss:
+        return None
+    loss = dict(history.get(VALIDATION_LOSS, ())).get(trial.iterations)
+    if loss is None or not math.isfinite(loss):
+        raise DataError(f"Held-out loss of {trial.folder} is {loss}. Delete it to start again.")
+    return loss
