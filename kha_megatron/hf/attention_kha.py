@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from transformers import initialization as init
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3Attention,
@@ -137,7 +138,8 @@ class KHAHeads(KHAModule):
         self.mechanisms: list[tuple[Mechanism, Sequence[HeadRows], Sequence[HeadTensor]]] = []
         for settings in build_mechanisms(config):
             mechanism = settings.for_layer(self.layer_idx)
-            rows, tensors = mechanism.rows(sizes), mechanism.tensors(sizes)
+            rows = mechanism.rows(sizes)
+            tensors = mechanism.tensors(sizes)
             for row in rows:
                 features = sizes.heads(row.heads) * row.features
                 linear = nn.Linear(config.hidden_size, features, bias=config.attention_bias)
@@ -155,11 +157,15 @@ class KHAHeads(KHAModule):
             return {}
         plan = super().tp_plan()
         for _, rows, tensors in self.mechanisms:
-            plan |= dict.fromkeys((row.hf for row in rows), "colwise")
+            for row in rows:
+                plan[row.hf] = "colwise"
             for tensor in tensors:
-                plan[tensor.hf] = SHARED_BY_HEADS
-                if tensor.reads_input:  # Gradients are all-reduced in `read_input`.
-                    plan[tensor.hf] = "colwise" if tensor.per_head else "replicate"
+                if not tensor.reads_input:
+                    plan[tensor.hf] = SHARED_BY_HEADS
+                elif tensor.per_head:
+                    plan[tensor.hf] = "colwise"
+                else:  # Gradients are all-reduced in `read_input`.
+                    plan[tensor.hf] = "replicate"
         return plan
 
     def train(self, mode: bool = True) -> "KHAHeads":
@@ -179,64 +185,61 @@ class KHAHeads(KHAModule):
             `dict[str, torch.Tensor]`: Projections by name, usually of shape `(batch_size, seq_len,
             num_heads, num_features)`. The head dimension can be 1 or missing for shared weights.
         """
-        seen = {}
+        projections = {}
         for _, rows, tensors in self.mechanisms:
             for row in rows:
-                score = getattr(self, row.hf)(hidden_states)
-                seen[row.name] = score.unflatten(-1, (-1, row.features))
+                projected = getattr(self, row.hf)(hidden_states)
+                projections[row.name] = projected.unflatten(-1, (-1, row.features))
             for tensor in tensors:
                 if not tensor.reads_input:
                     continue
-                score = getattr(self, tensor.hf)(hidden_states)
+                projected = getattr(self, tensor.hf)(hidden_states)
                 if tensor.per_head:
-                    score = score.unflatten(-1, (-1, tensor.shape[-2]))
+                    projected = projected.unflatten(-1, (-1, tensor.shape[-2]))
                 elif tensor.gradient == "heads":
-                    score = self._ranks().sum_gradient(score.unsqueeze(-2))
-                seen[tensor.name] = score
-        return seen
+                    projected = self._ranks().sum_gradient(projected.unsqueeze(-2))
+                projections[tensor.name] = projected
+        return projections
 
-    def apply_heads(self, stage: Stage, seen: dict[str, Tensor], **tensors: Tensor) -> list[Tensor]:
+    def apply_heads(
+        self, stage: Stage, input_projections: dict[str, Tensor], **tensors: Tensor
+    ) -> list[Tensor]:
         """
         Run all mechanisms that act at `stage`.
 
         Args:
             stage (`str`):
                 One of `"qkv"`, `"output"` (before `o_proj`) or `"dense"` (after `o_proj`).
-            seen (`dict[str, torch.Tensor]`):
+            input_projections (`dict[str, torch.Tensor]`):
                 Output of `read_input`. Modified in place if a later stage needs more tensors.
             tensors (`torch.Tensor`):
                 Tensors to transform, e.g. `query=...`. They are returned in the same order.
         """
-        mechanisms = (
-            (mechanism, self.head_weights(parameters))
-            for mechanism, _, parameters in self.mechanisms
-            if mechanism.acts_at(stage)
-        )
-        return apply_stage(stage, mechanisms, tensors, seen, self._ranks())
+        mechanisms = []
+        for mechanism, _, parameters in self.mechanisms:
+            if mechanism.acts_at(stage):
+                mechanisms.append((mechanism, self.head_weights(parameters)))
+        return apply_stage(stage, mechanisms, tensors, input_projections, self._ranks())
 
     def head_weights(self, tensors: Sequence[HeadTensor]) -> dict[str, Tensor]:
         """Get the replicated weights by name. Per-head weights are sliced to the local heads."""
-        ranks, weights = self._ranks(), {}
+        ranks = self._ranks()
+        weights = {}
         for tensor in tensors:
-            if not tensor.reads_input:
-                weight = getattr(self, tensor.hf)()
-                weights[tensor.name] = ranks.own_part(weight) if tensor.per_head else weight
+            if tensor.reads_input:
+                continue
+            weight = getattr(self, tensor.hf)()
+            if tensor.per_head:
+                weight = ranks.own_part(weight)
+            weights[tensor.name] = weight
         return weights
 
-    def project_output(self, heads: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    def project_output(self, heads: Tensor, input_projections: dict[str, Tensor]) -> Tensor:
         """Apply `o_proj`, and the mechanisms before and after it."""
-        (heads,) = self.apply_heads("output", seen, output=heads)
+        (heads,) = self.apply_heads("output", input_projections, output=heads)
         dense = self.o_proj(heads.flatten(-2).contiguous())
-        return self.apply_heads("dense", seen, dense=dense)[0]
-
-    def core_attention(self) -> Any:
-        """Get the attention function. This is a custom one if a mechanism acts on all heads."""
-        for mechanism, _, parameters in self.mechanisms:
-            if mechanism.acts_at("core"):
-                return partial(_eager_forward, mechanism, self.head_weights(parameters))
-        return ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        (dense,) = self.apply_heads("dense", input_projections, dense=dense)
+        return dense
 
     def _ranks(self) -> "ModelRanks":
         return ModelRanks(self.o_proj, self.listeners)
@@ -244,8 +247,11 @@ class KHAHeads(KHAModule):
 
 def build_mechanisms(config: KHAModelConfig) -> list[Mechanism]:
     """Instantiate the mechanisms of a model in the order they are applied (KHA not included)."""
-    settings = config.mechanisms
-    return [kind.from_dict(settings[n]) for n, kind in mechanism_types().items() if n in settings]
+    mechanisms = []
+    for name, mechanism_type in mechanism_types().items():
+        if name in config.mechanisms:
+            mechanisms.append(mechanism_type.from_dict(config.mechanisms[name]))
+    return mechanisms
 
 
 def head_sizes(config: KHAModelConfig) -> HeadSizes:
@@ -304,31 +310,23 @@ class ModelRanks(Ranks):
         return weight.chunk(self.mesh.size())[self.mesh.get_local_rank()]
 
 
-def _attention_forward(
-    module: Any,
-    shape: torch.Size,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    seen: dict[str, Tensor],
-    **kwargs,
-) -> tuple[Tensor, Tensor | None]:
-    key, value = update_paged_cache(module, key, value, kwargs)
-    # FlashAttention requires q, k and v to have the same head dim. transformers only pads v, but
-    # here q and k can also be the smaller ones.
-    width = padded = value.shape[-1]
-    if "flash" in (module.config._attn_implementation or "") and query.shape[-1] != width:
-        padded = max(query.shape[-1], width)
-        query, key, value = (
-            nn.functional.pad(part, (0, padded - part.shape[-1])) for part in (query, key, value)
-        )
-    dropout = module.attention_dropout if module.training else 0.0
-    output, weights = module.core_attention()(
-        module, query, key, value, mask, dropout=dropout, scaling=module.scaling, **kwargs
+def split_heads(flat: Tensor, head_dim: int) -> Tensor:
+    """Split heads that the cache stores as one, i.e. from `(batch_size, 1, seq_len, features)`."""
+    return flat.squeeze(1).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+
+
+def pad_to_same_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """
+    Pad the features of all heads with zeros, because FlashAttention requires the same head dim.
+
+    transformers only pads values, but here queries and keys can also be the smaller ones.
+    """
+    head_dim = max(query.shape[-1], value.shape[-1])
+    return (
+        nn.functional.pad(query, (0, head_dim - query.shape[-1])),
+        nn.functional.pad(key, (0, head_dim - key.shape[-1])),
+        nn.functional.pad(value, (0, head_dim - value.shape[-1])),
     )
-    heads = output.reshape(*shape, -1, padded)[..., :width]
-    return module.project_output(heads, seen), weights
 
 
 def _eager_forward(
@@ -343,10 +341,12 @@ def _eager_forward(
     scaling: float,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    if (given := module.config._attn_implementation) != "eager":
+    implementation = module.config._attn_implementation
+    if implementation != "eager":
         raise ValueError(
-            f"{mechanism} is not supported with attn_implementation={given!r}, because fused "
-            "kernels cannot mix the logits of all heads. Please use attn_implementation='eager'."
+            f"{mechanism} is not supported with attn_implementation={implementation!r}, because "
+            "fused kernels cannot mix the logits of all heads. Please use "
+            "attn_implementation='eager'."
         )
     drop = partial(nn.functional.dropout, p=dropout) if dropout else None
     output, scores = mechanism.attend(
@@ -355,17 +355,8 @@ def _eager_forward(
     return output.transpose(1, 2).contiguous(), scores
 
 
-class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
-    """Multi-headed attention with KHA and other head mechanisms. Supports MQA and GQA."""
-
-    @classmethod
-    def for_config(cls, config: KHAModelConfig) -> type:
-        own = any(mechanism.own_projections for mechanism in build_mechanisms(config))
-        return KHASharedKeyAttention if own else cls
-
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
-        self.add_heads(config)
+class KHABaseAttention(KHAHeads):
+    """Base class for attention modules. Subclasses define what the cache stores."""
 
     def forward(
         self,
@@ -375,30 +366,25 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
         **kwargs,
     ) -> tuple[Tensor, Tensor | None]:
         cache = pop_cache(kwargs)
-        input_shape = hidden_states.shape[:-1]
-        heads = (*input_shape, -1, self.head_dim)
-        seen = self.read_input(hidden_states)
-        query, key, value = self.apply_heads(
-            "qkv",
-            seen,
-            query=self.q_knock(self.q_proj(hidden_states).view(heads)),
-            key=self.k_knock(self.k_proj(hidden_states).view(heads)),
-            value=self.v_knock(self.v_proj(hidden_states).view(heads)),
+        input_projections = self.read_input(hidden_states)
+        query, key, value = self.project_heads(
+            hidden_states, input_projections, position_embeddings
         )
-        value = value.transpose(1, 2)
-        if self.use_qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
-        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
+        key, value = self.expand_heads(key, value, position_embeddings, cache, kwargs)
         key, value = update_paged_cache(self, key, value, kwargs)
+        value_dim = value.shape[-1]
+        is_flash = "flash" in (self.config._attn_implementation or "")
+        if is_flash and query.shape[-1] != value_dim:
+            query, key, value = pad_to_same_dim(query, key, value)
         # Keep this call here. vLLM looks for it in the source code of `forward`.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        if any(mechanism.acts_at("core") for mechanism, *_ in self.mechanisms):
-            attend = self.core_attention()
+        for mechanism, _, tensors in self.mechanisms:
+            if mechanism.acts_at("core"):
+                attend = partial(_eager_forward, mechanism, self.head_weights(tensors))
         output, weights = attend(
             self,
             query,
@@ -409,10 +395,76 @@ class KHAHeadsAttention(KHAHeads, Glm4MoeAttention):
             scaling=self.scaling,
             **kwargs,
         )
-        return self.project_output(output.reshape(*heads), seen), weights
+        heads = output.reshape(*hidden_states.shape[:-1], -1, value.shape[-1])
+        return self.project_output(heads[..., :value_dim], input_projections), weights
+
+    def project_heads(
+        self,
+        hidden_states: Tensor,
+        input_projections: dict[str, Tensor],
+        position_embeddings: CosSin,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """
+        Compute the queries, and the two tensors that the cache stores instead of keys and values.
+
+        Returns:
+            `tuple[torch.Tensor, ...]`: Three tensors of shape `(batch_size, num_heads, seq_len,
+            num_features)`. Each can have its own number of heads and features.
+        """
+        raise NotImplementedError
+
+    def expand_heads(
+        self,
+        key: Tensor,
+        value: Tensor,
+        position_embeddings: CosSin,
+        cache: Cache | None,
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        """
+        Compute keys and values from what the cache stores. By default, these are the same.
+
+        This can change `arguments`, which are passed to the attention function.
+        """
+        return key, value
 
 
-class KHASharedKeyAttention(KHAHeads, Glm4MoeAttention):
+class KHAHeadsAttention(KHABaseAttention, Glm4MoeAttention):
+    """Multi-headed attention with KHA and other head mechanisms. Supports MQA and GQA."""
+
+    @classmethod
+    def for_config(cls, config: KHAModelConfig) -> type:
+        if any(mechanism.own_projections for mechanism in build_mechanisms(config)):
+            return KHASharedKeyAttention
+        return cls
+
+    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.add_heads(config)
+
+    def project_heads(
+        self,
+        hidden_states: Tensor,
+        input_projections: dict[str, Tensor],
+        position_embeddings: CosSin,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = self.apply_heads(
+            "qkv",
+            input_projections,
+            query=self.q_knock(self.q_proj(hidden_states).view(heads)),
+            key=self.k_knock(self.k_proj(hidden_states).view(heads)),
+            value=self.v_knock(self.v_proj(hidden_states).view(heads)),
+        )
+        if self.use_qk_norm:
+            query = self.q_norm(query)
+            key = self.k_norm(key)
+        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
+        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
+        return query, key, value.transpose(1, 2)
+
+
+class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
     """
     Attention for a mechanism with its own query and key projections, which all heads share.
 
@@ -425,46 +477,50 @@ class KHASharedKeyAttention(KHAHeads, Glm4MoeAttention):
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         del self.q_proj, self.k_proj
-        own = next(m for m in build_mechanisms(config) if m.own_projections)
-        self.own, dim = own.name, own.own_dim or 0
+        for mechanism in build_mechanisms(config):
+            if mechanism.own_projections:
+                self.mechanism_name = mechanism.name
+                dim = mechanism.own_dim or 0
         self.scaling = dim**-0.5
         if self.use_qk_norm:
             self.q_norm = Glm4MoeRMSNorm(dim, eps=config.rms_norm_eps)
             self.k_norm = Glm4MoeRMSNorm(dim, eps=config.rms_norm_eps)
         self.add_heads(config)
 
-    def forward(
+    def project_heads(
         self,
         hidden_states: Tensor,
+        input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
-        attention_mask: Tensor | None,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
-        cache = pop_cache(kwargs)
-        input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
-        heads = (*input_shape, -1, self.head_dim)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = self.apply_heads(
             "qkv",
-            seen,
-            query=seen[f"{self.own}_query"],
-            key=seen[f"{self.own}_key"],
+            input_projections,
+            query=input_projections[f"{self.mechanism_name}_query"],
+            key=input_projections[f"{self.mechanism_name}_key"],
             value=self.v_knock(self.v_proj(hidden_states).view(heads)),
         )
         if self.use_qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
         query = apply_rotary(query.transpose(1, 2), *position_embeddings)
         key = apply_rotary(key.transpose(1, 2), *position_embeddings)
-        value = value.flatten(-2)[:, None]
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        value = value.squeeze(1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        key = key.expand(-1, value.shape[1], -1, -1)
-        return _attention_forward(
-            self, input_shape, query, key, value, attention_mask, seen, **kwargs
-        )
+        return query, key, value.flatten(-2)[:, None]
+
+    def expand_heads(
+        self,
+        key: Tensor,
+        value: Tensor,
+        position_embeddings: CosSin,
+        cache: Cache | None,
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        value = split_heads(value, self.head_dim)
+        return key.expand(-1, value.shape[1], -1, -1), value
 
 
-class KHATiedAttention(KHAHeads, Glm4MoeAttention):
+class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
     """
     Grouped-Tied Attention (GTA, https://huggingface.co/papers/2505.21487) with KHA.
 
@@ -487,20 +543,16 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
         self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.add_heads(config)
 
-    def forward(
+    def project_heads(
         self,
         hidden_states: Tensor,
+        input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None = None,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         # QK-norm needs complete keys, and those are different in each group. If it's enabled, we
         # cache the rotary half before RoPE and rotate the whole cache in every step. This assumes
         # consecutive positions, i.e. left padding is fine but packed sequences are not supported.
-        cache = pop_cache(kwargs)
-        input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
-        heads = (*input_shape, -1, self.head_dim)
+        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
         query = self.q_knock(self.q_proj(hidden_states).view(heads))
         tied = self.v_knock(self.kv_proj(hidden_states).view(heads)).flatten(-2)[:, None]
         rotary = self.k_rope_proj(hidden_states)[:, None]
@@ -508,29 +560,42 @@ class KHATiedAttention(KHAHeads, Glm4MoeAttention):
             query = self.q_norm(query)
         else:
             rotary = apply_rotary(rotary, *position_embeddings)
-        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
-        if cache is not None:
-            last = cache.get_seq_length(self.layer_idx) + input_shape[1] - 1
-            rotary, tied = cache.update(rotary, tied, self.layer_idx)
-            if self.use_qk_norm:
-                positions = torch.arange(tied.shape[-2], device=tied.device)[None]
-                if position_ids is not None:
-                    positions = positions + position_ids[:, -1:] - last
-                position_embeddings = self.rotary_emb(tied, positions)
-        value = tied.squeeze(1).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        plain = value[..., : self.head_dim - rotary.shape[-1]]
-        key = torch.cat([rotary.expand(-1, value.shape[1], -1, -1), plain], dim=-1)
+        return apply_rotary(query.transpose(1, 2), *position_embeddings), rotary, tied
+
+    def expand_heads(
+        self,
+        key: Tensor,
+        value: Tensor,
+        position_embeddings: CosSin,
+        cache: Cache | None,
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        position_ids = arguments.pop("position_ids", None)
+        rotary = key
+        tied = split_heads(value, self.head_dim)
+        not_rotary = tied[..., : self.head_dim - rotary.shape[-1]]
+        key = torch.cat([rotary.expand(-1, tied.shape[1], -1, -1), not_rotary], dim=-1)
         if self.use_qk_norm:
+            if cache is not None:
+                position_embeddings = self.embed_cached_positions(value, cache, position_ids)
             key = apply_rotary(self.k_norm(key), *position_embeddings)
-        return _attention_forward(
-            self, input_shape, query, key, value, attention_mask, seen, **kwargs
-        )
+        return key, tied
+
+    def embed_cached_positions(
+        self, cached: Tensor, cache: Cache, position_ids: Tensor | None
+    ) -> CosSin:
+        """Compute the position embeddings of all tokens in the cache."""
+        positions = torch.arange(cached.shape[-2], device=cached.device)[None]
+        if position_ids is not None:
+            last = cache.get_seq_length(self.layer_idx) - 1
+            positions = positions + position_ids[:, -1:] - last
+        return self.rotary_emb(cached, positions)
 
     def tp_plan(self) -> dict[str, str]:
         return super().tp_plan() | {"k_rope_proj": SHARED_KEY}
 
 
-class KHALatentAttention(KHAHeads, DeepseekV3Attention):
+class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
     """
     Multi-head Latent Attention (MLA, https://huggingface.co/papers/2405.04434) or Grouped Latent
     Attention (GLA, https://huggingface.co/papers/2505.21487) with KHA-Linear. KHA is applied to
@@ -545,7 +610,8 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
 
     def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        eps, groups = config.rms_norm_eps, config.num_latent_heads
+        eps = config.rms_norm_eps
+        groups = config.num_latent_heads
         rank: Any = config.kv_lora_rank
         # Replace the norms, because the parent class doesn't pass `rms_norm_eps`.
         norm = Glm4MoeRMSNorm if config.use_qk_norm else nn.Identity
@@ -553,43 +619,46 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
             self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
         self.kv_a_layernorm = norm(rank, eps=eps)
         if groups > 1:
-            rows = self.num_heads // groups * (self.qk_nope_head_dim + self.v_head_dim)
+            heads_per_group = self.num_heads // groups
+            features = heads_per_group * (self.qk_nope_head_dim + self.v_head_dim)
             self.kv_b_proj = nn.ModuleList(
-                nn.Linear(rank // groups, rows, bias=False) for _ in range(groups)
+                nn.Linear(rank // groups, features, bias=False) for _ in range(groups)
             )
             if config.use_qk_norm:
                 self.kv_a_layernorm = KHALatentRMSNorm(rank, eps, groups)
         self.add_heads(config)
 
-    def forward(
+    def project_heads(
         self,
         hidden_states: Tensor,
+        input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
-        attention_mask: Tensor | None,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor | None]:
-        cache = pop_cache(kwargs)
-        input_shape, seen = hidden_states.shape[:-1], self.read_input(hidden_states)
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if self.q_lora_rank is None:
             query = self.q_proj(hidden_states)
         else:
             query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        query = query.view(*input_shape, -1, self.qk_head_dim)
-        plain, turned = query.transpose(1, 2).split(
+        heads = query.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
+        plain_query, rotary_query = heads.split(
             [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
         )
-        latent, rotary = self.kv_a_proj_with_mqa(hidden_states)[:, None].split(
-            [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        compressed = self.kv_a_proj_with_mqa(hidden_states)[:, None]
+        latent, rotary_key = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+        rotary_query, rotary_key = apply_rotary_pos_emb_interleave(
+            rotary_query, rotary_key, *position_embeddings
         )
-        latent = self.kv_a_layernorm(latent)
-        turned, rotary = apply_rotary_pos_emb_interleave(turned, rotary, *position_embeddings)
-        if cache is not None:
-            latent, rotary = cache.update(latent, rotary, self.layer_idx)
-        query = torch.cat([self.q_knock(plain), turned], dim=-1)
-        key, value = self.expand_kv(latent, rotary)
-        return _attention_forward(
-            self, input_shape, query, key, value, attention_mask, seen, **kwargs
-        )
+        query = torch.cat([self.q_knock(plain_query), rotary_query], dim=-1)
+        return query, self.kv_a_layernorm(latent), rotary_key
+
+    def expand_heads(
+        self,
+        key: Tensor,
+        value: Tensor,
+        position_embeddings: CosSin,
+        cache: Cache | None,
+        arguments: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        return self.expand_kv(kv_nope=key, k_rot=value)
 
     def tp_plan(self) -> dict[str, str]:
         # No tensor parallelism for GLA: its latent heads can't be sharded.
@@ -607,15 +676,20 @@ class KHALatentAttention(KHAHeads, DeepseekV3Attention):
         """
         latent = kv_nope.squeeze(1)
         if isinstance(self.kv_b_proj, nn.ModuleList):
-            parts = zip(self.kv_b_proj, latent.chunk(len(self.kv_b_proj), dim=-1), strict=True)
-            expanded = torch.cat([up(part) for up, part in parts], dim=-1)
+            latent_heads = latent.chunk(len(self.kv_b_proj), dim=-1)
+            groups = [
+                up_projection(latent_head)
+                for up_projection, latent_head in zip(self.kv_b_proj, latent_heads, strict=True)
+            ]
+            expanded = torch.cat(groups, dim=-1)
         else:
             expanded = self.kv_b_proj(latent)
-        widths = [self.qk_nope_head_dim, self.v_head_dim]
-        heads = expanded.unflatten(-1, (-1, sum(widths))).transpose(1, 2)
-        plain, value = heads.split(widths, dim=-1)
-        k_rot = k_rot.expand(-1, plain.shape[1], -1, -1)
-        return torch.cat([self.k_knock(plain), k_rot], dim=-1), self.v_knock(value)
+        dims = [self.qk_nope_head_dim, self.v_head_dim]
+        heads = expanded.unflatten(-1, (-1, sum(dims))).transpose(1, 2)
+        plain_key, value = heads.split(dims, dim=-1)
+        rotary_key = k_rot.expand(-1, plain_key.shape[1], -1, -1)
+        key = torch.cat([self.k_knock(plain_key), rotary_key], dim=-1)
+        return key, self.v_knock(value)
 
 
 class KHALatentRMSNorm(nn.Module):
@@ -628,13 +702,15 @@ class KHALatentRMSNorm(nn.Module):
 
     def __init__(self, features: int, eps: float, heads: int) -> None:
         super().__init__()
-        self.eps, self.heads = eps, heads
+        self.eps = eps
+        self.heads = heads
         self.weight = nn.Parameter(torch.ones(features))
 
     def forward(self, latent: Tensor) -> Tensor:
         heads = latent.float().unflatten(-1, (self.heads, -1))
-        heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * heads.flatten(-2).to(latent.dtype)
+        mean_square = heads.square().mean(-1, keepdim=True)
+        normalized = heads * torch.rsqrt(mean_square + self.eps)
+        return self.weight * normalized.flatten(-2).to(latent.dtype)
 
 
 KHA_ATTENTION_CLASSES |= {
