@@ -28,8 +28,11 @@ MAX_RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 
 even in the worst of many rows."""
 
 MAX_SCALE_ERROR = 1e-3
-"""Maximum deviation of ``<got, want> / <want, want>`` from 1, over all rows. Rounding errors cancel
-out in this ratio, but a wrong constant doesn't, even if each row is within its limit."""
+"""Maximum deviation of ``<actual, expected> / <expected, expected>`` from 1, over all rows.
+
+Rounding errors cancel out in this ratio, but a wrong constant doesn't, even if each row is within
+its limit.
+"""
 
 CHUNK = 4096
 """Rows per float64 computation (to limit memory)."""
@@ -52,10 +55,13 @@ class KnockCase:
 
     @classmethod
     def of(cls, x: Tensor, variant: Variant) -> "KnockCase":
-        strides, shift = strides_of(x), x.data_ptr() % 16
+        head_dim = x.shape[-1]
+        strides = strides_of(x)
+        shift = x.data_ptr() % 16
         if strides is None:  # rows_of will make a contiguous copy
-            strides, shift = Strides(1, x.shape[-1], 0), 0
-        return cls(variant, x.shape[-1], x.dtype, strides, shift, x.device)
+            strides = Strides(1, head_dim, 0)
+            shift = 0
+        return cls(variant, head_dim, x.dtype, strides, shift, x.device)
 
     def find_error(self) -> str | None:
         """Run the kernels and return an error message if a result is wrong, otherwise None."""
@@ -63,65 +69,96 @@ class KnockCase:
 
         generator = torch.Generator(self.device).manual_seed(0)  # keep the global RNG state
         draw = functools.partial(torch.randn, generator=generator, device=self.device)
-        at_once = kernels.processors(self.device)
-        sizes = self.variant, self.head_dim, self.dtype, architecture(self.device)
-        cuts = [tiling(kernel, *sizes) for kernel in get_args(Kernel)]
-        turn = max(at_once * cut.per_processor * cut.rows for cut in cuts)
-        rows = turn + max(cut.rows for cut in cuts) + 1
-        tokens = -(-rows // self.strides.heads) | 1  # odd, so that the last tile is not full
-        x = self._draw_rows(tokens, draw)
-        matrices = len(MATRICES[self.variant])
-        weight = draw(matrices, self.head_dim, self.head_dim) / self.head_dim**0.5
-        weight = weight.to(self.dtype)
-        last = cuts[-1].rows
-        weights = _emphasis(x[..., 0].numel(), at_once * last, last, self.device)
-        dy = (draw(x.shape) * weights.view(*x.shape[:2], 1)).to(self.dtype)
-        freed = [torch.full_like(t, math.nan) for t in (dy, dy, weight)]
+        x, weight, dy = self._draw_inputs(draw, kernels.processors(self.device))
+        freed = [torch.full_like(tensor, math.nan) for tensor in (dy, dy, weight)]
         del freed  # so that unwritten outputs are NaN
         y = kernels.knock_forward(x, weight, self.variant)
         dx = kernels.knock_backward_input(x, dy, weight, self.variant)
         dw = kernels.knock_backward_weight(x, dy, weight, self.variant)
-        exact = weight.double()
-        want_dw = torch.zeros_like(exact)
-        products: dict[str, list[Tensor]] = {}
+
+        exact_weight = weight.double()
+        expected_dw = torch.zeros_like(exact_weight)
+        y_scale = _Scale("result")
+        dx_scale = _Scale("input gradient")
+        dw_scale = _Scale("gradient of the matrices")
         step = max(1, CHUNK // self.strides.heads)
-        for part in (slice(first, first + step) for first in range(0, tokens, step)):
-            inputs = x[part].double()
-            want_y = knocking.knock(inputs, exact, self.variant)
-            want_dx, term = knocking.gradients(inputs, dy[part].double(), exact, self.variant)
-            want_dw += term
-            for name, got, want in (("result", y, want_y), ("input gradient", dx, want_dx)):
-                if why := self._difference(name, got[part], want):
-                    return why
-                products.setdefault(name, []).append(_products(got[part], want))
-        name = "gradient of the matrices"
-        if why := self._difference(name, dw.flatten(1), want_dw.flatten(1)):
-            return why
-        products[name] = [_products(dw, want_dw)]
-        for name, parts in products.items():
-            got_want, want_want = torch.stack(parts).sum(0).tolist()
-            if not abs(got_want / want_want - 1) <= MAX_SCALE_ERROR:
-                return f"the {name} is {got_want / want_want:.4f} times the expected one"
-        return None
+        for start in range(0, len(x), step):
+            chunk = slice(start, start + step)
+            inputs = x[chunk].double()
+            upstream = dy[chunk].double()
+            expected_y = knocking.knock(inputs, exact_weight, self.variant)
+            expected_dx, chunk_dw = knocking.gradients(inputs, upstream, exact_weight, self.variant)
+            expected_dw += chunk_dw
+            if error := self._difference("result", y[chunk], expected_y):
+                return error
+            if error := self._difference("input gradient", dx[chunk], expected_dx):
+                return error
+            y_scale.add(y[chunk], expected_y)
+            dx_scale.add(dx[chunk], expected_dx)
+        dw_name = "gradient of the matrices"
+        if error := self._difference(dw_name, dw.flatten(1), expected_dw.flatten(1)):
+            return error
+        dw_scale.add(dw, expected_dw)
+        return y_scale.find_error() or dx_scale.find_error() or dw_scale.find_error()
+
+    def _draw_inputs(
+        self, draw: Callable[..., Tensor], processors: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the input, the weights and the gradient of the output."""
+        sizes = self.variant, self.head_dim, self.dtype, architecture(self.device)
+        tilings = [tiling(kernel, *sizes) for kernel in get_args(Kernel)]
+        rows_at_once = max(processors * each.per_processor * each.rows for each in tilings)
+        rows = rows_at_once + max(each.rows for each in tilings) + 1
+        tokens = -(-rows // self.strides.heads) | 1  # odd, so that the last tile is not full
+        x = self._draw_rows(tokens, draw)
+        matrices = len(MATRICES[self.variant])
+        weight = draw(matrices, self.head_dim, self.head_dim) / self.head_dim**0.5
+        tile = tilings[-1].rows
+        emphasis = _emphasis(x[..., 0].numel(), processors * tile, tile, self.device)
+        dy = draw(x.shape) * emphasis.view(*x.shape[:2], 1)
+        return x, weight.to(self.dtype), dy.to(self.dtype)
 
     def _draw_rows(self, tokens: int, draw: Callable[..., Tensor]) -> Tensor:
         """Return random rows with the layout of this case. Gaps in memory are filled with NaN."""
-        sizes = tokens, self.strides.heads, self.head_dim
+        sizes = (tokens, self.strides.heads, self.head_dim)
         strides = (*self.strides[1:], 1)
-        first = self.shift // self.dtype.itemsize
-        length = first + sum(size * stride for size, stride in zip(sizes, strides, strict=True))
-        if 0 in strides[: 1 + (self.strides.heads > 1)]:  # expanded rows share memory
-            return draw(length).to(self.dtype).as_strided(sizes, strides, first)
+        start = self.shift // self.dtype.itemsize
+        length = start
+        for size, stride in zip(sizes, strides, strict=True):
+            length += size * stride
+        token_stride, head_stride, _ = strides
+        is_expanded = token_stride == 0 or (head_stride == 0 and self.strides.heads > 1)
+        if is_expanded:  # rows share memory
+            return draw(length).to(self.dtype).as_strided(sizes, strides, start)
         buffer = torch.full((length,), math.nan, dtype=self.dtype, device=self.device)
-        return buffer.as_strided(sizes, strides, first).copy_(draw(sizes))
+        return buffer.as_strided(sizes, strides, start).copy_(draw(sizes))
 
-    def _difference(self, name: str, got: Tensor, want: Tensor) -> str | None:
-        size = want.norm(dim=-1).clamp_min(1e-30)
-        errors = (got.double() - want).norm(dim=-1) / size
+    def _difference(self, name: str, actual: Tensor, expected: Tensor) -> str | None:
+        size = expected.norm(dim=-1).clamp_min(1e-30)
+        errors = (actual.double() - expected).norm(dim=-1) / size
         worst = errors.nan_to_num(nan=math.inf).max().item()
         if worst <= MAX_RELATIVE_ERROR[self.dtype]:
             return None
         return f"the {name} has a relative error of {worst:.2g}"
+
+
+class _Scale:
+    """Compares the scale of a result with that of the expected one, over all rows."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.products: list[Tensor] = []
+        self.squares: list[Tensor] = []
+
+    def add(self, actual: Tensor, expected: Tensor) -> None:
+        self.products.append((actual * expected).sum())
+        self.squares.append(expected.square().sum())
+
+    def find_error(self) -> str | None:
+        ratio = (torch.stack(self.products).sum() / torch.stack(self.squares).sum()).item()
+        if abs(ratio - 1) <= MAX_SCALE_ERROR:
+            return None
+        return f"the {self.name} is {ratio:.4f} times the expected one"
 
 
 _trusted: dict[KnockCase, bool] = {}
@@ -163,10 +200,6 @@ def _compare(case: KnockCase) -> str | None:
             return thread.submit(compare).result()
     except Exception as error:
         return f"the kernels failed ({type(error).__name__}: {' '.join(str(error).split())[:500]})"
-
-
-def _products(got: Tensor, want: Tensor) -> Tensor:
-    return torch.stack([(got * want).sum(), want.square().sum()])
 
 
 def _emphasis(count: int, turn: int, tile: int, device: torch.device) -> Tensor:
