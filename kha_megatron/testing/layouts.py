@@ -29,8 +29,10 @@ from kha_megatron.mcore import cpu
 from kha_megatron.testing import SIZES, TOLERANCE, is_supported
 
 _TIMEOUT = 60  # seconds for a layout
-_TOKENS, _BATCH = 12, 2
+_TOKENS = 12
+_BATCH = 2
 _RANDOM = 5  # seed of weights and inputs
+_FINITE_STEP = 1e-6  # for finite differences
 _LEAST_EFFECT = 1e-4  # relative to the norm; QK-norm cancels a scale up to its epsilon of 1e-5
 
 
@@ -43,21 +45,43 @@ class Layout:
 
     def __str__(self) -> str:
         norm = "" if self.qk_norm else " without QK-norm"
-        return f"TP {self.tp}{' with SP' * self.sp} and {self.groups} KV heads{norm}"
+        sp = " with SP" if self.sp else ""
+        return f"TP {self.tp}{sp} and {self.groups} KV heads{norm}"
 
 
 # with two KV heads on four ranks, ranks share a KV head; with eight, no KV head is repeated
-UNSHARDED = [Layout(1, False, 4), Layout(1, False, 2), Layout(1, False, 8, qk_norm=False)]
+UNSHARDED = [
+    Layout(tp=1, sp=False, groups=4),
+    Layout(tp=1, sp=False, groups=2),
+    Layout(tp=1, sp=False, groups=8, qk_norm=False),
+]
 SHARDED = [
-    *(Layout(tp, sp, 4) for tp in (2, 4) for sp in (False, True)),
-    Layout(4, True, 2),
-    Layout(2, False, 8, qk_norm=False),
+    Layout(tp=2, sp=False, groups=4),
+    Layout(tp=2, sp=True, groups=4),
+    Layout(tp=4, sp=False, groups=4),
+    Layout(tp=4, sp=True, groups=4),
+    Layout(tp=4, sp=True, groups=2),
+    Layout(tp=2, sp=False, groups=8, qk_norm=False),
 ]
 
-Parts = dict[tuple[str, str], tuple[tuple[int, ...], Tensor]]
-"""Results of a rank in float64, by kind and name: offset in the whole tensor, and this part."""
 
-Result = tuple[Parts, list[str]]  # with the messages of a rank
+@dataclass(frozen=True)
+class Shard:
+    """A tensor of one rank in float64, and its offset in the unsharded tensor."""
+
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+
+Shards = dict[tuple[str, str], Shard]
+"""Shards of a rank by check (a key of ``_MESSAGES``) and name."""
+
+
+@dataclass(frozen=True)
+class RankResult:
+    shards: Shards
+    mistakes: list[str]
+
 
 _MESSAGES = {
     "initial": "Initial value of `{name}` differs between ranks under {layout}. It must not depend "
@@ -72,21 +96,27 @@ _MESSAGES = {
 
 def find_mistakes(kha: KHAConfig, scratch: Path, smooth: bool) -> Iterator[str]:
     """Yield a message for each broken rule."""
-    wholes: dict[int, Parts] = {}
-    for layout in [_supported(kha, layout) for layout in (*UNSHARDED, *SHARDED)]:
-        ranks = _run(kha, layout, scratch, smooth)
-        if isinstance(ranks, str):
-            sizes = (SIZES, SIZES.on_rank(2))
-            some = [t for t in zip(*map(kha.tensors, sizes), strict=True) if not t[0].per_head]
-            hint = ", ".join(f"`{one.name}`" for one, other in some if one.shape != other.shape)
-            hint = f" Set `per_head` if {hint} is split along the heads." if hint else ""
-            split = "TP split: t" if layout.tp > 1 else "T"
-            yield f"{split}he layer fails under {layout}.{hint} The error is: {ranks}"
+    unsharded: dict[int, Shards] = {}
+    for requested_layout in (*UNSHARDED, *SHARDED):
+        layout = _supported(kha, requested_layout)
+        results = _run(kha, layout, scratch, smooth)
+        if isinstance(results, str):
+            yield _explain_failure(kha, layout, results)
             return
-        for parts, mistakes in ranks:
-            yield from mistakes
-            wholes.setdefault(layout.groups, parts)
-        yield from _compare(kha, layout, [parts for parts, _ in ranks], wholes[layout.groups])
+        for result in results:
+            yield from result.mistakes
+        expected = unsharded.setdefault(layout.groups, results[0].shards)
+        yield from _compare(kha, layout, [result.shards for result in results], expected)
+
+
+def _explain_failure(kha: KHAConfig, layout: Layout, error: str) -> str:
+    split = []
+    for tensor, sharded in zip(kha.tensors(SIZES), kha.tensors(SIZES.on_rank(2)), strict=True):
+        if not tensor.per_head and tensor.shape != sharded.shape:
+            split.append(f"`{tensor.name}`")
+    hint = f" Set `per_head` if {', '.join(split)} is split along the heads." if split else ""
+    subject = "TP split: the layer" if layout.tp > 1 else "The layer"
+    return f"{subject} fails under {layout}.{hint} The error is: {error}"
 
 
 def _supported(kha: KHAConfig, layout: Layout) -> Layout:
@@ -96,46 +126,59 @@ def _supported(kha: KHAConfig, layout: Layout) -> Layout:
     return replace(layout, qk_norm=not layout.qk_norm)
 
 
-def _compare(kha: KHAConfig, layout: Layout, ranks: list[Parts], whole: Parts) -> Iterator[str]:
+def _compare(
+    kha: KHAConfig, layout: Layout, ranks: list[Shards], unsharded: Shards
+) -> Iterator[str]:
+    """Yield a message for each tensor that differs from that of one rank."""
     tensors = {f"{tensor.name}.weight": tensor for tensor in kha.tensors(SIZES)}
-    kinds = [*_MESSAGES]
-    for kind, name in sorted(whole, key=lambda key: (kinds.index(key[0]), key[1] not in tensors)):
-        found, expected = [parts[kind, name] for parts in ranks], whole[kind, name][1]
-        is_theirs = kind in ("initial", "loaded") and name not in tensors  # Megatron's own
-        pairs = [(own, _slice(expected, at, own.shape)) for at, own in found]
-        if is_theirs or "layernorm" in name or not any(_error(*pair) for pair in pairs):
-            continue
-        why, tensor = "differs from that of one rank", tensors.get(name)
-        if kind == "gradient" and tensor:
-            why = f"is declared `{tensor.gradient}`, but {_explain(tensor, found, expected)}"
-        title = tensor.name if tensor else name
-        yield _MESSAGES[kind].format(name=title, layout=layout, why=why)
+    for check, message in _MESSAGES.items():
+        names = [name for checked_by, name in unsharded if checked_by == check]
+        names.sort(key=lambda name: name not in tensors)  # first the mechanism, then Megatron
+        for name in names:
+            tensor = tensors.get(name)
+            if "layernorm" in name or (tensor is None and check in ("initial", "loaded")):
+                continue
+            expected = unsharded[check, name].tensor
+            shards = [rank[check, name] for rank in ranks]
+            if not any(_error(shard.tensor, _slice(expected, shard)) for shard in shards):
+                continue
+            why = "differs from that of one rank"
+            if check == "gradient" and tensor is not None:
+                why = f"is declared `{tensor.gradient}`, but {_explain(tensor, shards, expected)}"
+            title = name if tensor is None else tensor.name
+            yield message.format(name=title, layout=layout, why=why)
 
 
-def _explain(tensor: HeadTensor, found: list[Any], whole: Tensor) -> str:
-    """Explain how gradients on TP ranks differ from the whole gradient."""
-    owns = [own for _, own in found]
-    if len({at for at, _ in found}) > 1:
+def _explain(tensor: HeadTensor, shards: list[Shard], expected: Tensor) -> str:
+    """Explain how gradients on TP ranks differ from the expected gradient."""
+    if len({shard.offset for shard in shards}) > 1:
         return "its shards differ from those of one rank"
-    if not _error(torch.stack(owns).sum(0), whole):
-        over = "heads" if tensor.gradient != "heads" else "tokens"
-        return f"differs between TP ranks: it is a sum over {over}"
-    if not any(_error(own, whole * len(owns)) for own in owns):
-        return f"is {len(owns)} times too large: it is the same on all ranks"
+    gradients = [shard.tensor for shard in shards]
+    if not _error(torch.stack(gradients).sum(0), expected):
+        summed_over = "tokens" if tensor.gradient == "heads" else "heads"
+        return f"differs between TP ranks: it is a sum over {summed_over}"
+    ranks = len(gradients)
+    if not any(_error(gradient, expected * ranks) for gradient in gradients):
+        return f"is {ranks} times too large: it is the same on all ranks"
     return "differs from that of one rank"
 
 
-def _slice(whole: Tensor, at: tuple[int, ...], shape: torch.Size) -> Tensor:
-    return whole[tuple(slice(first, first + n) for first, n in zip(at, shape, strict=True))]
+def _slice(unsharded: Tensor, shard: Shard) -> Tensor:
+    """Return the part of an unsharded tensor that a rank should have."""
+    slices = []
+    for start, size in zip(shard.offset, shard.tensor.shape, strict=True):
+        slices.append(slice(start, start + size))
+    return unsharded[tuple(slices)]
 
 
-def _error(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
-    return not (found - expected).norm() <= tolerance * expected.norm().clamp_min(1e-12)
+def _error(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
+    return not (actual - expected).norm() <= tolerance * expected.norm().clamp_min(1e-12)
 
 
-def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[Result] | str:
+def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[RankResult] | str:
     """Fork the ranks of a layout. Returns the results, or the error of a rank."""
-    context, parent = multiprocessing.get_context("fork"), os.getpid()
+    context = multiprocessing.get_context("fork")
+    parent = os.getpid()
     folder = scratch / f"{layout.tp}-{layout.sp}-{layout.groups}"
     folder.mkdir()
 
@@ -161,25 +204,39 @@ def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[Re
     processes = [context.Process(target=work, args=(rank,)) for rank in range(layout.tp)]
     for process in processes:
         process.start()
-    files = [folder / f"{rank}.pt" for rank in range(layout.tp)]
-    found: dict[Path, Any] = {}
-    deadline = time.monotonic() + _TIMEOUT
-    while len(found) < len(files) and time.monotonic() < deadline:
-        time.sleep(0.02)
-        found |= {f: torch.load(f, weights_only=False) for f in files if f.exists()}
-        if errors := [result for result in found.values() if isinstance(result, str)]:
-            break
+    results, errors = _collect_results(folder, layout.tp)
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()
-    if len(found) < len(files):
-        return errors[0] if errors else f"no result within {_TIMEOUT} s"
-    return errors[0] if errors else [found[file] for file in files]
+    if errors:
+        return errors[0]
+    if len(results) < layout.tp:
+        return f"no result within {_TIMEOUT} s"
+    return [results[rank] for rank in range(layout.tp)]
 
 
-def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> Result:
+def _collect_results(folder: Path, ranks: int) -> tuple[dict[int, RankResult], list[str]]:
+    """Wait until all ranks have a result, or one of them has an error. Return both."""
+    results: dict[int, RankResult] = {}
+    errors: list[str] = []
+    deadline = time.monotonic() + _TIMEOUT
+    while len(results) < ranks and not errors and time.monotonic() < deadline:
+        time.sleep(0.02)
+        for rank in range(ranks):
+            file = folder / f"{rank}.pt"
+            if rank in results or not file.exists():
+                continue
+            result = torch.load(file, weights_only=False)
+            if isinstance(result, str):
+                errors.append(result)
+            else:
+                results[rank] = result
+    return results, errors
+
+
+def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> RankResult:
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -188,7 +245,7 @@ def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> R
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(rank)
     layer = _build(kha, layout)
-    parts = _shards("initial", layer, lambda parameter: parameter)
+    shards = _shards("initial", layer, lambda parameter: parameter)
     mistakes: list[str] = []
     if layout.tp == 1:
         mistakes += _find_inexact_start(kha, layout, layer)
@@ -201,17 +258,23 @@ def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> R
         dist_checkpointing.save(layer.sharded_state_dict(), str(weights))
     else:
         layer.load_state_dict(dist_checkpointing.load(layer.sharded_state_dict(), str(weights)))
-    parts |= _shards("loaded", layer, lambda parameter: parameter)
+    shards |= _shards("loaded", layer, lambda parameter: parameter)
     embedding = RotaryEmbedding(SIZES.head_dim, 1.0, use_cpu_initialization=True)
     rotary = {"rotary_pos_emb": embedding(_TOKENS).double()}
-    hidden, upstream = (x.chunk(layout.tp)[rank] if layout.sp else x for x in _inputs())
+    hidden, upstream = _inputs()
+    first_token = 0
+    if layout.sp:
+        hidden = hidden.chunk(layout.tp)[rank]
+        upstream = upstream.chunk(layout.tp)[rank]
+        first_token = rank * len(hidden)
     hidden = hidden.clone().requires_grad_()
     output, _ = layer(hidden, None, **rotary)
     output.backward(upstream)
-    parts |= _shards("gradient", layer, _gradient)
-    at = (rank * len(hidden) if layout.sp else 0, 0, 0)
+    shards |= _shards("gradient", layer, _gradient)
     assert hidden.grad is not None
-    parts |= {("output", ""): (at, output.detach()), ("input gradient", ""): (at, hidden.grad)}
+    offset = (first_token, 0, 0)
+    shards["output", ""] = Shard(offset, output.detach())
+    shards["input gradient", ""] = Shard(offset, hidden.grad)
     mistakes += _find_wrong_masking(layout, layer, output.detach(), hidden.detach(), rotary)
     if layout.tp == 1:
         mistakes += _find_dependent_tokens(layer, rotary)
@@ -221,7 +284,7 @@ def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> R
         mistakes += _find_wrong_derivatives(kha, layer, rotary)
     if not layout.sp:
         mistakes += _find_wrong_decoding(layout, layer, rotary)
-    return parts, mistakes
+    return RankResult(shards, mistakes)
 
 
 def _gradient(parameter: Tensor) -> Tensor:
@@ -267,28 +330,36 @@ def _inputs() -> tuple[Tensor, Tensor]:
     return hidden, upstream
 
 
-def _shards(kind: str, layer: Any, select: Callable[[Any], Tensor]) -> Parts:
+def _shards(check: str, layer: Any, select: Callable[[Any], Tensor]) -> Shards:
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    held: Parts = {}
+    shards: Shards = {}
     state = layer.sharded_state_dict()
     for name, parameter in layer.named_parameters():
-        at = state[name].global_offset if isinstance(state.get(name), ShardedTensor) else None
-        part = select(parameter).detach().clone()
-        held[kind, name] = (at or (0,) * part.dim(), part)
-    return held
+        tensor = select(parameter).detach().clone()
+        offset = (0,) * tensor.dim()
+        if isinstance(state.get(name), ShardedTensor):
+            offset = state[name].global_offset or offset
+        shards[check, name] = Shard(offset, tensor)
+    return shards
 
 
 def _find_inexact_start(kha: KHAConfig, layout: Layout, layer: Any) -> Iterator[str]:
     """Compare outputs at initialization with those of plain attention, if they must be equal."""
     if not all(mechanism.is_exact_at_start for mechanism in kha.mechanisms):
         return
-    plain, own = _build(KHAConfig(), layout), layer.state_dict()
-    plain.load_state_dict({name: own[name] for name in plain.state_dict()})
+    weights = layer.state_dict()
+    plain_layer = _build(KHAConfig(), layout)
+    plain_layer.load_state_dict({name: weights[name] for name in plain_layer.state_dict()})
+    hidden, _ = _inputs()
     with torch.no_grad():
-        ours, theirs = (each(_inputs()[0], None)[0] for each in (layer, plain))
-    rounds = any(mechanism.acts_at("core") for mechanism in kha.mechanisms)
-    if _error(ours, theirs) if rounds else not torch.equal(ours, theirs):
+        output, _ = layer(hidden, None)
+        plain_output, _ = plain_layer(hidden, None)
+    if any(mechanism.acts_at("core") for mechanism in kha.mechanisms):  # rounds differently
+        is_inexact = _error(output, plain_output)
+    else:
+        is_inexact = not torch.equal(output, plain_output)
+    if is_inexact:
         yield (
             "The initial values change the outputs of a model, although `projections_to_double` "
             "returns without an error. Change `initial` or remove the method."
@@ -300,26 +371,28 @@ def _find_wrong_derivatives(kha: KHAConfig, layer: Any, options: dict[str, Any])
     hidden, upstream = _inputs()
 
     def loss() -> Tensor:
-        return (layer(hidden, None, **options)[0] * upstream).sum()
+        output, _ = layer(hidden, None, **options)
+        return (output * upstream).sum()
 
     layer.zero_grad()
     loss().backward()
     for tensor in kha.tensors(SIZES):
         weight = layer.get_parameter(f"{tensor.name}.weight")
         direction = torch.randn(weight.shape, dtype=torch.float64)
-        direction, step = direction / direction.norm(), 1e-6
+        direction /= direction.norm()
+        step = _FINITE_STEP * direction
         with torch.no_grad():
-            ends = []
-            for sign in (1, -2):
-                weight += sign * step * direction
-                ends.append(loss().item())
-            weight += step * direction
-        expected = (ends[0] - ends[1]) / (2 * step)
-        found = (_gradient(weight) * direction).sum().item()
-        if not math.isclose(found, expected, rel_tol=1e-4, abs_tol=1e-5):
+            weight += step
+            loss_after = loss().item()
+            weight -= 2 * step
+            loss_before = loss().item()
+            weight += step
+        expected = (loss_after - loss_before) / (2 * _FINITE_STEP)
+        actual = (_gradient(weight) * direction).sum().item()
+        if not math.isclose(actual, expected, rel_tol=1e-4, abs_tol=1e-5):
             yield (
-                f"Gradient of `{tensor.name}` differs from finite differences ({found:.6g} against "
-                f"{expected:.6g}). Check its backward pass."
+                f"Gradient of `{tensor.name}` differs from finite differences ({actual:.6g} "
+                f"against {expected:.6g}). Check its backward pass."
             )
 
 
@@ -352,16 +425,18 @@ def _find_dependent_tokens(layer: Any, options: dict[str, Tensor]) -> Iterator[s
     """
     hidden, others = _inputs()
     output, _ = layer(hidden, None, **options)
-    later, sequence = hidden.clone(), hidden.clone()
-    later[_TOKENS // 2 :] = others[_TOKENS // 2 :]
-    sequence[:, 1] = others[:, 1]
-    changed, _ = layer(later, None, **options)
-    if _error(changed[: _TOKENS // 2], output[: _TOKENS // 2]):
+    half = _TOKENS // 2
+    other_end = hidden.clone()
+    other_end[half:] = others[half:]
+    changed, _ = layer(other_end, None, **options)
+    if _error(changed[:half], output[:half]):
         yield (
             "Future tokens: during training, the outputs of a token depend on later tokens. "
             "`apply` must treat all tokens independently."
         )
-    changed, _ = layer(sequence, None, **options)
+    other_sequence = hidden.clone()
+    other_sequence[:, 1] = others[:, 1]
+    changed, _ = layer(other_sequence, None, **options)
     if _error(changed[:, 0], output[:, 0]):
         yield (
             "During training, the outputs of a sequence depend on the other sequences of the "
@@ -389,9 +464,10 @@ def _find_missing_effects(
     (mechanism,) = kha.mechanisms
     if mechanism.own_projections or mechanism.acts_at("core"):
         return  # the layer needs the mechanism
-    used, layer.mechanisms = layer.mechanisms, []
+    mechanisms = layer.mechanisms
+    layer.mechanisms = []
     changed, _ = layer(hidden, None, **options)
-    layer.mechanisms = used
+    layer.mechanisms = mechanisms
     if not _error(changed, output, _LEAST_EFFECT):
         yield f"The mechanism has no effect on the outputs {norm} QK-norm. {remedy}"
 
@@ -400,18 +476,23 @@ def _find_missing_effects(
 def _find_wrong_decoding(layout: Layout, layer: Any, options: dict[str, Tensor]) -> list[str]:
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    hidden, options = _inputs()[0][:7], {"rotary_pos_emb": options["rotary_pos_emb"][:7]}
-    whole, _ = layer(hidden, None, **options)
-    context = StaticInferenceContext(_BATCH, 7)
-    steps = []
+    length = 7
+    inputs, _ = _inputs()
+    hidden = inputs[:length]
+    rotary = options["rotary_pos_emb"][:length]
+    expected, _ = layer(hidden, None, rotary_pos_emb=rotary)
+    context = StaticInferenceContext(_BATCH, length)
+    decoded = []
     for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
         context.sequence_len_offset = start
-        steps.append(layer(hidden[start:end], None, inference_context=context, **options)[0])
+        chunk = hidden[start:end]
+        output, _ = layer(chunk, None, inference_context=context, rotary_pos_emb=rotary)
+        decoded.append(output)
     message = (
         f"KV cache: decoding under {layout} gives other outputs than the whole sequence. `apply` "
         "must treat all tokens independently."
     )
-    return [message] if _error(torch.cat(steps), whole) else []
+    return [message] if _error(torch.cat(decoded), expected) else []
 
 
 def main() -> None:
