@@ -5,17 +5,20 @@ of attention and MLP, the last three with experts, in two pipeline stages, and p
 additional token.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Self
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import MAX_LAYERS
 
-ATTENTION = {"*": False, "+": True}
+_ATTENTION = "*"
+_LATENT_ATTENTION = "+"
+_DENSE = "-"
+_EXPERTS = "E"
+ATTENTION = {_ATTENTION: False, _LATENT_ATTENTION: True}
 """Attention symbols, and whether the attention is multi-latent."""
-MLP = {"-": 0, "E": 1}
+MLP = {_DENSE: 0, _EXPERTS: 1}
 """MLP symbols, and whether the MLP is a mixture of experts."""
 
 _MAX_LENGTH = 3 * MAX_LAYERS
@@ -51,29 +54,43 @@ class LayerPattern:
             ConfigError: If it has too many layers.
         """
         main, *predictions = text.split("/")
-        for what, count in (("layers", len(main)), ("predicted tokens", len(predictions))):
-            if count > _MAX_LENGTH:
-                raise ConfigError(
-                    f"--hybrid-layer-pattern has {count:,} {what}, at most {_MAX_LENGTH:,} are "
-                    "supported."
-                )
+        _check_length("layers", len(main))
+        _check_length("predicted tokens", len(predictions))
         symbols = main.replace("|", "")
-        attention, mlps = set(symbols[::2]), symbols[1::2]
-        if len(symbols) % 2 or len(attention) != 1 or not attention <= ATTENTION.keys():
+        if not symbols or len(symbols) % 2:
             return None
-        if not set(mlps) <= MLP.keys() or set(predictions) - {symbols[-2:]}:
+        attention = symbols[0]
+        if attention not in ATTENTION or set(symbols[::2]) != {attention}:
             return None
-        stages = (sum(stage.count(kind) for kind in ATTENTION) for stage in main.split("|"))
-        moe = tuple(MLP[mlp] for mlp in mlps)
-        return cls(moe, tuple(stages), ATTENTION[attention.pop()], len(predictions))
+        mlps = symbols[1::2]
+        if not all(mlp in MLP for mlp in mlps):
+            return None
+        last_pair = symbols[-2:]
+        if any(prediction != last_pair for prediction in predictions):
+            return None
+        return cls(
+            moe=tuple(MLP[mlp] for mlp in mlps),
+            stages=tuple(stage.count(attention) for stage in main.split("|")),
+            latent=ATTENTION[attention],
+            predictions=len(predictions),
+        )
 
     def __str__(self) -> str:
-        (attention,) = (kind for kind, latent in ATTENTION.items() if latent == self.latent)
-        mlps = {is_moe: mlp for mlp, is_moe in MLP.items()}
-        pairs = [attention + mlps[is_moe] for is_moe in self.moe]
-        rest = iter(pairs)
-        stages: Iterator[str] = ("".join(islice(rest, count)) for count in self.stages)
+        attention = _LATENT_ATTENTION if self.latent else _ATTENTION
+        pairs = [attention + (_EXPERTS if is_moe else _DENSE) for is_moe in self.moe]
+        stages = []
+        start = 0
+        for count in self.stages:
+            stages.append("".join(pairs[start : start + count]))
+            start += count
         return "|".join(stages) + self.predictions * f"/{pairs[-1]}"
+
+
+def _check_length(name: str, count: int) -> None:
+    if count > _MAX_LENGTH:
+        raise ConfigError(
+            f"--hybrid-layer-pattern has {count:,} {name}, at most {_MAX_LENGTH:,} are supported."
+        )
 
 
 def check_no_gpt_arguments(arguments: Mapping[str, Any]) -> None:

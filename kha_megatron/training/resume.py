@@ -38,10 +38,13 @@ _STATELESS = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes without state, i.e. without scaling factors to save."""
 
 _ROPE = ("position_embedding_type", "use_rope_scaling", "rope_", "rotary_", "yarn_", "mscale")
+"""Prefixes of arguments for RoPE."""
 _RESTORED = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
-"""Arguments of RoPE, and those that ``--use-checkpoint-args`` restores."""
+"""Arguments for RoPE that ``--use-checkpoint-args`` restores."""
 
-_MAX_ELEMENTS, _MAX_DEPTH, _MAX_BITS = 2**16, 16, 64
+_MAX_ELEMENTS = 2**16
+_MAX_DEPTH = 16
+_MAX_BITS = 64
 """Limits for recorded arguments. Larger values are ignored."""
 
 
@@ -104,7 +107,8 @@ def find_start(args: Namespace) -> Start:
     """
     is_pretrained = starts_from_pretrained(args)
     is_remote = _is_remote(_directory_to_load(args))
-    if (path := path_to_load(args)) is None:
+    path = path_to_load(args)
+    if path is None:
         return Start(is_pretrained, is_remote)
     return Start(is_pretrained, is_remote, str(path), _read_arguments(path))
 
@@ -127,27 +131,37 @@ def path_to_load(args: Namespace) -> Path | None:
     directory = _directory_to_load(args)
     if directory is None or _is_remote(directory):
         return None
-    path, chosen = Path(directory), None
+    persistent = _persistent_checkpoint(Path(directory), args)
+    if args.non_persistent_ckpt_type != "global":
+        return persistent
+    other_directory = Path(
+        args.non_persistent_global_ckpt_dir or Path(directory) / "non_persistent"
+    )
+    if not _is_tracked(other_directory):
+        return persistent
+    non_persistent = _tracked_iteration(other_directory)
+    if persistent is None:
+        return non_persistent
+    is_older = (iteration_of(non_persistent) or 0) < (iteration_of(persistent) or 0)
+    return persistent if is_older else non_persistent
+
+
+def _persistent_checkpoint(directory: Path, args: Namespace) -> Path | None:
     if args.ckpt_step:  # 0 means unset, as in Megatron
-        chosen = path / folder_name(args.ckpt_step)
-    elif (
-        starts_from_pretrained(args)
-        or _is_tracked(path)
-        or (path.is_dir() and select_iteration(path).newest)
-    ):
-        chosen = _tracked_iteration(path)
-    if args.non_persistent_ckpt_type == "global":
-        other = Path(args.non_persistent_global_ckpt_dir or path / "non_persistent")
-        if _is_tracked(other):
-            newest = _tracked_iteration(other)
-            if chosen is None or (iteration_of(newest) or 0) >= (iteration_of(chosen) or 0):
-                chosen = newest
-    return chosen
+        return directory / folder_name(args.ckpt_step)
+    if starts_from_pretrained(args) or _is_tracked(directory):
+        return _tracked_iteration(directory)
+    if directory.is_dir() and select_iteration(directory).newest:
+        return _tracked_iteration(directory)
+    return None
 
 
 def object_store(args: Namespace) -> str | None:
     """Return the first checkpoint directory that's an object-store URL (e.g. ``msc://``)."""
-    return next(filter(_is_remote, (args.load, args.save, args.pretrained_checkpoint)), None)
+    for directory in (args.load, args.save, args.pretrained_checkpoint):
+        if _is_remote(directory):
+            return directory
+    return None
 
 
 def _is_remote(directory: str | None) -> bool:
@@ -201,10 +215,10 @@ def check_model_class(start: Start, args: Namespace) -> None:
     saved = start.arguments
     centered = bool(saved.get("layernorm_zero_centered_gamma"))
     if centered != args.layernorm_zero_centered_gamma:
+        trained, remedy = ("with", "Add") if centered else ("without", "Remove")
         raise CheckpointError(
-            f"{start.path} was trained {'with' if centered else 'without'} --apply-layernorm-1p, "
-            "which changes the meaning of norm weights. "
-            f"{'Add' if centered else 'Remove'} this flag."
+            f"{start.path} was trained {trained} --apply-layernorm-1p, which changes the meaning "
+            f"of norm weights. {remedy} this flag."
         )
     if saved.get("hybrid_layer_pattern"):
         if args.gpt_model:
@@ -258,11 +272,15 @@ def _loads_optimizer(start: Start, args: Namespace) -> bool:
 
 
 def _check_same_rope(start: Start, args: Namespace) -> None:
-    restored = _RESTORED if args.use_checkpoint_args else ()
-    saved = start.arguments
-    for name in (n for n in saved if n.startswith(_ROPE) and n not in restored):
-        old, new = saved[name], getattr(args, name, saved[name])
-        if old != new and not (name == _RESTORED[0] and args.use_rotary_position_embeddings):
+    for name, old in start.arguments.items():
+        if not name.startswith(_ROPE):
+            continue
+        if args.use_checkpoint_args and name in _RESTORED:
+            continue
+        if name == "position_embedding_type" and args.use_rotary_position_embeddings:
+            continue
+        new = getattr(args, name, old)
+        if old != new:
             raise CheckpointError(
                 f"--{name.replace('_', '-')} is {new}, but {start.path} was trained with "
                 f"{show_value(old)}. Use the same RoPE arguments, or add --finetune to change "
@@ -310,14 +328,17 @@ def vocabulary_size(start: Start, args: Namespace, tokenizer_size: int) -> int |
     if start.path is None:
         return None if start.is_remote else tokenizer_size
     recorded = start.arguments.get("vocab_size")
-    return max(recorded, tokenizer_size) if recorded and isinstance(recorded, int) else None
+    if not recorded or not isinstance(recorded, int):
+        return None
+    return max(recorded, tokenizer_size)
 
 
 def loads_fp8_scales(start: Start, args: Namespace) -> bool:
     """Whether to load FP8 scaling factors (delayed scaling only)."""
-    wanted = _has_fp8_scales(vars(args))
-    if not wanted or start.is_remote:
-        return wanted  # assumed for an object store; loading fails if the checkpoint has none
+    if not _has_fp8_scales(vars(args)):
+        return False
+    if start.is_remote:
+        return True  # loading fails if the checkpoint has none
     if start.path is None:
         return False
     stored = not start.is_release and _has_fp8_scales(start.arguments)
