@@ -83,20 +83,30 @@ def layer_words(case):
 
 def head_words(case, kha):
     options = kha.to_options()
-    named = {row.argument: options.get(row.argument.removeprefix("kha_")) for row in HEAD_FIELDS}
-    words = Run.from_values(**{name: v for name, v in named.items() if v is not None}).words()
-    # a resumed run must continue to reduce the number of heads
-    return [*words, "--heads", "moh.anneal=3"] if kha.moh else words
+    values = {}
+    for row in HEAD_FIELDS:
+        value = options.get(row.argument.removeprefix("kha_"))
+        if value is not None:
+            values[row.argument] = value
+    words = Run.from_values(**values).words()
+    if kha.moh:  # a resumed run must continue to reduce the number of heads
+        words += ["--heads", "moh.anneal=3"]
+    return words
 
 
 def words_of(case, kha):
     """Return the arguments of a case for the training entry point."""
-    settings = {"qk_layernorm": True, "untie_embeddings_and_output_weights": not case.tied}
-    settings |= {"bf16": case.bf16, "calculate_per_token_loss": case.per_token_loss}
+    settings = {
+        "qk_layernorm": True,
+        "untie_embeddings_and_output_weights": not case.tied,
+        "bf16": case.bf16,
+        "calculate_per_token_loss": case.per_token_loss,
+    }
     if case.config.get("multi_latent_attention"):
         settings |= LATENT
     else:
-        settings |= {"group_query_attention": True, "num_query_groups": case.groups}
+        settings["group_query_attention"] = True
+        settings["num_query_groups"] = case.groups
         settings["kv_channels"] = 6
     if case.model == "moe":
         settings |= MOE
@@ -107,8 +117,13 @@ def words_of(case, kha):
         settings["dist_ckpt_optim_fully_reshardable"] = True
     if kha.attention == "gta":
         settings["rotary_percent"] = 0.5
-    words = [*WORDS, *layer_words(case), *layout_words(case.layout), *as_words(settings)]
-    return [*words, *head_words(case, kha)]
+    return [
+        *WORDS,
+        *layer_words(case),
+        *layout_words(case.layout),
+        *as_words(settings),
+        *head_words(case, kha),
+    ]
 
 
 def under_another_layout(case):
@@ -116,44 +131,57 @@ def under_another_layout(case):
 
     Megatron has a separate optimizer for experts if they are sharded differently from other layers.
     """
-    before = case.layout
-    separate = case.model == "moe" and (before.ep > 1 or before.etp != before.tp)
-    layout = Layout(dp=2, ep=2) if separate else Layout()
+    layout = Layout()
+    shards_experts_differently = case.layout.ep > 1 or case.layout.etp != case.layout.tp
+    if case.model == "moe" and shards_experts_differently:
+        layout = Layout(dp=2, ep=2)
     return replace(case.twin(), layout=layout, ddp=case.ddp, fsdp=case.fsdp)
 
 
-def train(case, kha, *more):
-    ended = start([*words_of(case, kha), *map(str, more)], case.layout.world)
-    assert ended.codes == [0] * case.layout.world, ended.output[-4000:]
+def train(case, kha, *arguments):
+    """Train until iteration 4. Return the validation loss."""
+    ranks = case.layout.world
+    words = words_of(case, kha) + [str(argument) for argument in arguments]
+    ended = start(words, ranks)
+    assert ended.codes == [0] * ranks, ended.output[-4000:]
     (loss,) = re.findall(r"iteration 4 on validation set \| lm loss value: (\S+)", ended.output)
     return float(loss)
 
 
-def rows():
+def parameters():
     for case in ONE_PER_CLAIM:
         for kha in case.khas:
-            repeated = len(case.khas) > 1 and kha in (MLA, STOCK_GATE, MOH)
-            marks = [pytest.mark.whole] * repeated  # others have the same tensors
-            name = f"{case}, {kha}" if len(case.khas) > 1 else str(case)
+            name = str(case)
+            marks = []
+            if len(case.khas) > 1:
+                name = f"{case}, {kha}"
+                if kha in (MLA, STOCK_GATE, MOH):  # others have the same tensors
+                    marks = [pytest.mark.whole]
             yield pytest.param(case, kha, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("case", "kha"), rows())
+@pytest.mark.parametrize(("case", "kha"), parameters())
 def test_a_case_resumes_and_loads_under_another_layout(tmp_path, case, kha):
-    whole, rest, moved = (tmp_path / name for name in ("whole", "rest", "moved"))
-    loss = train(case, kha, "--save", whole, "--save-interval", 2)
-    resume = ["--load", whole, "--ckpt-step", 2, "--save", rest, "--save-interval", 2]
-    assert train(case, kha, *resume) == loss
-    saved = whole / "iter_0000004"
-    assert_same_bytes(saved, rest / "iter_0000004", batch=4)
+    uninterrupted = tmp_path / "uninterrupted"
+    loss = train(case, kha, "--save", uninterrupted, "--save-interval", 2)
+    saved = uninterrupted / "iter_0000004"
 
-    load = ["--load", whole, "--save", moved, "--save-interval", 1000]
-    found = train(under_another_layout(case), kha, *load)
-    assert found == pytest.approx(loss, rel=TOLERANCE[case.bf16])
-    before, after = (contents(folder)[0] for folder in (saved, moved / "iter_0000004"))
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert torch.equal(tensor, after[name]), name
+    resumed = tmp_path / "resumed"
+    load = ["--load", uninterrupted, "--ckpt-step", 2]
+    resumed_loss = train(case, kha, *load, "--save", resumed, "--save-interval", 2)
+    assert resumed_loss == loss
+    assert_same_bytes(saved, resumed / "iter_0000004", batch=4)
+
+    moved = tmp_path / "moved"
+    load = ["--load", uninterrupted]
+    other_case = under_another_layout(case)
+    moved_loss = train(other_case, kha, *load, "--save", moved, "--save-interval", 1000)
+    assert moved_loss == pytest.approx(loss, rel=TOLERANCE[case.bf16])
+    tensors, _ = contents(saved)
+    moved_tensors, _ = contents(moved / "iter_0000004")
+    assert tensors.keys() == moved_tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, moved_tensors[name]), name
 
 
 @pytest.mark.parametrize(
