@@ -68,21 +68,21 @@ class HFCheckpoint:
                 f"{download_hint(path)}"
             )
         refuse_adapter(path)  # transformers would load it on top of the model
-        config, weight_map = json_object(path / CONFIG), _weight_map(path)
-        headers = {}
-        for name in dict.fromkeys(weight_map.values()) or (WEIGHTS,):
+        config = json_object(path / CONFIG)
+        files = dict.fromkeys(_weight_map(path).values()) or (WEIGHTS,)
+        tensors: dict[str, tuple[Path, TensorEntry]] = {}
+        for name in files:
             if not has_file(path, name):
                 raise CheckpointError(f"{path / name} not found. Copy the model again.")
-            headers[name] = read_header(path / name)
-        files: dict[str, str] = {}
-        for name, entries in headers.items():  # not just those in the index
-            for key in entries:
-                if (other := files.setdefault(key, name)) != name:
+            for key, entry in read_header(path / name).items():  # not just those in the index
+                if key in tensors:
+                    other_file, _ = tensors[key]
                     raise CheckpointError(
-                        f"Duplicate tensor {key} in {other} and {name} of {path}. Remove one of "
-                        "them, because libraries differ in which one they load."
+                        f"Duplicate tensor {key} in {other_file.name} and {name} of {path}. Remove "
+                        "one of them, because libraries differ in which one they load."
                     )
-        return cls(path, config, {k: (path / name, headers[name][k]) for k, name in files.items()})
+                tensors[key] = (path / name, entry)
+        return cls(path, config, tensors)
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256(read_regular(self.path / CONFIG))
@@ -107,11 +107,12 @@ class HFCheckpoint:
         file, _ = self._tensors[key]
         tensor = read_tensor(file, key)
         if self._digests:
-            found = hashlib.sha256(bytes_of(tensor)).hexdigest()
-            if found != (expected := self._digests[key]):
+            expected = self._digests[key]
+            digest = hashlib.sha256(bytes_of(tensor)).hexdigest()
+            if digest != expected:
                 raise CheckpointError(
                     f"Checksum mismatch for {key} in {file}: {MANIFEST} lists SHA-256 "
-                    f"{expected[:12]}..., but the tensor has {found[:12]}... {_REMEDY}"
+                    f"{expected[:12]}..., but the tensor has {digest[:12]}... {_REMEDY}"
                 )
         return tensor
 
@@ -131,13 +132,21 @@ def json_object(file: Path) -> dict[str, Any]:
 def _read_digests(path: Path, tensors: dict[str, tuple[Path, TensorEntry]]) -> dict[str, str]:
     """Load the checksums from the manifest, and check that it matches the tensors."""
     manifest = read_manifest(path)
-    expected = {key: (dtype, shape) for key, (dtype, shape, _) in manifest.items()}
-    found = {key: (NAMES[entry.dtype], list(entry.shape)) for key, (_, entry) in tensors.items()}
-    for key in sorted(expected.keys() | found.keys()) if manifest else ():
-        if found.get(key) != expected.get(key):
+    if not manifest:
+        return {}
+    for key in sorted(manifest.keys() | tensors.keys()):
+        expected: Any = "absent"
+        actual: Any = "absent"
+        if key in manifest:
+            dtype, shape, _ = manifest[key]
+            expected = (dtype, shape)
+        if key in tensors:
+            _, entry = tensors[key]
+            actual = (NAMES[entry.dtype], list(entry.shape))
+        if actual != expected:
             raise CheckpointError(
-                f"{path} does not match its {MANIFEST}: {key} should be "
-                f"{expected.get(key, 'absent')}, but is {found.get(key, 'absent')}. {_REMEDY}"
+                f"{path} does not match its {MANIFEST}: {key} should be {expected}, but is "
+                f"{actual}. {_REMEDY}"
             )
     return {key: digest for key, (_, _, digest) in manifest.items()}
 

@@ -18,7 +18,7 @@ import pickletools
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,25 +39,39 @@ METADATA = ".metadata"
 _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", "types")
 """Megatron's state may contain objects from these packages. We don't import their classes."""
 
-_ALLOWED: dict[str, Any] = {
-    **{
-        f"{module.__name__}.{name}": getattr(module, name)
-        for module, names in (
-            (metadata, ("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata")),
-            (metadata, ("MetadataIndex", "StorageMeta", "TensorProperties")),
-            (metadata, ("TensorStorageMetadata", "_MEM_FORMAT_ENCODING")),
-            (filesystem, ("_StorageInfo",)),
-            # with torch 2.14, each rank's plan, which Megatron adds as an attribute
-            (planner, ("SavePlan", "TensorWriteData", "WriteItem", "WriteItemType")),
-        )
-        for name in names
-    },
-    "torch.serialization._get_layout": torch.serialization._get_layout,
-    "torch.Size": torch.Size,
-    "pathlib.PosixPath": pathlib.PurePosixPath,
-    "pathlib._local.PosixPath": pathlib.PurePosixPath,  # Python 3.13
-    **{str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)},
-}
+
+def _list_allowed() -> dict[str, Any]:
+    allowed: dict[str, Any] = {
+        "torch.serialization._get_layout": torch.serialization._get_layout,
+        "torch.Size": torch.Size,
+        "pathlib.PosixPath": pathlib.PurePosixPath,
+        "pathlib._local.PosixPath": pathlib.PurePosixPath,  # Python 3.13
+    }
+    classes = (
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorProperties,
+        metadata.TensorStorageMetadata,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+        # with torch 2.14, each rank's plan, which Megatron adds as an attribute
+        planner.SavePlan,
+        planner.TensorWriteData,
+        planner.WriteItem,
+        planner.WriteItemType,
+    )
+    for each in classes:
+        allowed[f"{each.__module__}.{each.__name__}"] = each
+    for value in vars(torch).values():
+        if isinstance(value, torch.dtype):
+            allowed[str(value)] = value
+    return allowed
+
+
+_ALLOWED = _list_allowed()
 """Allow-list for ``.metadata``. This is everything that PyTorch and Megatron write."""
 
 _SAFE_GLOBALS_LOCK = threading.Lock()  # `compare` reads checkpoints in several threads
@@ -91,12 +105,15 @@ class Record:
 
 def reason(error: BaseException) -> str:
     """Format an error (from reading a corrupted file) as one short line."""
-    if named := re.search(r"GLOBAL (\S+)", str(error)):  # from torch.load
-        error = RefusedNameError(named[1])
-    first = (str(error).splitlines() or [""])[0][:200]
-    if first.startswith("Weights only load failed"):  # torch then recommends disabling it
-        first = "not an archive of plain tensors"
-    return first if isinstance(error, RefusedNameError) else f"{type(error).__name__}: {first}"
+    if refused_name := re.search(r"GLOBAL (\S+)", str(error)):  # from torch.load
+        error = RefusedNameError(refused_name[1])
+    lines = str(error).splitlines()
+    first_line = lines[0][:200] if lines else ""
+    if first_line.startswith("Weights only load failed"):  # torch then recommends disabling it
+        first_line = "not an archive of plain tensors"
+    if isinstance(error, RefusedNameError):
+        return first_line
+    return f"{type(error).__name__}: {first_line}"
 
 
 @dataclass(frozen=True)
@@ -108,6 +125,11 @@ class Chunk:
     file: str
     start: int
     length: int
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        pairs = zip(self.offsets, self.sizes, strict=True)
+        return tuple(offset + size for offset, size in pairs)
 
 
 @dataclass(frozen=True)
@@ -132,7 +154,8 @@ class TorchDistFolder:
     """
 
     def __init__(self, path: Path, checks: FileChecks) -> None:
-        self.path, self.checks = path, checks
+        self.path = path
+        self.checks = checks
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
         refuse_lfs_pointer(path / METADATA, CheckpointError)
         try:
@@ -142,19 +165,23 @@ class TorchDistFolder:
                 f"Could not read {path / METADATA} ({reason(error)}). The file is missing, "
                 "corrupted or malicious. Load another checkpoint."
             ) from error
-        sizes: dict[str, int] = defaultdict(int)
-        for chunk in (
-            *(c for t in self.tensors.values() for c in t.chunks),
-            *self.objects.values(),
-        ):
-            sizes[chunk.file] = max(sizes[chunk.file], chunk.start + chunk.length)
-        for name, size in sorted(sizes.items()):
-            shard = path / name
+        self._check_shard_sizes()
+
+    def _check_shard_sizes(self) -> None:
+        chunks = list(self.objects.values())
+        for tensor in self.tensors.values():
+            chunks += tensor.chunks
+        expected_sizes: dict[str, int] = defaultdict(int)
+        for chunk in chunks:
+            expected_sizes[chunk.file] = max(expected_sizes[chunk.file], chunk.start + chunk.length)
+        for name, expected_size in sorted(expected_sizes.items()):
+            shard = self.path / name
             refuse_lfs_pointer(shard, CheckpointError)
-            if (found := shard.stat().st_size if shard.is_file() else 0) < size:
+            size = shard.stat().st_size if shard.is_file() else 0
+            if size < expected_size:
                 raise CheckpointError(
-                    f"{shard} is missing or truncated: expected at least {size} bytes, got "
-                    f"{found}. Copy it again, or load another checkpoint."
+                    f"{shard} is missing or truncated: expected at least {expected_size} bytes, "
+                    f"got {size}. Copy it again, or load another checkpoint."
                 )
 
     def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
@@ -168,28 +195,35 @@ class TorchDistFolder:
         Returns:
             Tensor: Has shape ``shape[len(index):]`` and the stored dtype.
         """
-        stored, depth = self.tensors[key], len(index)
-        shape, whole = stored.shape[depth:], None
+        stored = self.tensors[key]
+        depth = len(index)
+        shape = stored.shape[depth:]
+        assembled = None
         for chunk in self._chunks_at(key, index):
-            place = tuple(i - o for i, o in zip(index, chunk.offsets, strict=False))
-            part = self._load(key, chunk, stored.dtype)[place]
-            if part.shape == shape:
-                return part
-            whole = torch.empty(shape, dtype=stored.dtype) if whole is None else whole
-            box = zip(chunk.offsets[depth:], chunk.sizes[depth:], strict=True)
-            whole[tuple(slice(o, o + n) for o, n in box)] = part
-        return torch.empty(shape, dtype=stored.dtype) if whole is None else whole
+            index_in_chunk = []
+            for position, offset in zip(index, chunk.offsets, strict=False):
+                index_in_chunk.append(position - offset)
+            tensor = self._load(key, chunk, stored.dtype)[tuple(index_in_chunk)]
+            if tensor.shape == shape:
+                return tensor
+            if assembled is None:
+                assembled = torch.empty(shape, dtype=stored.dtype)
+            slices = map(slice, chunk.offsets[depth:], chunk.ends[depth:])
+            assembled[tuple(slices)] = tensor
+        if assembled is None:
+            return torch.empty(shape, dtype=stored.dtype)
+        return assembled
 
     def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[Chunk]:
         """Find all chunks that overlap with ``tensor[index]``."""
         depth = len(index)
         if (key, depth) not in self._by_index:
-            found = defaultdict(list)
+            chunks_by_index: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
             for chunk in self.tensors[key].chunks:
-                box = list(zip(chunk.offsets, chunk.sizes, strict=True))[:depth]
-                for place in itertools.product(*(range(o, o + n) for o, n in box)):
-                    found[place].append(chunk)
-            self._by_index[key, depth] = found
+                ranges = map(range, chunk.offsets[:depth], chunk.ends[:depth])
+                for covered_index in itertools.product(*ranges):
+                    chunks_by_index[covered_index].append(chunk)
+            self._by_index[key, depth] = chunks_by_index
         return self._by_index[key, depth].get(index, [])
 
     def read_object(self, key: str) -> Any:
@@ -227,13 +261,13 @@ def load_plain(source: bytes) -> Any:
         trusted = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
         try:
-            names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source))
-            for name in names:
+            records: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
+            for name in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source)):
                 if name.split(".", 1)[0] not in _OBJECT_PACKAGES:
                     raise RefusedNameError(name)
-            torch.serialization.add_safe_globals(
-                [(type(name.rsplit(".", 1)[-1], (Record,), {"name": name}), name) for name in names]
-            )
+                class_name = name.rsplit(".", 1)[-1]
+                records.append((type(class_name, (Record,), {"name": name}), name))
+            torch.serialization.add_safe_globals(records)
             return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
         finally:
             torch.serialization.clear_safe_globals()
@@ -242,9 +276,10 @@ def load_plain(source: bytes) -> Any:
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (full := f"{module}.{name}") not in _ALLOWED:
-            raise RefusedNameError(full)
-        return _ALLOWED[full]
+        qualified_name = f"{module}.{name}"
+        if qualified_name not in _ALLOWED:
+            raise RefusedNameError(qualified_name)
+        return _ALLOWED[qualified_name]
 
 
 def _unpickle(pickled: bytes) -> metadata.Metadata:
@@ -257,37 +292,39 @@ def _unpickle(pickled: bytes) -> metadata.Metadata:
 
 def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
     """Parse ``.metadata``. If it's malformed, this can raise any kind of error."""
-    places: dict[Any, tuple[str, int, int]] = {}
-    for where, info in (index.storage_data or {}).items():
+    locations: dict[Any, tuple[str, int, int]] = {}
+    for stored, info in (index.storage_data or {}).items():
         if not is_file_name(info.relative_path):
             raise ValueError(f"shard {info.relative_path!r} is not a file name")
         start, length = _sizes(torch.Size((info.offset, info.length)))
-        places[where.fqn, where.offset] = info.relative_path, start, length
+        locations[stored.fqn, stored.offset] = (info.relative_path, start, length)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Chunk] = {}
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
-            tensors[key] = _stored_tensor(key, entry, places)
+            tensors[key] = _stored_tensor(key, entry, locations)
         else:
-            objects[key] = Chunk((), (), *places[key, None])
+            objects[key] = Chunk((), (), *locations[key, None])
     return tensors, objects
 
 
-def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, places: Any) -> StoredTensor:
+def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, locations: Any) -> StoredTensor:
     """Collect a tensor's chunks and make sure that they cover it exactly."""
-    dtype, shape = entry.properties.dtype, _sizes(entry.size)
+    dtype = entry.properties.dtype
+    shape = _sizes(entry.size)
     if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no name or dtype")
-    chunks, covered = [], 0
+    chunks = []
     for box in entry.chunks:
-        chunk = Chunk(_sizes(box.offsets), _sizes(box.sizes), *places[key, box.offsets])
-        ends = [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if any(end > size for end, size in zip(ends, shape, strict=True)):
+        chunk = Chunk(_sizes(box.offsets), _sizes(box.sizes), *locations[key, box.offsets])
+        if any(end > size for end, size in zip(chunk.ends, shape, strict=True)):
             raise ValueError(f"a chunk of {key} lies outside of {shape}")
-        covered += math.prod(chunk.sizes)
         chunks.append(chunk)
-    if len({chunk.offsets for chunk in chunks}) != len(chunks) or covered != math.prod(shape):
-        raise ValueError(f"{key} has {math.prod(shape)} elements, but {covered} are stored")
+    elements = math.prod(shape)
+    stored_elements = sum(math.prod(chunk.sizes) for chunk in chunks)
+    has_duplicates = len({chunk.offsets for chunk in chunks}) != len(chunks)
+    if has_duplicates or stored_elements != elements:
+        raise ValueError(f"{key} has {elements} elements, but {stored_elements} are stored")
     if _overlap(chunks):
         raise ValueError(f"chunks of {key} overlap, so that others of its elements are not stored")
     return StoredTensor(shape, dtype, tuple(chunks))
@@ -306,12 +343,12 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
         if len(group) <= 1:
             continue
         for dimension in range(len(group[0].sizes)):
-            parts = _split(group, dimension)
-            if len(parts) > 1:
+            smaller_groups = _split(group, dimension)
+            if len(smaller_groups) > 1:
                 break
         else:
             return True
-        waiting += parts
+        waiting += smaller_groups
     return False
 
 
@@ -323,7 +360,7 @@ def _split(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
         if not groups or chunk.offsets[dimension] >= end:
             groups.append([])
         groups[-1].append(chunk)
-        end = max(end, chunk.offsets[dimension] + chunk.sizes[dimension])
+        end = max(end, chunk.ends[dimension])
     return groups
 
 
