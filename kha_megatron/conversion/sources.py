@@ -6,7 +6,7 @@ All tensor shapes are checked against the config when a checkpoint is opened.
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -66,8 +66,11 @@ class ModelSource:
     def entries(self) -> Iterator[tuple[TensorSlot, list[TensorEntry]]]:
         """Yield each slot with the metadata of its tensors."""
         for slot in tensor_slots(self.model):
-            named = zip(slot.hf_names(self.model), self.read(slot, meta=True), strict=True)
-            yield slot, [TensorEntry(name, t.dtype, tuple(t.shape)) for name, t in named]
+            entries = []
+            tensors = self.read(slot, meta=True)
+            for name, tensor in zip(slot.hf_names(self.model), tensors, strict=True):
+                entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape)))
+            yield slot, entries
 
 
 def open_source(
@@ -84,7 +87,8 @@ def open_source(
     if comparing:
         return source
     files = TokenizerFiles.open(source.checkpoint, tokenizer)
-    rows, entries = source.model.padded_vocab_size, len(files.loaded or ())
+    rows = source.model.padded_vocab_size
+    entries = len(files.loaded or ())
     if entries > rows:
         raise CheckpointError(
             f"The tokenizer {files.origin} has a vocabulary size of {entries}, but the embedding "
@@ -95,65 +99,117 @@ def open_source(
 
 def _open_hf(path: Path) -> ModelSource:
     checkpoint = HFCheckpoint.open(path)
-    formats, model = family_of(checkpoint.config).files, from_hf_config(checkpoint.config)
+    formats = family_of(checkpoint.config).files
     tensors = SplitExperts(checkpoint)
-    infos = {k: i for k, i in tensors.entries.items() if not k.endswith(_RECOMPUTED)}
+    infos = {}
+    for name, info in tensors.entries.items():
+        if not name.endswith(_RECOMPUTED):
+            infos[name] = info
+    model = from_hf_config(checkpoint.config)
     # config.json often has a number of MTP layers even if the model was saved without them
-    projections = (TensorSlot(EH_PROJ, model.num_layers + n) for n in range(formats.predictions))
-    found = takewhile(lambda slot: formats.names(slot, model)[0] in infos, projections)
-    model = replace(model, mtp_num_layers=len(list(found)) or None)
-    wanted: dict[str, tuple[int, ...]] = {}
-    # the limit keeps us from running out of memory if the config is corrupted
-    for slot in islice(tensor_slots(model), 2 * len(infos) + 1000):
-        shape, names = slot.row.shape(model), formats.names(slot, model)
-        if min(shape) < 0 or math.prod(shape) > _MAX_ELEMENTS:
-            raise CheckpointError(f"{CONFIG} leads to an invalid shape {shape} for {names[0]}.")
-        parts = slot.row.split(torch.empty(shape, device="meta"), model)
-        parts = formats.write(slot, model, parts)
-        wanted |= {n: tuple(part.shape) for n, part in zip(names, parts, strict=True)}
-    # models without shared experts may still have empty tensors for them
-    spare = {n for n, info in infos.items() if ".shared_experts." in n and 0 in info.shape}
-    copies = dict.fromkeys([LM_HEAD] * model.tied_embeddings, HF_EMBEDDING)
-    for slot in (TensorSlot(row) for row in MODEL if row.when(model, 0)):
-        copies |= dict.fromkeys(formats.copies(slot, model), slot.hf_names(model)[0])
+    model = replace(model, mtp_num_layers=_count_predictions(model, formats, infos) or None)
+    expected = _expected_shapes(model, formats, limit=2 * len(infos) + 1000)
+    copies = _find_copies(model, formats, infos)
     for copy, original in copies.items():
-        if not {copy, original} <= infos.keys():
-            continue
         if not torch.equal(tensors.tensor(copy), tensors.tensor(original)):
             raise CheckpointError(
                 f"{copy} differs from {original} in {path}, but Megatron shares them in this model."
             )
-        spare.add(copy)
-    missing, unexpected = wanted.keys() - infos.keys(), infos.keys() - wanted.keys() - spare
-    _check_tensors(path, CONFIG, infos, wanted, missing, unexpected)
+    missing = expected.keys() - infos.keys()
+    unexpected = infos.keys() - expected.keys() - copies.keys() - _unused_experts(infos)
+    _check_tensors(path, CONFIG, infos, expected, missing, unexpected)
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
-        names = formats.names(slot, model)
-        if not meta:
-            return formats.read(slot, model, [tensors.tensor(name) for name in names])
-        held = [torch.empty(infos[n].shape, dtype=infos[n].dtype, device="meta") for n in names]
-        return formats.read(slot, model, held)
+        stored = []
+        for name in formats.names(slot, model):
+            if meta:
+                info = infos[name]
+                stored.append(torch.empty(info.shape, dtype=info.dtype, device="meta"))
+            else:
+                stored.append(tensors.tensor(name))
+        return formats.read(slot, model, stored)
 
     return ModelSource(checkpoint, model, read, formats)
 
 
+def _count_predictions(
+    model: Architecture, formats: FileFormat, infos: Mapping[str, TensorEntry]
+) -> int:
+    """Count the MTP layers that the files contain."""
+    count = 0
+    while count < formats.predictions:
+        projection = TensorSlot(EH_PROJ, model.num_layers + count)
+        if formats.names(projection, model)[0] not in infos:
+            break
+        count += 1
+    return count
+
+
+def _expected_shapes(
+    model: Architecture, formats: FileFormat, limit: int
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the files of a model by name.
+
+    At most ``limit`` slots are included. This keeps us from running out of memory if the config is
+    corrupted.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for slot in islice(tensor_slots(model), limit):
+        names = formats.names(slot, model)
+        shape = slot.row.shape(model)
+        if min(shape) < 0 or math.prod(shape) > _MAX_ELEMENTS:
+            raise CheckpointError(f"{CONFIG} leads to an invalid shape {shape} for {names[0]}.")
+        tensors = slot.row.split(torch.empty(shape, device="meta"), model)
+        for name, tensor in zip(names, formats.write(slot, model, tensors), strict=True):
+            shapes[name] = tuple(tensor.shape)
+    return shapes
+
+
+def _find_copies(
+    model: Architecture, formats: FileFormat, infos: Mapping[str, TensorEntry]
+) -> dict[str, str]:
+    """Map copies of the embedding and LM head to their originals, if the files contain both."""
+    copies = {}
+    if model.tied_embeddings:
+        copies[LM_HEAD] = HF_EMBEDDING
+    for row in MODEL:
+        if row.when(model, 0):
+            slot = TensorSlot(row)
+            copies |= dict.fromkeys(formats.copies(slot, model), slot.hf_names(model)[0])
+    present = {}
+    for copy, original in copies.items():
+        if copy in infos and original in infos:
+            present[copy] = original
+    return present
+
+
+def _unused_experts(infos: Mapping[str, TensorEntry]) -> set[str]:
+    """Return empty tensors, which models without shared experts may still have for them."""
+    unused = set()
+    for name, info in infos.items():
+        if ".shared_experts." in name and 0 in info.shape:
+            unused.add(name)
+    return unused
+
+
 def _open_megatron(path: Path) -> ModelSource:
     checkpoint = MegatronCheckpoint.open(path)
-    args, infos = checkpoint.args, checkpoint.keys()
+    args = checkpoint.args
+    infos = checkpoint.keys()
     if EMBEDDING not in infos:
         raise CheckpointError(f"Tensor {EMBEDDING} not found in {path}. Is this a GPT checkpoint?")
     rows = infos[EMBEDDING].shape[0]
     model = from_arguments(args, KHAConfig.from_entries(args) or KHAConfig(), rows)
     stored, unexpected, missing = locate_tensors(infos, model)
-    wanted = {
-        key: (
-            *infos[key].shape[: len(index) - (slot.expert is not None)],
-            *(() if slot.expert is None else (model.num_experts,)),
-            *slot.row.shape(model),
-        )
-        for slot, (key, index) in stored.items()
-    }
-    _check_tensors(path, "training arguments", infos, wanted, missing, unexpected)
+    expected = {}
+    for slot, (key, index) in stored.items():
+        shape = slot.row.shape(model)
+        stacked_dims = len(index)
+        if slot.expert is not None:
+            shape = (model.num_experts, *shape)
+            stacked_dims -= 1
+        expected[key] = (*infos[key].shape[:stacked_dims], *shape)
+    _check_tensors(path, "training arguments", infos, expected, missing, unexpected)
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         key, index = stored[slot]
@@ -170,28 +226,38 @@ def _check_tensors(
     path: Path,
     config: str,
     infos: Mapping[str, Any],
-    wanted: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
     missing: Iterable[str],
     unexpected: Iterable[str],
 ) -> None:
     """Raise CheckpointError if the stored tensors aren't what we'd expect from the config."""
-    missing, unexpected = sorted(missing), sorted(unexpected)
+    missing = sorted(missing)
+    unexpected = sorted(unexpected)
     wrong = []
     for name, info in infos.items():
-        if info.shape != wanted.get(name, info.shape):
-            wrong.append(f"{name} has shape {info.shape} instead of {wanted[name]}")
-        if name in wanted and info.dtype not in FLOAT_DTYPES.values():
+        if name not in expected:
+            continue
+        if info.shape != expected[name]:
+            wrong.append(f"{name} has shape {info.shape} instead of {expected[name]}")
+        if info.dtype not in FLOAT_DTYPES.values():
             wrong.append(f"{name} has unsupported dtype {info.dtype} (quantized model?)")
-    if count := len(missing) + len(unexpected) + len(wrong):
-        kinds = [_examples("missing", missing), _examples("unexpected", unexpected)]
-        problems = "; ".join(filter(None, [*kinds, _examples("", wrong)]))
-        raise CheckpointError(f"{path} does not match its {config} ({count} tensors): {problems}.")
+    count = len(missing) + len(unexpected) + len(wrong)
+    if not count:
+        return
+    problems = []
+    if missing:
+        problems.append(f"missing {_list_examples(missing)}")
+    if unexpected:
+        problems.append(f"unexpected {_list_examples(unexpected)}")
+    if wrong:
+        problems.append(_list_examples(wrong))
+    listed = "; ".join(problems)
+    raise CheckpointError(f"{path} does not match its {config} ({count} tensors): {listed}.")
 
 
-def _examples(kind: str, problems: Sequence[str]) -> str:
-    """List the first problems of a kind, e.g. ``missing a, b, c and 4 more``."""
-    listed = ", ".join(problems[:_EXAMPLES])
-    rest = len(problems) - _EXAMPLES
-    if rest > 0:
-        listed += f" and {rest} more"
-    return f"{kind} {listed}".strip() if problems else ""
+def _list_examples(names: Sequence[str]) -> str:
+    """List the first names, e.g. ``a, b, c and 4 more``."""
+    listed = ", ".join(names[:_EXAMPLES])
+    if len(names) > _EXAMPLES:
+        listed += f" and {len(names) - _EXAMPLES} more"
+    return listed
