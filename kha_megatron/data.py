@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
-from itertools import accumulate, batched, pairwise
+from itertools import batched
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -41,7 +41,9 @@ from kha_megatron.mcore.compat import installed_version, version_of
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-CORPUS, TOKENIZER, REPORT = "corpus", "tokenizer", "data.json"
+CORPUS = "corpus"
+TOKENIZER = "tokenizer"
+REPORT = "data.json"
 _FORMAT = 1  # version of data.json
 
 BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
@@ -123,8 +125,8 @@ class DataReport:
             if values.pop("format") != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}")
             for item in fields(cls):
-                kind = item.type if item.type in (int, str) else object
-                if not isinstance(values.get(item.name), kind):
+                expected_type = item.type if item.type in (int, str) else object
+                if not isinstance(values.get(item.name), expected_type):
                     raise TypeError(f"{item.name} is missing or has the wrong type")
             return cls(**values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -139,22 +141,24 @@ def verify(folder: Path, on_progress: "OnProgress" = lambda step: None) -> DataR
     Raises:
         DataError: If there's any mismatch, e.g. because a file is damaged.
     """
-    report, name = DataReport.read(folder), printable(folder)
+    report = DataReport.read(folder)
+    name = printable(folder)
     tokenizer = load_tokenizer(folder / TOKENIZER)
-    found: dict[str, Any] = {
+    actual_values: dict[str, Any] = {
         "vocab_size": vocabulary_size(tokenizer),
         "vocab_sha256": vocabulary_hash(tokenizer.get_vocab()),
         "eod_id": tokenizer.eos_token_id,
     }
     try:
-        found["file_sha256"] = _hash_files(folder, report.file_bytes, on_progress)
+        actual_values["file_sha256"] = _hash_files(folder, report.file_bytes, on_progress)
     except OSError as error:
         raise DataError(f"Could not open the dataset in {name} ({error}). {_PREPARE}") from error
-    for what, value in found.items():
-        if value != (asked := getattr(report, what)):
+    for field_name, actual in actual_values.items():
+        expected = getattr(report, field_name)
+        if actual != expected:
             raise DataError(
-                f"{name} does not match its {REPORT}: {what} should be {asked}, but is {value}. "
-                f"{_PREPARE}"
+                f"{name} does not match its {REPORT}: {field_name} should be {expected}, but is "
+                f"{actual}. {_PREPARE}"
             )
     return report
 
@@ -187,7 +191,8 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the IDs of the special tokens that a tokenizer adds before and after each text."""
     encoded = tokenizer(string.ascii_letters, return_special_tokens_mask=True)
-    ids, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
+    ids = encoded["input_ids"]
+    is_special = encoded["special_tokens_mask"]
     if 0 not in is_special:
         raise DataError("The tokenizer has no tokens for ASCII letters. Pass another one.")
     start = is_special.index(0)
@@ -202,7 +207,8 @@ def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
     """Hash a vocabulary (``{token: id}``), regardless of the order of its entries."""
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+    entries = json.dumps(sorted(vocabulary.items()))
+    return hashlib.sha256(entries.encode()).hexdigest()
 
 
 def _hash_files(
@@ -289,7 +295,8 @@ def prepare(
         exclude = (*DEFAULT_EXCLUDE, "test", "tests", "idle_test") if exclude is None else exclude
     exclude = DEFAULT_EXCLUDE if exclude is None else exclude
     workers = len(os.sched_getaffinity(0)) if workers is None else workers
-    sources, out = [Path(source).absolute() for source in sources], Path(os.path.realpath(out))
+    sources = [Path(source).absolute() for source in sources]
+    out = Path(os.path.realpath(out))
     if vocab_size is not None and tokenizer:
         raise ConfigError("You passed both --vocab-size and --tokenizer; use only one of them.")
     if not 4 <= max_file_bytes <= 1 << 30:  # the longest character; 2**31 tokens overflow
@@ -297,19 +304,23 @@ def prepare(
     for source in sources:
         if not os.path.exists(source):
             raise DataError(f"--from {printable(source)}: no such file or directory.")
-    held = (f"{CORPUS}.*", TOKENIZER, REPORT)
-    check_output_folder(out, overwrite=overwrite, mark=REPORT, only=held)
+    output_files = (f"{CORPUS}.*", TOKENIZER, REPORT)
+    check_output_folder(out, overwrite=overwrite, mark=REPORT, only=output_files)
     fast = load_tokenizer(Path(tokenizer)) if tokenizer else None
 
     skipped = empty_skipped()
-    found = find_files(sources, globs=globs, exclude=exclude, output=out, skipped=skipped)
-    checking = _meter(on_progress, "checking", sum(found.values()))
+    files = find_files(sources, globs=globs, exclude=exclude, output=out, skipped=skipped)
+    checking = _meter(on_progress, "checking", sum(files.values()))
     reader = Reader(max_file_bytes, json_key)
-    texts = select_sources(found, reader, given=sources, skipped=skipped, advance=checking)
+    texts = select_sources(files, reader, given=sources, skipped=skipped, advance=checking)
     names = [printable(source) for source in sources]
     if not texts:
-        counts = ", ".join(f"{s['count']} {reason}" for reason, s in skipped.items() if s["count"])
-        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({counts or 'no files'}).")
+        counts = []
+        for reason, skipped_files in skipped.items():
+            if skipped_files["count"]:
+                counts.append(f"{skipped_files['count']} {reason}")
+        listed = ", ".join(counts) or "no files"
+        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({listed}).")
     size_of_text = sum(file.bytes for file in texts)
     on_progress(Progress("loading Megatron"))
     indexed_dataset_module()  # so that a broken installation fails early
@@ -323,7 +334,7 @@ def prepare(
         fast.save_pretrained(str(staged / TOKENIZER))
         tokenizing = _meter(on_progress, "tokenizing", size_of_text)
         written = _write_corpus(staged / CORPUS, texts, fast, workers, reader, tokenizing)
-        sizes = {p.name: p.stat().st_size for p in sorted(staged.glob(f"{CORPUS}.*"))}
+        sizes = {file.name: file.stat().st_size for file in sorted(staged.glob(f"{CORPUS}.*"))}
         report = DataReport(
             sources=names,
             globs=list(globs or ("*",)),
@@ -382,7 +393,9 @@ def _train_tokenizer(
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    stop, total = threading.Event(), sum(file.bytes for file in texts)
+    stop = threading.Event()
+    total = sum(file.bytes for file in texts)
+    share = min(1.0, sample / total)
     reader = Reader(_TRAINER_PIECE, json_key)
     advance = _meter(on_progress, "training tokenizer", total)
     passed = taken = 0
@@ -395,10 +408,14 @@ def _train_tokenizer(
                     raise KeyboardInterrupt
                 size = len(text.encode())
                 passed += size
-                if taken < min(1.0, sample / total) * passed:
-                    taken += size
-                    step = _LONGEST if _LONG_WORD.search(text) else len(text)
-                    yield from (text[i : i + step] for i in range(0, len(text), step))
+                if taken >= share * passed:
+                    continue
+                taken += size
+                if _LONG_WORD.search(text):
+                    for start in range(0, len(text), _LONGEST):
+                        yield text[start : start + _LONGEST]
+                else:
+                    yield text
             advance(file.bytes)
         on_progress(Progress("merging pairs"))
 
@@ -427,6 +444,26 @@ def _train_tokenizer(
     return fast, taken
 
 
+class _Document(NamedTuple):
+    text: str
+    ends_file: bool
+    """Whether this is the last document of its file."""
+
+
+class _EncodedDocument(NamedTuple):
+    token_ids: Any
+    is_altered: bool
+    """Whether the tokens decode to another text."""
+    bytes: int
+    ends_file: bool
+
+
+def _read_documents(texts: Sequence[Source], reader: Reader) -> Iterator[_Document]:
+    for file in texts:
+        for number, text in enumerate(reader.read(file), 1):
+            yield _Document(text, ends_file=number == file.documents)
+
+
 def _write_corpus(
     prefix: Path,
     texts: Sequence[Source],
@@ -453,32 +490,31 @@ def _write_corpus(
     plain.no_truncation()  # a tokenizer.json may ask for truncation and padding
     plain.no_padding()
     plain.encode_special_tokens = True
-    before, after = special_tokens(tokenizer)
-    if after[-1:] != [tokenizer.eos_token_id]:
-        after.append(tokenizer.eos_token_id)
+    first_ids, last_ids = special_tokens(tokenizer)
+    if last_ids[-1:] != [tokenizer.eos_token_id]:
+        last_ids.append(tokenizer.eos_token_id)
 
-    def encode(document: tuple[str, bool]) -> tuple[int, bool, Any, bool]:
-        text, ends_file = document
-        ids = plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        intact = plain.decode_batch([ids], skip_special_tokens=False)[0] == text
-        document_ids = np.array([*before, *ids, *after], dtype=dtype)
-        return len(text.encode()), ends_file, document_ids, intact
+    def encode(document: _Document) -> _EncodedDocument:
+        (encoded,) = plain.encode_batch_fast([document.text], add_special_tokens=False)
+        (decoded,) = plain.decode_batch([encoded.ids], skip_special_tokens=False)
+        return _EncodedDocument(
+            token_ids=np.array([*first_ids, *encoded.ids, *last_ids], dtype=dtype),
+            is_altered=decoded != document.text,
+            bytes=len(document.text.encode()),
+            ends_file=document.ends_file,
+        )
 
-    documents = (
-        (text, number == file.documents)
-        for file in texts
-        for number, text in enumerate(reader.read(file), 1)
-    )
     builder = datasets.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     tokens = altered = 0
     pool = ThreadPoolExecutor(workers)  # the library releases Python's lock
     try:
-        for batch in batched(documents, 4 * workers):
-            for size, ends_file, ids, intact in pool.map(encode, batch):
-                builder.add_document(ids, [len(ids)])
-                tokens += len(ids)
-                altered += not intact
-                advance(size, int(ends_file))
+        for batch in batched(_read_documents(texts, reader), 4 * workers):
+            for document in pool.map(encode, batch):
+                length = len(document.token_ids)
+                builder.add_document(document.token_ids, [length])
+                tokens += length
+                altered += document.is_altered
+                advance(document.bytes, int(document.ends_file))
     finally:
         pool.shutdown(cancel_futures=True)
         builder.data_file.close()
@@ -488,16 +524,20 @@ def _write_corpus(
         "tokens": tokens,
         "altered_documents": altered,
         "dtype": np.dtype(dtype).name,
-        "tokens_before": tokenizer.convert_ids_to_tokens(before),
-        "tokens_after": tokenizer.convert_ids_to_tokens(after),
+        "tokens_before": tokenizer.convert_ids_to_tokens(first_ids),
+        "tokens_after": tokenizer.convert_ids_to_tokens(last_ids),
     }
 
 
 def lacks_data(arguments: Mapping[str, Any]) -> bool:
     """Return whether Megatron's arguments name no training data."""
-    sources = ("mock_data", "data_args_path", "per_split_data_args_path")
-    names = (*sources, *(flag[2:].replace("-", "_") for flag in BLENDS))
+    names = ["mock_data", "data_args_path", "per_split_data_args_path"]
+    names += [_argument_name(flag) for flag in BLENDS]
     return not any(arguments.get(name) for name in names)
+
+
+def _argument_name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
 
 
 def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
@@ -519,8 +559,10 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
             "No training data given. Pass --data-path PREFIX or --mock-data, or --data DIR to "
             "`kha-megatron launch`. Prepare the data with `kha-megatron data prepare`."
         )
-    for flag in BLENDS if look else ():
-        for prefix in _prefixes(arguments.get(flag[2:].replace("-", "_")) or ()):
+    if not look:
+        return
+    for flag in BLENDS:
+        for prefix in _prefixes(arguments.get(_argument_name(flag)) or ()):
             if "://" in prefix:  # in an object store
                 continue
             documents = count_documents(prefix)
@@ -535,60 +577,73 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
     if prefix.name != CORPUS or not (folder / REPORT).is_file():
         return  # written by other tools, which do not record their tokenizer
     report = DataReport.read(folder)
-    made = f"{prefix} was tokenized with a vocabulary of {report.vocab_size} tokens"
-    kind, model = arguments.get("tokenizer_type"), arguments.get("tokenizer_model")
-    if kind == "NullTokenizer":
+    fact = f"{prefix} was tokenized with a vocabulary of {report.vocab_size} tokens"
+    tokenizer_type = arguments.get("tokenizer_type")
+    tokenizer_model = arguments.get("tokenizer_model")
+    if tokenizer_type == "NullTokenizer":
         size = arguments.get("vocab_size") or 0
         if size < report.vocab_size:
-            raise DataError(f"{made}. Pass --vocab-size {report.vocab_size} instead of {size}.")
-    elif kind == "HuggingFaceTokenizer" and model and Path(model).is_dir():
-        if Path(model).resolve() == (folder / TOKENIZER).resolve():
-            return
-        given = load_tokenizer(Path(model)).get_vocab()
-        own = load_tokenizer(folder / TOKENIZER).get_vocab()
-        if not own.items() <= given.items():
-            raise DataError(
-                f"{made}, but the {len(given)} tokens of --tokenizer-model {model} have other ids. "
-                f"Pass --tokenizer-model {folder / TOKENIZER}, or prepare the data again with "
-                f"--tokenizer {model}."
-            )
+            raise DataError(f"{fact}. Pass --vocab-size {report.vocab_size} instead of {size}.")
+        return
+    if tokenizer_type != "HuggingFaceTokenizer" or not tokenizer_model:
+        return
+    used_tokenizer = Path(tokenizer_model)
+    data_tokenizer = folder / TOKENIZER
+    if not used_tokenizer.is_dir() or used_tokenizer.resolve() == data_tokenizer.resolve():
+        return
+    used_vocabulary = load_tokenizer(used_tokenizer).get_vocab()
+    data_vocabulary = load_tokenizer(data_tokenizer).get_vocab()
+    if not data_vocabulary.items() <= used_vocabulary.items():
+        raise DataError(
+            f"{fact}, but the {len(used_vocabulary)} tokens of --tokenizer-model {tokenizer_model} "
+            f"have other ids. Pass --tokenizer-model {data_tokenizer}, or prepare the data again "
+            f"with --tokenizer {tokenizer_model}."
+        )
 
 
 def check_same_tokenizer(
     path: Path, saved: Mapping[str, Any], arguments: Mapping[str, Any]
 ) -> None:
     """Raise DataError if a run is resumed with another tokenizer (extra tokens are fine)."""
-    before, now = (Path(a.get("tokenizer_model") or "") for a in (saved, arguments))
-    if before.resolve() != now.resolve() and all(
-        (m / "tokenizer.json").is_file() for m in (before, now)
-    ):
-        old, new = (load_tokenizer(model).get_vocab() for model in (before, now))
-        if not old.items() <= new.items():
-            raise DataError(
-                f"{path} was trained with the tokenizer in {before}, but the tokens in {now} have "
-                "other ids. Prepare the data with the tokenizer of that run."
-            )
+    saved_tokenizer = Path(saved.get("tokenizer_model") or "")
+    tokenizer = Path(arguments.get("tokenizer_model") or "")
+    if saved_tokenizer.resolve() == tokenizer.resolve():
+        return
+    for directory in (saved_tokenizer, tokenizer):
+        if not (directory / "tokenizer.json").is_file():
+            return
+    saved_vocabulary = load_tokenizer(saved_tokenizer).get_vocab()
+    vocabulary = load_tokenizer(tokenizer).get_vocab()
+    if not saved_vocabulary.items() <= vocabulary.items():
+        raise DataError(
+            f"{path} was trained with the tokenizer in {saved_tokenizer}, but the tokens in "
+            f"{tokenizer} have other ids. Prepare the data with the tokenizer of that run."
+        )
 
 
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
-    null = arguments.get("tokenizer_type") in (None, "NullTokenizer")
-    known = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")
-    return bool(arguments.get("mock_data") and null and not known)
+    has_no_tokenizer = arguments.get("tokenizer_type") in (None, "NullTokenizer")
+    has_size = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")
+    return bool(arguments.get("mock_data") and has_no_tokenizer and not has_size)
 
 
-def _prefixes(words: Sequence[str]) -> Sequence[str]:
+def _prefixes(blend: Sequence[str]) -> Sequence[str]:
     """Return only the prefixes of a blend such as ``0.3 data/code 0.7 data/web``."""
+    if len(blend) % 2:
+        return blend
     try:
-        [float(word) for word in words[::2]]
+        for weight in blend[::2]:
+            float(weight)
     except ValueError:
-        return words
-    return words[1::2] if len(words) % 2 == 0 else words
+        return blend
+    return blend[1::2]
 
 
 def count_documents(prefix: str | Path) -> int:
     try:
         with open(f"{prefix}.idx", "rb") as stream:
-            return _HEADER.unpack(stream.read(_HEADER.size))[3]
+            _, _, _, documents = _HEADER.unpack(stream.read(_HEADER.size))
+            return documents
     except (OSError, struct.error) as error:
         raise DataError(f"Could not read the index {prefix}.idx ({error}). {_PREPARE}") from error
 
@@ -601,21 +656,26 @@ def documents_of(split: str, documents: int) -> list[int | None]:
 
     The result is None for sets with weight 0.
     """
-    shares = [float(share) for share in re.findall(r"\d+\.?\d*|\.\d+", split)]
-    if not 0 < len(shares) <= len(PARTS) or not 0 < sum(shares) < math.inf:
+    weights = [float(weight) for weight in re.findall(r"\d+\.?\d*|\.\d+", split)]
+    total = sum(weights)
+    if not 0 < len(weights) <= len(PARTS) or not 0 < total < math.inf:
         raise ConfigError(f"--split must consist of one to three weights, got {split!r}.")
-    shares += [0.0] * (len(PARTS) - len(shares))
-    ends = accumulate((share / sum(shares) for share in shares), initial=0.0)
-    return [
-        round(end * documents) - round(begin * documents) if end > begin else None
-        for begin, end in pairwise(ends)
-    ]
+    weights += [0.0] * (len(PARTS) - len(weights))
+    counts: list[int | None] = []
+    start = 0.0
+    for weight in weights:
+        end = start + weight / total
+        count = round(end * documents) - round(start * documents)
+        counts.append(count if end > start else None)
+        start = end
+    return counts
 
 
 def check_split(split: str, documents: int, name: str) -> None:
     """Raise DataError if a set in ``split`` would be empty despite its positive weight."""
-    found = documents_of(split, documents)
-    if empty := [part for part, count in zip(PARTS, found, strict=True) if count == 0]:
+    counts = documents_of(split, documents)
+    empty = [part for part, count in zip(PARTS, counts, strict=True) if count == 0]
+    if empty:
         raise DataError(
             f"--split {split} leaves no document for {' and '.join(empty)} (number of documents in "
             f"{name}: {documents}), and Megatron would hang. Use larger weights for it, or "
