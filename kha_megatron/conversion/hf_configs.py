@@ -59,19 +59,12 @@ def family_of(raw: Mapping[str, Any]) -> Family:
 def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
     """Parse the content of a ``config.json``."""
     family = family_of(raw)
-    # check sizes first, transformers allocates lists of these lengths
-    experts = family.experts.keys.values() if family.experts else ()
-    for name in {*(HF_KEYS[field] for field in field_names(family)), *experts, *_MAX}:
-        value, most = raw.get(name), _MAX.get(name, 2**31 - 1)
-        least = int(name in {HF_KEYS[field] for field in COMMON[:8]})
-        if type(value) is int and not least <= value <= most:
-            raise CheckpointError(
-                f"Invalid config.json: {name}={value} must be between {least} and {most}."
-            )
+    _check_sizes(family, raw)  # first, because transformers allocates lists of these lengths
     try:
         known = known_fields(family) - {"auto_map", "model_type"}
         # transformers modifies its arguments, so pass a copy
-        config = family.config(**{n: deepcopy(value) for n, value in raw.items() if n in known})
+        arguments = {name: deepcopy(value) for name, value in raw.items() if name in known}
+        config = family.config(**arguments)
         check_fields(family, raw, config)
         return _to_architecture(family, config)
     except KHAError:
@@ -83,37 +76,43 @@ def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
         ) from error
 
 
+def _check_sizes(family: Family, raw: Mapping[str, Any]) -> None:
+    names = {HF_KEYS[field] for field in field_names(family)} | _MAX.keys()
+    if family.experts:
+        names.update(family.experts.keys.values())
+    positive = {HF_KEYS[field] for field in COMMON[:8]}
+    for name in names:
+        value = raw.get(name)
+        least = 1 if name in positive else 0
+        most = _MAX.get(name, 2**31 - 1)
+        if type(value) is int and not least <= value <= most:
+            raise CheckpointError(
+                f"Invalid config.json: {name}={value} must be between {least} and {most}."
+            )
+
+
 def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
     latent = family.latent is not False and config.kv_lora_rank is not None
-    names = [name for name in field_names(family) if latent or name not in LATENT]
-    fields: dict[str, Any] = {n: getattr(config, HF_KEYS[n], None) for n in names}
+    fields: dict[str, Any] = {}
+    for name in field_names(family):
+        if latent or name not in LATENT:
+            fields[name] = getattr(config, HF_KEYS[name], None)
     if latent:
-        if (groups := config.num_key_value_heads) != config.num_attention_heads:
-            raise unsupported("num_key_value_heads", groups, "MLA has no grouped key/value heads")
-        rotary = config.qk_rope_head_dim
-        if config.head_dim != rotary:
-            raise unsupported("head_dim", config.head_dim, f"expected qk_rope_head_dim={rotary}")
-        fields |= {"multi_latent_attention": True, "kv_channels": fields["v_head_dim"]}
+        _check_latent_heads(config)
+        fields["multi_latent_attention"] = True
+        fields["kv_channels"] = fields["v_head_dim"]
     if fields["kv_channels"] is None:
         fields["kv_channels"] = config.hidden_size // config.num_attention_heads
-    fields |= family.experts.from_config(config) if family.experts else {}
-    for name in (name for name in fields if name in HF_KEYS and ROWS[name].kind is int):
-        optional = fields[name] is None and name not in COMMON
-        if type(fields[name]) is not int and not optional:
-            raise unsupported(HF_KEYS[name], fields[name], "expected an integer")
+    if family.experts:
+        fields |= family.experts.from_config(config)
+    _check_integers(fields)
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     fields["layernorm_epsilon"] = float(fields["layernorm_epsilon"])
-    heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
+    heads = fields["num_attention_heads"]
+    groups = fields["num_query_groups"]
     if heads % groups:
         why = f"num_attention_heads ({heads}) must be divisible by it"
         raise unsupported("num_key_value_heads", groups, why)
-    chosen = (gate for name, gate in family.switches.items() if getattr(config, name))
-    gate = family.gate or next(chosen, None)
-    kha = (
-        read_kha(config)
-        if isinstance(config, KHAModelConfig)
-        else KHAConfig(other_mechanisms=(gate,) if gate else ())
-    )
     return Architecture(
         **STYLE,
         **fields,
@@ -122,44 +121,79 @@ def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
         group_query_attention=heads != groups,
         padded_vocab_size=config.vocab_size,
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
-        kha=kha,
+        kha=_read_heads(family, config),
     )
 
 
+def _check_latent_heads(config: PreTrainedConfig) -> None:
+    groups = config.num_key_value_heads
+    if groups != config.num_attention_heads:
+        raise unsupported("num_key_value_heads", groups, "MLA has no grouped key/value heads")
+    rotary_dim = config.qk_rope_head_dim
+    if config.head_dim != rotary_dim:
+        why = f"expected qk_rope_head_dim={rotary_dim}"
+        raise unsupported("head_dim", config.head_dim, why)
+
+
+def _check_integers(fields: Mapping[str, Any]) -> None:
+    for name, value in fields.items():
+        if name not in HF_KEYS or ROWS[name].kind is not int:
+            continue
+        is_missing = value is None and name not in COMMON
+        if type(value) is not int and not is_missing:
+            raise unsupported(HF_KEYS[name], value, "expected an integer")
+
+
+def _read_heads(family: Family, config: PreTrainedConfig) -> KHAConfig:
+    if isinstance(config, KHAModelConfig):
+        return read_kha(config)
+    gate = family.gate
+    for name, switched_gate in family.switches.items():
+        if gate is None and getattr(config, name):
+            gate = switched_gate
+    return KHAConfig(other_mechanisms=(gate,) if gate else ())
+
+
 def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[str, Any]:
-    given = dict(config.rope_parameters)
-    kind, share = given.get("rope_type", "default"), given.get("partial_rotary_factor")
-    fraction = 1.0 if share is None else float(share)
+    parameters = dict(config.rope_parameters)
+    factor = parameters.get("partial_rotary_factor")
+    fraction = 1.0 if factor is None else float(factor)
     if not 0.0 < fraction <= 1.0 or (fraction != 1.0 and not family.partial_rope):
         allowed = "a value in (0.0, 1.0]" if family.partial_rope else "1.0"
         raise unsupported("partial_rotary_factor", fraction, f"expected {allowed}")
-    rope = {"rotary_base": float(given["rope_theta"]), "rotary_percent": fraction}
-    if kind == "default":
-        return rope
-    if kind == "llama3" and not latent:
+    rope: dict[str, Any] = {
+        "rotary_base": float(parameters["rope_theta"]),
+        "rotary_percent": fraction,
+    }
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type == "llama3" and not latent:
         names = [field.name for field in dataclasses.fields(Llama3Scaling)]
-        return rope | {"scaling": Llama3Scaling(**{name: given[name] for name in names})}
-    if kind == "yarn":
-        return rope | {"scaling": _read_yarn(given)}
-    why = f"Megatron does not implement rope_type {kind!r} for this attention"
-    raise unsupported("rope_parameters", given, why)
+        rope["scaling"] = Llama3Scaling(**{name: parameters[name] for name in names})
+    elif rope_type == "yarn":
+        rope["scaling"] = _read_yarn(parameters)
+    elif rope_type != "default":
+        why = f"Megatron does not implement rope_type {rope_type!r} for this attention"
+        raise unsupported("rope_parameters", parameters, why)
+    return rope
 
 
-def _read_yarn(given: Mapping[str, Any]) -> Yarn:
-    mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
-    if given.get("attention_factor") is not None or not given.get("truncate", True):
+def _read_yarn(parameters: Mapping[str, Any]) -> Yarn:
+    if parameters.get("attention_factor") is not None or not parameters.get("truncate", True):
         why = "Megatron does not support attention_factor or truncate=False"
-        raise unsupported("rope_parameters", dict(given), why)
-    if bool(mscale) != bool(all_dim) and (mscale, all_dim) not in ((1, 0), (1, None)):
+        raise unsupported("rope_parameters", dict(parameters), why)
+    mscale = parameters.get("mscale")
+    mscale_all_dim = parameters.get("mscale_all_dim")
+    is_mscale_default = mscale == 1 and mscale_all_dim in (0, None)
+    if bool(mscale) != bool(mscale_all_dim) and not is_mscale_default:
         why = "mscale and mscale_all_dim must be set together"
-        raise unsupported("rope_parameters", dict(given), why)
+        raise unsupported("rope_parameters", dict(parameters), why)
     return Yarn(
-        factor=float(given["factor"]),
+        factor=float(parameters["factor"]),
         mscale=float(mscale or 1.0),
-        mscale_all_dim=float(all_dim or 0.0),
-        original_max_position_embeddings=given["original_max_position_embeddings"],
-        beta_fast=float(given.get("beta_fast") or 32.0),
-        beta_slow=float(given.get("beta_slow") or 1.0),
+        mscale_all_dim=float(mscale_all_dim or 0.0),
+        original_max_position_embeddings=parameters["original_max_position_embeddings"],
+        beta_fast=float(parameters.get("beta_fast") or 32.0),
+        beta_slow=float(parameters.get("beta_slow") or 1.0),
     )
 
 
@@ -181,8 +215,9 @@ def stock_type(model: Architecture) -> str:
             f"No stock architecture supports {model.kha}. Please use --architecture kha."
         )
     closest = _closest_stock_type(model)
+    others = [name for name in FAMILIES if name not in ("kha", closest)]
     refusals = []
-    for model_type in (closest, *(name for name in FAMILIES if name not in ("kha", closest))):
+    for model_type in (closest, *others):
         exported = model
         if FAMILIES[model_type].always.get("layernorm_zero_centered_gamma"):
             exported = replace(model, layernorm_zero_centered_gamma=True)  # see center_norms
@@ -235,8 +270,10 @@ def can_predict(model: Architecture, model_type: str) -> bool:
     builds them like the first layer, while Megatron builds them like the last one.
     """
     files = FAMILIES[model_type].files
-    kind = files.shared or model.is_moe(0)
-    return model.is_moe(model.num_layers) == kind and model.predictions <= files.predictions
+    if model.predictions > files.predictions:
+        return False
+    requires_experts = files.shared or model.is_moe(0)
+    return model.is_moe(model.num_layers) == requires_experts
 
 
 def with_zero_tensors(
@@ -305,21 +342,26 @@ def _build_config(model: Architecture, family: Family, model_type: str) -> PreTr
     if model.multi_latent_attention:
         names.remove("kv_channels")  # for MLA, head_dim in config.json is the rotary dim
         names += LATENT
-    fields = {HF_KEYS[name]: getattr(model, name) for name in names} | dict(family.only)
+    fields = {HF_KEYS[name]: getattr(model, name) for name in names}
+    fields |= family.only
     fields["tie_word_embeddings"] = model.tied_embeddings
     if model_type == "kha":
-        fields |= {f"kha_{name}": v for name, v in model.kha.to_dict(start=False).items()}
+        for name, value in model.kha.to_dict(start=False).items():
+            fields[f"kha_{name}"] = value
         fields |= model.kha.providers_entry
     fields |= family.extra(model)
-    fields |= family.experts.to_config(model) if family.experts else {}
+    if family.experts:
+        fields |= family.experts.to_config(model)
     # be explicit about partial_rotary_factor, libraries disagree on the default
     rope = {
         "rope_type": "default",
         "rope_theta": model.rotary_base,
         "partial_rotary_factor": model.rotary_percent,
     }
-    if (scaling := model.scaling) is not None:
-        rope |= {"rope_type": scaling.rope_type, **dataclasses.asdict(scaling)}
-    config = family.config(**fields, rope_parameters=rope | family.rope(model))
+    if model.scaling is not None:
+        rope |= dataclasses.asdict(model.scaling)
+        rope["rope_type"] = model.scaling.rope_type
+    rope |= family.rope(model)
+    config = family.config(**fields, rope_parameters=rope)
     config.architectures = [family.causal_lm or ""]
     return config

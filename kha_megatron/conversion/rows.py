@@ -15,7 +15,8 @@ from torch import Tensor
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.heads import HeadTensor
 
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
+LM_HEAD = "lm_head.weight"
 _GATE = "self_attn.gate_output."
 _Shape = Callable[[Architecture], tuple[int, ...]]
 When = Callable[[Architecture, int], bool]
@@ -68,9 +69,12 @@ class VocabularyRow(Row):
         return [tensor[: model.vocab_size]]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
-        missing = model.padded_vocab_size - parts[0].shape[0]
-        padding = [parts[0].new_zeros(missing, *parts[0].shape[1:])] if missing else []
-        return [parts[0], *padding]
+        (tensor,) = parts
+        rows, *other_dims = tensor.shape
+        padding_rows = model.padded_vocab_size - rows
+        if not padding_rows:
+            return [tensor]
+        return [tensor, tensor.new_zeros(padding_rows, *other_dims)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,8 +103,9 @@ class LatentRow(Row):
     ...), while MLA has a single ``kv_b_proj``."""
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
-        numbers = [""] if model.latent_heads == 1 else [f".{n}" for n in range(model.latent_heads)]
-        return tuple(self.hf.format(number) for number in numbers)
+        if model.latent_heads == 1:
+            return (self.hf.format(""),)
+        return tuple(self.hf.format(f".{number}") for number in range(model.latent_heads))
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,12 +125,17 @@ class HeadRow(Row):
     def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
         if self.tensor.matrices:
             return [matrix.T for matrix in tensor]
-        return [tensor.flatten(0, -2) if self.tensor.reads_input else tensor]
+        if self.tensor.reads_input:
+            return [tensor.flatten(0, -2)]
+        return [tensor]
 
     def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
         if self.tensor.matrices:
-            return [torch.stack([part.T for part in parts])]
-        return [parts[0].view(self.tensor.shape) if self.tensor.reads_input else parts[0]]
+            return [torch.stack([matrix.T for matrix in parts])]
+        (tensor,) = parts
+        if self.tensor.reads_input:
+            return [tensor.view(self.tensor.shape)]
+        return [tensor]
 
 
 @cache
@@ -172,44 +182,61 @@ class FileFormat:
 
     def copies(self, slot: TensorSlot, model: Architecture) -> list[str]:
         """Names of the copies of an embedding or LM head in MTP layers."""
-        layers = range(model.num_layers, model.num_layers + model.predictions)
-        (name, *_), names = slot.hf_names(model), list[str]()
-        if self.shared and name == EMBEDDING:
-            names = ["embed_tokens.weight", *["shared_head.head.weight"] * model.tied_embeddings]
-        elif self.shared and name == LM_HEAD:
-            names = ["shared_head.head.weight"]
-        return [f"model.layers.{layer}.{name}" for layer in layers for name in names]
+        if not self.shared:
+            return []
+        original = slot.hf_names(model)[0]
+        names = []
+        if original == EMBEDDING:
+            names.append("embed_tokens.weight")
+        if original == LM_HEAD or (original == EMBEDDING and model.tied_embeddings):
+            names.append("shared_head.head.weight")
+        copies = []
+        for layer in range(model.num_layers, model.num_layers + model.predictions):
+            copies += [f"model.layers.{layer}.{name}" for name in names]
+        return copies
 
     def write(self, slot: TensorSlot, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
         """Convert the tensors of a slot to the format of the files."""
-        names, parts = slot.hf_names(model), list(parts)
-        gate = self._gate(names)
-        if gate is not None:
-            rows = parts.pop(gate)
-            blocks = [part.unflatten(0, (self._blocks(model), -1)) for part in (parts[0], rows)]
-            parts[0] = torch.cat(blocks, dim=1).flatten(0, 1)
-        return parts
+        tensors = list(parts)
+        gate_index = self._find_gate(slot, model)
+        if gate_index is None:
+            return tensors
+        gate = tensors.pop(gate_index)
+        query = tensors[0]
+        blocks = self._count_blocks(model)
+        query_blocks = query.unflatten(0, (blocks, -1))
+        gate_blocks = gate.unflatten(0, (blocks, -1))
+        tensors[0] = torch.cat([query_blocks, gate_blocks], dim=1).flatten(0, 1)
+        return tensors
 
-    def read(self, slot: TensorSlot, model: Architecture, held: Sequence[Tensor]) -> list[Tensor]:
+    def read(self, slot: TensorSlot, model: Architecture, stored: Sequence[Tensor]) -> list[Tensor]:
         """Inverse of :meth:`write`."""
-        names, parts = slot.hf_names(model), list(held)
-        gate = self._gate(names)
-        if gate is not None:
-            blocks = parts[0].unflatten(0, (self._blocks(model), -1))
-            queries = model.num_attention_heads * model.kv_channels // len(blocks)
-            both = blocks.split([queries, blocks.shape[1] - queries], dim=1)
-            parts[0], rows = (part.flatten(0, 1) for part in both)
-            parts.insert(gate, rows)
-        return parts
+        tensors = list(stored)
+        gate_index = self._find_gate(slot, model)
+        if gate_index is None:
+            return tensors
+        blocks = tensors[0].unflatten(0, (self._count_blocks(model), -1))
+        query_rows = model.num_attention_heads * model.kv_channels // len(blocks)
+        gate_rows = blocks.shape[1] - query_rows
+        query, gate = blocks.split([query_rows, gate_rows], dim=1)
+        tensors[0] = query.flatten(0, 1)
+        tensors.insert(gate_index, gate.flatten(0, 1))
+        return tensors
 
-    def _gate(self, names: Sequence[str]) -> int | None:
-        return next(
-            (n for n, name in enumerate(names) if self.gate_in_query and _GATE in name), None
-        )
+    def _find_gate(self, slot: TensorSlot, model: Architecture) -> int | None:
+        """Return the index of the gate in the tensors of a slot, if the files fuse it."""
+        if self.gate_in_query is None:
+            return None
+        for index, name in enumerate(slot.hf_names(model)):
+            if _GATE in name:
+                return index
+        return None
 
-    def _blocks(self, model: Architecture) -> int:
-        per_head = self.gate_in_query == "head"
-        return model.num_attention_heads if per_head else model.num_query_groups
+    def _count_blocks(self, model: Architecture) -> int:
+        """Return the number of alternating blocks of query and gate in ``q_proj``."""
+        if self.gate_in_query == "head":
+            return model.num_attention_heads
+        return model.num_query_groups
 
 
 STANDARD = FileFormat()

@@ -49,7 +49,8 @@ class MegatronPlan(Plan):
 
     def check_target(self, target: Path, *, overwrite: bool) -> None:
         super().check_target(target, overwrite=overwrite)
-        if (last := newest(target)) and last.name != RELEASE:
+        last = newest(target)
+        if last is not None and last.name != RELEASE:
             raise OutputError(
                 f"{target} contains checkpoints of a training run ({last.name}), which are never "
                 "overwritten. Please choose another directory."
@@ -58,7 +59,8 @@ class MegatronPlan(Plan):
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
-        source, args = self.source, dict(self.args)
+        source = self.source
+        args = dict(self.args)
         _check_dtypes(source)
         if args.get("use_rope_scaling") and source.model.scaling != STOCK_SCALING:
             announce(
@@ -83,9 +85,8 @@ class MegatronPlan(Plan):
                 writer.close(common, source.checkpoint.identity())
             (folder / TRACKER).write_text(RELEASE)
             shards = len(list(release.glob("*.distcp")))
-        return self.summarize(
-            target, "megatron", shards, not_finite, *command_line(args, str(target))
-        )
+        arguments = command_line(args, str(target))
+        return self.summarize(target, "megatron", shards, not_finite, *arguments)
 
 
 def plan_import(
@@ -115,11 +116,12 @@ def plan_import(
         source = upcycle_heads(source, upcycle)
     if dtype is not None:
         source = cast(source, FLOAT_DTYPES[dtype], allow_overflow=allow_overflow)
-    first = source.read(TensorSlot(MODEL[0]), meta=True)[0].dtype
+    first_tensor, *_ = source.read(TensorSlot(MODEL[0]), meta=True)
+    params_dtype = first_tensor.dtype
     args = to_arguments(source.model) | {
-        "params_dtype": first,
-        "bf16": first == torch.bfloat16,
-        "fp16": first == torch.float16,
+        "params_dtype": params_dtype,
+        "bf16": params_dtype == torch.bfloat16,
+        "fp16": params_dtype == torch.float16,
         "make_vocab_size_divisible_by": divisible_by,
         "tensor_model_parallel_size": tensor_parallel,
         "pipeline_model_parallel_size": 1,
@@ -139,16 +141,18 @@ def _check_dtypes(source: ModelSource) -> None:
     for slot, entries in source.entries():
         layer = None if _is_stacked(source.model, slot) else slot.layer
         stored_together[slot.row, layer] += entries
-    in_model = Counter(e.dtype for entries in stored_together.values() for e in entries)
+    counts_in_model: Counter[torch.dtype] = Counter()
     for entries in stored_together.values():
-        dtypes = Counter(entry.dtype for entry in entries)
-        usual = max(dtypes, key=lambda dtype: (dtypes[dtype], in_model[dtype]))
+        counts_in_model.update(entry.dtype for entry in entries)
+    for entries in stored_together.values():
+        counts = Counter(entry.dtype for entry in entries)
+        most_common = max(counts, key=lambda dtype: (counts[dtype], counts_in_model[dtype]))
         for entry in entries:
-            if entry.dtype != usual:
+            if entry.dtype != most_common:
                 raise CheckpointError(
                     f"{entry.name} in {source.path} has dtype {entry.dtype}, but the tensors that "
-                    f"Megatron stores together with it have {usual}. Use --dtype to convert all "
-                    "tensors to the same dtype."
+                    f"Megatron stores together with it have {most_common}. Use --dtype to convert "
+                    "all tensors to the same dtype."
                 )
 
 
@@ -157,15 +161,18 @@ def _write_slot(
 ) -> None:
     """Write a slot to its (possibly stacked) Megatron tensor."""
     row = slot.row
-    grid, position = _stack(model, slot)
-    whole = (*grid, *row.shape(model))
-    for name in row.names if row.both else row.names[:1]:
-        start, key = 0, _key(model, slot, name)
+    stack = _stack(model, slot)
+    shape = (*stack.shape, *row.shape(model))
+    names = row.names if row.both else row.names[:1]
+    for name in names:
+        key = _key(model, slot, name)
+        start = 0
         for block in row.join(parts, model):
-            offsets = (*position, start, *(0 for _ in block.shape[1:]))
-            chunk = block[(None,) * len(grid)]
-            writer.write(key, chunk, shape=whole, offsets=offsets)
-            start += block.shape[0]
+            rows, *other_dims = block.shape
+            offsets = (*stack.index, start, *[0] * len(other_dims))
+            chunk = block[(None,) * len(stack.shape)]
+            writer.write(key, chunk, shape=shape, offsets=offsets)
+            start += rows
 
 
 def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
@@ -174,7 +181,7 @@ def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
     if not model.gpt_model:
         writer.write_object("output_layer._extra_state", None, shape=(1,), offsets=(0,))
     for slot in tensor_slots(model):
-        grid, position = _stack(model, slot)
+        stack = _stack(model, slot)
         modules = [name.rpartition(".")[0] for name in slot.row.names]
         if slot.layer is not None:
             modules.append(_CORE_ATTENTION)
@@ -183,9 +190,14 @@ def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
             is_linear = name.startswith("linear_") or module == "eh_proj"
             has_state = is_linear or "norm" in name or module == _CORE_ATTENTION
             key = _key(model, slot, f"{module}._extra_state")
-            if has_state and (key, position) not in written:
-                written.add((key, position))
-                writer.write_object(key, None, shape=grid or (1,), offsets=position or (0,))
+            if has_state and (key, stack.index) not in written:
+                written.add((key, stack.index))
+                writer.write_object(
+                    key,
+                    None,
+                    shape=stack.shape or (1,),
+                    offsets=stack.index or (0,),
+                )
 
 
 def _is_stacked(model: Architecture, slot: TensorSlot) -> bool:
@@ -194,14 +206,27 @@ def _is_stacked(model: Architecture, slot: TensorSlot) -> bool:
 
 
 def _key(model: Architecture, slot: TensorSlot, name: str) -> str:
-    return LAYERS + name if _is_stacked(model, slot) else megatron_name(name, slot.layer, model)
+    if _is_stacked(model, slot):
+        return LAYERS + name
+    return megatron_name(name, slot.layer, model)
 
 
-def _stack(model: Architecture, slot: TensorSlot) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return ``(stacked dims, index into the stacked dims)``."""
-    grid, position = tuple[int, ...](), tuple[int, ...]()
+@dataclass(frozen=True)
+class _Stack:
+    """Dimensions along which Megatron stacks the tensors of several layers or experts."""
+
+    shape: tuple[int, ...]
+    index: tuple[int, ...]
+    """Position of a slot in the stack."""
+
+
+def _stack(model: Architecture, slot: TensorSlot) -> _Stack:
+    shape = []
+    index = []
     if slot.layer is not None and _is_stacked(model, slot):
-        grid, position = (model.num_layers,), (slot.layer,)
+        shape.append(model.num_layers)
+        index.append(slot.layer)
     if slot.expert is not None:
-        grid, position = (*grid, model.num_experts), (*position, slot.expert)
-    return grid, position
+        shape.append(model.num_experts)
+        index.append(slot.expert)
+    return _Stack(tuple(shape), tuple(index))

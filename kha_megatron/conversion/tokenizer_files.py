@@ -57,26 +57,34 @@ class TokenizerFiles:
         For Megatron checkpoints, this only works with ``--tokenizer-type HuggingFaceTokenizer``. We
         don't copy any other kind of tokenizer.
         """
+        if isinstance(checkpoint, HFCheckpoint) and override is None:
+            return cls._of_hf_model(checkpoint)
         if isinstance(checkpoint, MegatronCheckpoint):
             args = checkpoint.args
             if override is None and args.get("tokenizer_type") != "HuggingFaceTokenizer":
                 return cls({})
-            folder = settings = Path(override or args.get("tokenizer_model") or "")
-        elif override is not None:
-            folder, settings = override, checkpoint.path
+            folder = Path(override or args.get("tokenizer_model") or "")
+            settings_folder = folder
         else:
-            path, config = checkpoint.path, checkpoint.config
-            files = _files(path)
-            origin = str(path) if set(files) & set(VOCABULARIES) else None
-            ids = {name: config.get(name) for name in _TOKEN_IDS}
-            # some old configs use -1 for null
-            ids = {name: None if token == -1 else token for name, token in ids.items()}
-            return cls(ids, origin, folder=path, files=files)
+            assert override is not None
+            folder = override
+            settings_folder = checkpoint.path
         if not folder.name or not folder.is_dir():
             raise ConfigError(f"Tokenizer directory {folder} not found. Pass one with --tokenizer.")
         loaded = load_hf_tokenizer(folder)
-        files = (_GENERATION,) if has_file(settings, _GENERATION) else ()
-        return cls(_ids_of(loaded), str(folder), loaded, settings, files)
+        files = (_GENERATION,) if has_file(settings_folder, _GENERATION) else ()
+        return cls(_ids_of(loaded), str(folder), loaded, settings_folder, files)
+
+    @classmethod
+    def _of_hf_model(cls, checkpoint: HFCheckpoint) -> "TokenizerFiles":
+        path = checkpoint.path
+        files = _files(path)
+        has_tokenizer = any(name in VOCABULARIES for name in files)
+        token_ids = {}
+        for name in _TOKEN_IDS:
+            token = checkpoint.config.get(name)
+            token_ids[name] = None if token == -1 else token  # some old configs use -1 for null
+        return cls(token_ids, str(path) if has_tokenizer else None, folder=path, files=files)
 
     def tokenize(self, text: str, rows: int, length: int) -> Tensor:
         """Tokenize a text and return a batch of up to ``[rows, length]`` token IDs.
@@ -87,15 +95,16 @@ class TokenizerFiles:
         if self.origin is None:
             raise ConfigError("The model has no tokenizer. Please pass one with --tokenizer.")
         tokenizer = self.loaded or load_hf_tokenizer(Path(self.origin))
-        before, _ = special_tokens(tokenizer)
+        first_ids, _ = special_tokens(tokenizer)
         options = {"add_special_tokens": False, "split_special_tokens": True}
         ids = tokenizer(text, **options)["input_ids"]
         if len(ids) < 2:
             raise ConfigError(f"The text must have at least 2 tokens, got {len(ids)}.")
-        length = min(length - len(before), len(ids))
+        length = min(length - len(first_ids), len(ids))
         rows = min(rows, len(ids) // length)
         text_ids = torch.tensor(ids[: rows * length]).view(rows, length)
-        return torch.cat([torch.tensor(before, dtype=torch.long).expand(rows, -1), text_ids], dim=1)
+        special_ids = torch.tensor(first_ids, dtype=torch.long).expand(rows, -1)
+        return torch.cat([special_ids, text_ids], dim=1)
 
     def write_tokenizer(self, target: Path) -> bool:
         """Write the tokenizer and generation config. Returns False if there's no tokenizer.
@@ -112,15 +121,18 @@ class TokenizerFiles:
             (target / name).parent.mkdir(exist_ok=True)
             copy_file(self.folder, name, target / name)
         if self.loaded is not None and _GENERATION in self.files:
-            read = json_object(self.folder / _GENERATION)
-            own = {name: value for name, value in read.items() if value is not None}
-            ids = _ids_of(self.loaded)
-            settings = ids | own if str(self.folder) == self.origin else own | ids
-            given = {name: value for name, value in settings.items() if value is not None}
-            text = json.dumps(given, indent=2, sort_keys=True) + "\n"
-            (target / _GENERATION).write_text(text, encoding="utf-8")
+            settings = self._merge_generation_config(_ids_of(self.loaded))
+            content = json.dumps(settings, indent=2, sort_keys=True) + "\n"
+            (target / _GENERATION).write_text(content, encoding="utf-8")
         _use_names_of_transformers_4(target)
         return True
+
+    def _merge_generation_config(self, token_ids: Mapping[str, Any]) -> dict[str, Any]:
+        """Read the generation config, and add the special token IDs of the tokenizer."""
+        settings = _without_none(json_object(self.folder / _GENERATION))
+        if str(self.folder) == self.origin:
+            return _without_none({**token_ids, **settings})
+        return _without_none({**settings, **token_ids})
 
     def write(self, target: Path) -> None:
         """Same as :meth:`write_tokenizer`, but for Hugging Face models.
@@ -140,6 +152,10 @@ class TokenizerFiles:
             copy_file(self.folder, _GENERATION, target / _GENERATION)
 
 
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _use_names_of_transformers_4(folder: Path) -> None:
     """Rewrite ``tokenizer_config.json`` such that transformers 4 and 5 can both read it."""
     file = folder / _TOKENIZER_CONFIG
@@ -152,8 +168,8 @@ def _use_names_of_transformers_4(folder: Path) -> None:
     if isinstance(settings.get("extra_special_tokens"), list):
         renamed["additional_special_tokens"] = renamed.pop("extra_special_tokens")
     if renamed != settings:
-        text = json.dumps(renamed, indent=2, ensure_ascii=False) + "\n"
-        file.write_text(text, encoding="utf-8")
+        content = json.dumps(renamed, indent=2, ensure_ascii=False) + "\n"
+        file.write_text(content, encoding="utf-8")
 
 
 def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -161,11 +177,13 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> tuple[str, ...]:
-    templates = (f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*"))
-    names = tuple(n for n in (*_TOKENIZER, *templates, _GENERATION) if has_file(folder, n))
-    for name in names:
-        refuse_lfs_pointer(folder / name, CheckpointError)
-    return names
+    templates = [f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*")]
+    names = []
+    for name in (*_TOKENIZER, *templates, _GENERATION):
+        if has_file(folder, name):
+            refuse_lfs_pointer(folder / name, CheckpointError)
+            names.append(name)
+    return tuple(names)
 
 
 def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
