@@ -51,11 +51,12 @@ class HFWriter:
         ).filename_to_tensors
         for file, names in self._shards.items():
             entries = [self._entries[name] for name in names]
-            first, starts = header(entries)
-            self._places |= {name: (file, start) for name, start in starts.items()}
+            header_bytes, starts = header(entries)
+            for name, start in starts.items():
+                self._places[name] = (file, start)
             with (folder / file).open("wb") as shard:
-                shard.write(first)
-                shard.truncate(len(first) + sum(entry.nbytes for entry in entries))
+                shard.write(header_bytes)
+                shard.truncate(len(header_bytes) + sum(entry.nbytes for entry in entries))
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor (thread-safe). It doesn't have to be contiguous."""
@@ -79,24 +80,27 @@ class HFWriter:
         missing = self._entries.keys() - self._digests.keys()
         assert not missing, f"{sorted(missing)} were not written"
         if len(self._shards) > 1:
-            entries = self._entries.values()
-            index = {
-                "metadata": {
-                    "total_parameters": sum(math.prod(entry.shape) for entry in entries),
-                    "total_size": sum(entry.nbytes for entry in entries),
-                },
-                "weight_map": {name: file for name, (file, _) in self._places.items()},
-            }
-            text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-            (self.folder / INDEX).write_text(text, encoding="utf-8")
-        tensors = {
-            name: {
-                "file": self._places[name][0],
+            self._write_index()
+        tensors = {}
+        for name, entry in sorted(self._entries.items()):
+            file, _ = self._places[name]
+            tensors[name] = {
+                "file": file,
                 "dtype": NAMES[entry.dtype],
                 "shape": list(entry.shape),
                 "sha256": self._digests[name],
             }
-            for name, entry in sorted(self._entries.items())
-        }
         write_manifest(self.folder, source, tensors)
         return len(self._shards)
+
+    def _write_index(self) -> None:
+        entries = self._entries.values()
+        index = {
+            "metadata": {
+                "total_parameters": sum(math.prod(entry.shape) for entry in entries),
+                "total_size": sum(entry.nbytes for entry in entries),
+            },
+            "weight_map": {name: file for name, (file, _) in self._places.items()},
+        }
+        content = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (self.folder / INDEX).write_text(content, encoding="utf-8")

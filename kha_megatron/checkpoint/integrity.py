@@ -53,8 +53,11 @@ def write_hashes(folder: str | Path) -> None:
     for file in collected:
         digests |= json.loads(read_regular(file, MAX_JSON_BYTES))
         file.unlink()
-    files = [file for file in folder.iterdir() if file.is_file() and file.name != INTEGRITY]
-    digests |= _hash_files([file for file in files if file.name not in digests])
+    files = []
+    for file in folder.iterdir():
+        if file.is_file() and file.name != INTEGRITY and file.name not in digests:
+            files.append(file)
+    digests |= _hash_files(files)
     with staged_file(folder / INTEGRITY) as staged:
         content = {"algorithm": "sha256", "files": dict(sorted(digests.items()))}
         staged.write_text(json.dumps(content, indent=2))
@@ -62,8 +65,10 @@ def write_hashes(folder: str | Path) -> None:
 
 def _hash_files(files: Sequence[Path]) -> dict[str, str]:
     """Return the hex digests of files by name."""
+    names = [file.name for file in files]
     with ThreadPoolExecutor(_THREADS_TO_WRITE) as pool:
-        return dict(zip((file.name for file in files), pool.map(hash_file, files), strict=True))
+        digests = pool.map(hash_file, files)
+        return dict(zip(names, digests, strict=True))
 
 
 def read_hashes(folder: Path) -> dict[str, str] | None:
@@ -90,13 +95,13 @@ def check_file(file: Path, digest: str) -> None:
     """Raise CheckpointError if the SHA-256 of a file doesn't match."""
     refuse_lfs_pointer(file, CheckpointError)
     try:
-        found = hash_file(file)
+        actual_digest = hash_file(file)
     except OSError as error:
         raise CheckpointError(f"Could not read {file}: {error.strerror}. {_REMEDY}") from error
-    if found != digest:
+    if actual_digest != digest:
         raise CheckpointError(
             f"Checksum mismatch for {file}: {INTEGRITY} lists SHA-256 {digest[:12]}..., but the "
-            f"file has {found[:12]}... {_REMEDY}"
+            f"file has {actual_digest[:12]}... {_REMEDY}"
         )
 
 
@@ -116,8 +121,8 @@ class FileChecks:
             return
         with self._lock:
             if name not in self._checks:
-                path, digest = self._folder / name, self._digests[name]
-                self._checks[name] = self._pool.submit(check_file, path, digest)
+                file = self._folder / name
+                self._checks[name] = self._pool.submit(check_file, file, self._digests[name])
         self._checks[name].result()
 
 
@@ -130,32 +135,46 @@ def verify_hashes(folder: str | Path) -> None:
     import torch.distributed as dist
 
     folder = Path(folder)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank = 0
+    ranks = 1
+    if dist.is_initialized():
+        rank = dist.get_rank()
+        ranks = dist.get_world_size()
     shared: list[Any] = [None, None]
     if rank == 0:
         try:
             shared[0] = _hashes_by_size(folder)
         except CheckpointError as error:
             shared[1] = str(error)
-    if size > 1:
+    if ranks > 1:
         dist.broadcast_object_list(shared, src=0)
-    digests, problem = shared
-    if problem is not None:
-        raise CheckpointError(problem)
+    digests, read_error = shared
+    if read_error is not None:
+        raise CheckpointError(read_error)
     if digests is None:
         announce(f"Skipping verification of {folder} because it has no {INTEGRITY}.")
         return
+    error_on_this_rank = _verify_files(folder, digests, list(digests)[rank::ranks])
+    errors = [error_on_this_rank] * ranks
+    if ranks > 1:
+        dist.all_gather_object(errors, error_on_this_rank)
+    messages = sorted(error for error in errors if error is not None)
+    if messages:
+        raise CheckpointError(messages[0])
+
+
+def _verify_files(folder: Path, digests: Mapping[str, str], names: Sequence[str]) -> str | None:
+    """Verify some of the files. Return the error message if one is missing or corrupted."""
+
+    def verify(name: str) -> None:
+        check_file(folder / name, digests[name])
+
     try:
         with ThreadPoolExecutor(_THREADS_TO_VERIFY) as pool:
-            files = list(digests)[rank::size]
-            list(pool.map(lambda name: check_file(folder / name, digests[name]), files))
+            list(pool.map(verify, names))
     except CheckpointError as error:
-        problem = str(error)
-    problems = [problem] * size
-    if size > 1:
-        dist.all_gather_object(problems, problem)
-    if found := sorted(filter(None, problems)):
-        raise CheckpointError(found[0])
+        return str(error)
+    return None
 
 
 def _hashes_by_size(folder: Path) -> dict[str, str] | None:
@@ -164,7 +183,8 @@ def _hashes_by_size(folder: Path) -> dict[str, str] | None:
     if digests is None:
         return None
     sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    return {name: digests[name] for name in sorted(digests, key=lambda name: -sizes.get(name, 0))}
+    names = sorted(digests, key=lambda name: sizes.get(name, 0), reverse=True)
+    return {name: digests[name] for name in names}
 
 
 def hash_file(file: Path) -> str:

@@ -68,20 +68,21 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
             tensor.
     """
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts, end = {}, 0
+    starts = {}
+    start = 0
     for entry in sorted(entries, key=lambda entry: (_ORDER[entry.dtype], entry.name)):
-        starts[entry.name], end = end, end + entry.nbytes
-        offsets = starts[entry.name], end
+        end = start + entry.nbytes
         content[entry.name] = {
             "dtype": NAMES[entry.dtype],
             "shape": entry.shape,
-            "data_offsets": offsets,
+            "data_offsets": (start, end),
         }
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, {
-        name: 8 + len(text) + start for name, start in starts.items()
-    }
+        starts[entry.name] = start
+        start = end
+    encoded = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    header_bytes = len(encoded).to_bytes(8, "little") + encoded
+    return header_bytes, {name: len(header_bytes) + start for name, start in starts.items()}
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -89,12 +90,13 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
     refuse_lfs_pointer(file, CheckpointError)
     try:
         os.close(open_regular(file))  # safe_open would wait for a FIFO
+        entries = {}
         with safe_open(file, framework="np") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: TensorEntry(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
-                for name, part in slices.items()
-            }
+            for name in opened.keys():  # noqa: SIM118
+                stored = opened.get_slice(name)
+                dtype = DTYPES[stored.get_dtype()]
+                entries[name] = TensorEntry(name, dtype, tuple(stored.get_shape()))
+        return entries
     except (OSError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"Could not read {file}: {error}. Copy the file again.") from error
 

@@ -44,7 +44,7 @@ class TorchDistWriter:
     def __init__(self, iteration_folder: Path) -> None:
         self.folder = iteration_folder
         self._lock = threading.Lock()
-        self._own = threading.local()
+        self._thread = threading.local()
         self._shards: list[IO[bytes]] = []
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._objects: dict[str, BytesStorageMetadata] = {}
@@ -72,17 +72,18 @@ class TorchDistWriter:
             shape (tuple[int, ...]): Shape of the global tensor.
             offsets (tuple[int, ...]): Position of the chunk in the global tensor.
         """
-        size, shape, offsets = tensor.shape, torch.Size(shape), torch.Size(offsets)
+        global_shape = torch.Size(shape)
+        chunk_offsets = torch.Size(offsets)
+        new_tensor = TensorStorageMetadata(TensorProperties(tensor.dtype), global_shape, [])
         with self._lock:
-            whole = self._tensors.setdefault(
-                key, TensorStorageMetadata(TensorProperties(tensor.dtype), shape, [])
-            )
-            assert (whole.size, whole.properties.dtype) == (shape, tensor.dtype), key
-            whole.chunks.append(ChunkStorageMetadata(offsets, size))
+            global_tensor = self._tensors.setdefault(key, new_tensor)
+            assert global_tensor.size == global_shape, key
+            assert global_tensor.properties.dtype == tensor.dtype, key
+            global_tensor.chunks.append(ChunkStorageMetadata(chunk_offsets, tensor.shape))
         tensor = tensor.detach().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes whole storages
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        self._append(MetadataIndex(key, offsets), tensor)
+        self._append(MetadataIndex(key, chunk_offsets), tensor)
 
     def write_object(
         self,
@@ -98,7 +99,9 @@ class TorchDistWriter:
         ``shape=(num_layers,)`` and ``offsets=(layer,)`` if layers are stacked, and
         ``shape=(num_layers, num_experts)`` and ``offsets=(layer, expert)`` for experts.
         """
-        name = f"{key}/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, shape))}"
+        position = ".".join(map(str, offsets))
+        size = ".".join(map(str, shape))
+        name = f"{key}/shard_{position}_{size}"
         self._objects[name] = BytesStorageMetadata()
         self._append(MetadataIndex(name), [value])
 
@@ -110,9 +113,9 @@ class TorchDistWriter:
                 values), ``iteration``, and ``checkpoint_version`` (3.0).
             source (Mapping[str, Any]): ``identity()`` of the source checkpoint.
         """
-        for key, whole in self._tensors.items():
-            written = sum(math.prod(chunk.sizes) for chunk in whole.chunks)
-            assert written == math.prod(whole.size), f"{key}: {written} elements of {whole.size}"
+        for key, tensor in self._tensors.items():
+            written = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            assert written == math.prod(tensor.size), f"{key}: {written} elements of {tensor.size}"
         self.write_object(COMMON, dict(common))
         self.__exit__()
         metadata = Metadata(
@@ -122,22 +125,24 @@ class TorchDistWriter:
             version=CURRENT_DCP_VERSION,
         )
         (self.folder / METADATA).write_bytes(pickle.dumps(metadata))
-        text = json.dumps({"source": dict(source)}, indent=2) + "\n"
-        (self.folder / CONVERTED_FROM).write_text(text, encoding="utf-8")
+        content = json.dumps({"source": dict(source)}, indent=2) + "\n"
+        (self.folder / CONVERTED_FROM).write_text(content, encoding="utf-8")
         (self.folder / COMMIT_MARK).write_text(json.dumps(_MARK))
         write_hashes(self.folder)
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
-        if not hasattr(self._own, "shard"):
+        if not hasattr(self._thread, "shard"):
             with self._lock:
                 path = self.folder / f"__0_{len(self._shards)}.distcp"
-                self._own.shard = path.open("wb")
-                self._shards.append(self._own.shard)
-        shard = self._own.shard
+                self._thread.shard = path.open("wb")
+                self._shards.append(self._thread.shard)
+        shard = self._thread.shard
         start = shard.tell()
         try:
             torch.save(value, shard)
         except RuntimeError as error:
             # torch cannot finish the archive after a failed write
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         self._storage[index] = _StorageInfo(Path(shard.name).name, start, shard.tell() - start)

@@ -18,6 +18,7 @@ higher iterations that aren't part of the run anymore.
 import errno
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,12 +70,14 @@ class Selection(NamedTuple):
 
     def line(self, doing: str) -> str | None:
         """Log message, e.g. ``resuming from iter_0000007: ...``. None if everything's fine."""
-        words = []
+        messages = []
         if self.problem and self.newest:
-            words.append(f"{doing} {self.newest.name}: {TRACKER} {self.problem}")
+            messages.append(f"{doing} {self.newest.name}: {TRACKER} {self.problem}")
         if self.incomplete:
-            words.append(f"ignoring {', '.join(self.incomplete)}: incomplete checkpoint")
-        return f"{self.folder}: {'; '.join(words)}" if words else None
+            messages.append(f"ignoring {', '.join(self.incomplete)}: incomplete checkpoint")
+        if not messages:
+            return None
+        return f"{self.folder}: {'; '.join(messages)}"
 
 
 def select_iteration(folder: Path) -> Selection:
@@ -89,11 +92,13 @@ def select_iteration(folder: Path) -> Selection:
     """
     file = folder / TRACKER
     tracker = read_tracker(file)
-    saves = {n: path for path in folder.iterdir() if (n := iteration_of(path)) is not None}
-    commits = {n: _commit(path) for n, path in saves.items() if is_complete(path)}
-    number = re.fullmatch(r"[0-9]{1,19}", tracker or "")
-    named = int(number[0]) if number else 0 if tracker == RELEASE else None
-    newest = max(commits, key=lambda n: (commits[n].recorded and commits[n].time, n), default=None)
+    saves = _list_saves(folder)
+    commits = {}
+    for iteration, path in saves.items():
+        if is_complete(path):
+            commits[iteration] = _commit(path)
+    named = _parse_tracker(tracker)
+    newest = _last_committed(commits)
     problem = None
     if newest is None:
         pass
@@ -104,26 +109,62 @@ def select_iteration(folder: Path) -> Selection:
     elif named not in commits:
         problem = f"names {tracker}, which is not a complete checkpoint"
     else:
-        written = file.stat().st_mtime_ns
-        later = [
-            n
-            for n, commit in commits.items()
-            if commit.time > written
-            and commit.time >= commits[named].time
-            and (commit.recorded or n > named)
-        ]
-        newest = max(later, key=lambda n: (commits[n].time, n), default=named)
+        newest = _newest_since_tracker(commits, named, tracker_time=file.stat().st_mtime_ns)
         if newest != named:
             problem = f"names {tracker}, but {saves[newest].name} was completed after that"
-    cut_short = sorted(n for n in saves if n not in commits and n > (newest or 0))
+    incomplete = []
+    for iteration in sorted(saves.keys() - commits.keys()):
+        if iteration > (newest or 0):
+            incomplete.append(saves[iteration].name)
     return Selection(
-        folder,
-        tracker,
-        saves[newest] if newest is not None else None,
-        saves.get(named) if named is not None else None,
-        problem,
-        [saves[n].name for n in cut_short],
+        folder=folder,
+        tracker=tracker,
+        newest=None if newest is None else saves[newest],
+        named=None if named is None else saves.get(named),
+        problem=problem,
+        incomplete=incomplete,
     )
+
+
+def _list_saves(folder: Path) -> dict[int, Path]:
+    """Return the directories of all checkpoints by iteration."""
+    saves = {}
+    for path in folder.iterdir():
+        iteration = iteration_of(path)
+        if iteration is not None:
+            saves[iteration] = path
+    return saves
+
+
+def _parse_tracker(tracker: str | None) -> int | None:
+    """Return the iteration that a tracker file names (0 for ``release``), or None."""
+    if tracker == RELEASE:
+        return 0
+    number = re.fullmatch(r"[0-9]{1,19}", tracker or "")
+    return int(number[0]) if number else None
+
+
+def _last_committed(commits: Mapping[int, "_Commit"]) -> int | None:
+    def order(iteration: int) -> tuple[int, int]:
+        commit = commits[iteration]
+        return commit.time if commit.recorded else 0, iteration
+
+    return max(commits, key=order, default=None)
+
+
+def _newest_since_tracker(
+    commits: Mapping[int, "_Commit"], named: int, *, tracker_time: int
+) -> int:
+    """Return the last iteration that was committed after the tracker file was written.
+
+    This is the iteration that the tracker file names, if there is no later one.
+    """
+    later = []
+    for iteration, commit in commits.items():
+        is_later = commit.time > tracker_time and commit.time >= commits[named].time
+        if is_later and (commit.recorded or iteration > named):
+            later.append(iteration)
+    return max(later, key=lambda iteration: (commits[iteration].time, iteration), default=named)
 
 
 def read_tracker(file: Path) -> str | None:
@@ -172,9 +213,10 @@ def record_commit(path: Path) -> None:
     The recorded time is always later than for other checkpoints in the same ``--save`` directory,
     even if the clocks of two machines differ.
     """
-    saves = (other for other in path.parent.iterdir() if iteration_of(other) is not None)
-    others = (save for save in saves if is_complete(save))
-    latest = max((_commit(other).time for other in others), default=0)
+    latest = 0
+    for save in _list_saves(path.parent).values():
+        if is_complete(save):
+            latest = max(latest, _commit(save).time)
     with staged_file(path / COMMIT) as staged:
         staged.touch()
         now = staged.stat().st_mtime_ns  # same clock as for the mtime of the tracker file
@@ -215,17 +257,17 @@ def resolve(path: Path) -> Path:
             f"{path} is not a directory. Pass a Megatron --save directory, one of its iter_* "
             f"directories, or a Hugging Face model directory.{download_hint(path)}"
         )
-    if not (path / TRACKER).exists() and (
-        (path / COMMIT_MARK).exists() or iteration_of(path) is not None
-    ):
+    is_checkpoint = (path / COMMIT_MARK).exists() or iteration_of(path) is not None
+    if is_checkpoint and not (path / TRACKER).exists():
         return path
     selection = select_iteration(path)
-    if (found := selection.newest or selection.named) is None:
-        found_text = "no" if selection.tracker is None else f"{selection.tracker[:20]!r} in"
-        raise CheckpointError(f"{path} has {found_text} {TRACKER}. {choices(path)}")
+    checkpoint = selection.newest or selection.named
+    if checkpoint is None:
+        content = "no" if selection.tracker is None else f"{selection.tracker[:20]!r} in"
+        raise CheckpointError(f"{path} has {content} {TRACKER}. {choices(path)}")
     if line := selection.line("loading"):
         announce(line, once=line)
-    return found
+    return checkpoint
 
 
 def repair(selection: Selection) -> None:
@@ -284,11 +326,14 @@ def clear_for_overwriting(path: str | Path) -> None:
     and new shards would look like a complete checkpoint.
     """
     path = Path(path)
-    held = [file for pattern in _CHECKPOINT_FILES for file in path.glob(pattern)]
-    if not held:
+    files: list[Path] = []
+    for pattern in _CHECKPOINT_FILES:
+        files += path.glob(pattern)
+    if not files:
         return
-    announce(f"replacing the {'' if is_complete(path) else 'incomplete '}checkpoint {path}")
-    for file in held:
+    checkpoint = "checkpoint" if is_complete(path) else "incomplete checkpoint"
+    announce(f"replacing the {checkpoint} {path}")
+    for file in files:
         file.unlink()
         if file.name in (INTEGRITY, COMMIT_MARK):
             flush(path)
