@@ -3,6 +3,7 @@
 import hashlib
 import re
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -40,20 +41,22 @@ NORMS = (
 """Aliases for norm parameters. Transformer Engine fuses some norms into the next linear layer, and
 Megatron only renames some of its local norms to match."""
 
-_NORM = re.compile(
-    rf"(.*\.|)({'|'.join(re.escape(name) for names in NORMS for name in names)})(weight|bias)"
-)
+_ANY_NORM = "|".join(re.escape(name) for name in chain.from_iterable(NORMS))
+_NORM = re.compile(rf"(.*\.|)({_ANY_NORM})(weight|bias)")
 _NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
 """Optimizer state."""
 
 
 def other_names(key: str) -> list[str]:
     """Return all aliases of a norm parameter. Empty for any other parameter."""
-    if (match := _NORM.fullmatch(key)) is None:
+    match = _NORM.fullmatch(key)
+    if match is None:
         return []
-    before, norm, kind = match.groups()
-    (names,) = (names for names in NORMS if norm in names)
-    return [before + name + kind for name in names if name != norm]
+    prefix, norm, suffix = match.groups()
+    for names in NORMS:
+        if norm in names:
+            return [prefix + name + suffix for name in names if name != norm]
+    return []
 
 
 class MegatronCheckpoint:
@@ -84,7 +87,8 @@ class MegatronCheckpoint:
                 f"{path} is incomplete, because its {COMMIT_MARK} is missing or corrupted. "
                 f"{choices(path.parent)}"
             )
-        checks = FileChecks(path, (read_hashes(path) if verify else None) or {})
+        hashes = read_hashes(path) if verify else None
+        checks = FileChecks(path, hashes or {})
         for name in (METADATA, COMMIT_MARK, LEGACY_COMMON):
             checks.check(name)
         return cls(path, TorchDistFolder(path, checks))
@@ -103,9 +107,11 @@ class MegatronCheckpoint:
         Note that Megatron stacks layers if they're all the same. In this case, there's no layer
         index in the name, and tensors have an additional dimension: ``[num_layers, ...]``.
         """
-        return {
-            key: tensor for key, tensor in self._folder.tensors.items() if not _NOT_MODEL.match(key)
-        }
+        parameters = {}
+        for key, tensor in self._folder.tensors.items():
+            if not _NOT_MODEL.match(key):
+                parameters[key] = tensor
+        return parameters
 
     def tensor(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
         """Load a tensor (or a slice of it) to CPU. See :meth:`.TorchDistFolder.read`."""
@@ -115,10 +121,14 @@ class MegatronCheckpoint:
         """Load ``decoder.layers.*.{suffix}`` of all layers that have it, in order."""
         stacked = self._folder.tensors.get(LAYERS + suffix)
         if stacked is not None:
-            return [self._folder.read(LAYERS + suffix, (i,)) for i in range(stacked.shape[0])]
-        single = re.compile(re.escape(LAYERS) + r"(\d+)\." + re.escape(suffix))
-        found = [m for key in self._folder.tensors if (m := single.fullmatch(key))]
-        return [self._folder.read(m[0]) for m in sorted(found, key=lambda m: int(m[1]))]
+            layers = range(stacked.shape[0])
+            return [self._folder.read(LAYERS + suffix, (layer,)) for layer in layers]
+        one_layer = re.compile(re.escape(LAYERS) + r"(\d+)\." + re.escape(suffix))
+        keys = {}
+        for key in self._folder.tensors:
+            if match := one_layer.fullmatch(key):
+                keys[int(match[1])] = key
+        return [self._folder.read(key) for _, key in sorted(keys.items())]
 
     @cached_property
     def _common(self) -> dict[str, Any]:

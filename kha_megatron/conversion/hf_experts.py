@@ -39,29 +39,39 @@ class ExpertFields(NamedTuple):
     @property
     def keys(self) -> dict[str, str]:
         """Maps ``Architecture`` fields to config keys."""
-        own = {"num_experts": self.number, "normalised": "norm_topk_prob"}
-        return own | {name: HF_KEYS[name] for name in self.fields}
+        keys = {"num_experts": self.number, "normalised": "norm_topk_prob"}
+        for name in self.fields:
+            keys[name] = HF_KEYS[name]
+        return keys
 
     def from_config(self, config: PreTrainedConfig) -> dict[str, Any]:
         """Read the MoE fields of a config (nothing if all layers are dense)."""
         special = self.read(config)
         if not any(special["moe_layer_freq"]):
             return {}
-        given = {ours: getattr(config, theirs) for ours, theirs in self.keys.items()}
-        off = {k: None for k, v in given.items() if k in _OFF and v == _OFF[k]}
-        found = given | off | dict(self.always) | special
-        if factor := found.get("moe_router_topk_scaling_factor"):
-            found["moe_router_topk_scaling_factor"] = float(factor)
-        chooses_groups = bool(found.get("moe_router_num_groups"))
-        found["moe_router_group_topk"] = given["moe_router_group_topk"] if chooses_groups else None
-        return found
+        fields: dict[str, Any] = {}
+        for name, key in self.keys.items():
+            value = getattr(config, key)
+            is_off = name in _OFF and value == _OFF[name]
+            fields[name] = None if is_off else value
+        fields |= self.always
+        fields |= special
+        if factor := fields.get("moe_router_topk_scaling_factor"):
+            fields["moe_router_topk_scaling_factor"] = float(factor)
+        if fields.get("moe_router_num_groups"):
+            fields["moe_router_group_topk"] = getattr(config, self.keys["moe_router_group_topk"])
+        else:
+            fields["moe_router_group_topk"] = None
+        return fields
 
     def to_config(self, model: Architecture) -> dict[str, Any]:
         if not model.num_experts:
             return self.dense(model)
-        values = {ours: getattr(model, ours) for ours in self.keys}
-        given = {self.keys[k]: _OFF.get(k) if v is None else v for k, v in values.items()}
-        return given | self.write(model)
+        values = {}
+        for name, key in self.keys.items():
+            value = getattr(model, name)
+            values[key] = _OFF.get(name) if value is None else value
+        return values | self.write(model)
 
 
 _COMMON = ("moe_router_topk", "moe_ffn_hidden_size")
@@ -70,7 +80,7 @@ _SCALED = ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_route
 
 def _read_kha(config: PreTrainedConfig) -> dict[str, Any]:
     return {
-        "moe_layer_freq": tuple(int(kind == "sparse") for kind in config.mlp_layer_types),
+        "moe_layer_freq": tuple(int(mlp == "sparse") for mlp in config.mlp_layer_types),
         "moe_router_enable_expert_bias": config.scoring_func == "sigmoid",
         "moe_router_dtype": "fp32" if config.router_dtype == "float32" else None,
     }
@@ -84,10 +94,12 @@ def _write_kha(model: Architecture) -> dict[str, Any]:
 
 
 def _read_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
-    step, dense = config.decoder_sparse_step, config.mlp_only_layers
-    layers = range(config.num_hidden_layers)
-    sparse = (config.num_experts > 0 and i not in dense and (i + 1) % step == 0 for i in layers)
-    return {"moe_layer_freq": tuple(map(int, sparse))}
+    layers = []
+    for layer in range(config.num_hidden_layers):
+        can_be_sparse = config.num_experts > 0 and layer not in config.mlp_only_layers
+        is_sparse = can_be_sparse and (layer + 1) % config.decoder_sparse_step == 0
+        layers.append(int(is_sparse))
+    return {"moe_layer_freq": tuple(layers)}
 
 
 def _write_qwen3(model: Architecture) -> dict[str, Any]:
@@ -96,9 +108,10 @@ def _write_qwen3(model: Architecture) -> dict[str, Any]:
 
 
 def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
-    dense = config.first_k_dense_replace
-    freq = tuple(int(layer >= dense) for layer in range(config.num_hidden_layers))
-    groups, per_token = config.n_group or 1, config.num_experts_per_tok
+    first_sparse = config.first_k_dense_replace
+    freq = tuple(int(layer >= first_sparse) for layer in range(config.num_hidden_layers))
+    groups = config.n_group or 1
+    per_token = config.num_experts_per_tok
     if any(freq) and groups > 1 and per_token != 2 * config.topk_group:
         raise CheckpointError(
             f"n_group={groups} with topk_group={config.topk_group} and num_experts_per_tok="
