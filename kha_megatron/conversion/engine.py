@@ -61,7 +61,10 @@ class Plan(ABC):
     @property
     def entries(self) -> list[TensorEntry]:
         """Metadata of the output tensors, in model order."""
-        return [entry for _, held in self.source.entries() for entry in held]
+        all_entries = []
+        for _, entries in self.source.entries():
+            all_entries += entries
+        return all_entries
 
     @property
     def size(self) -> int:
@@ -100,12 +103,15 @@ class Plan(ABC):
         self, target: Path, architecture: str, shards: int, not_finite: dict[str, int], *flags: str
     ) -> Conversion:
         entries = self.entries
-        trained = [held for slot, held in self.source.entries() if slot.row.trained]
+        parameters = 0
+        for slot, slot_entries in self.source.entries():
+            if slot.row.trained:
+                parameters += sum(math.prod(entry.shape) for entry in slot_entries)
         return Conversion(
             path=target,
             architecture=architecture,
             tensors=len(entries),
-            parameters=sum(math.prod(entry.shape) for held in trained for entry in held),
+            parameters=parameters,
             size=sum(entry.nbytes for entry in entries),
             shards=shards,
             dtype=str(entries[0].dtype).removeprefix("torch."),
@@ -133,38 +139,41 @@ def transfer(
     """
     not_finite: dict[str, int] = {}
     workers = workers or len(os.sched_getaffinity(0))
-    sizes = {slot: sum(entry.nbytes for entry in held) for slot, held in source.entries()}
-    waiting = sorted(sizes, key=sizes.__getitem__)  # largest last, since we pop from the end
+    sizes = {}
+    for slot, entries in source.entries():
+        sizes[slot] = sum(entry.nbytes for entry in entries)
+    waiting = sorted(sizes, key=lambda slot: sizes[slot])  # largest last, they are popped first
     free = _COPIES * max(sizes.values()) + _EXTRA_BYTES
 
     def move(slot: TensorSlot) -> TensorSlot:
-        parts = source.read(slot)
-        for name, part in zip(slot.hf_names(source.model), parts, strict=True):
-            if count := count_not_finite(part):
+        tensors = source.read(slot)
+        for name, tensor in zip(slot.hf_names(source.model), tensors, strict=True):
+            if count := count_not_finite(tensor):
                 not_finite[name] = count
-        put(slot, parts)
+        put(slot, tensors)
         return slot
+
+    def pop_largest_fitting() -> TensorSlot | None:
+        for index in reversed(range(len(waiting))):
+            if _COPIES * sizes[waiting[index]] <= free:
+                return waiting.pop(index)
+        return None
 
     with ThreadPoolExecutor(workers) as pool:
         running: set[Future[TensorSlot]] = set()
         try:
             while waiting or running:
                 while len(running) < 2 * workers:
-                    fitting = (
-                        n
-                        for n in reversed(range(len(waiting)))
-                        if _COPIES * sizes[waiting[n]] <= free
-                    )
-                    if (at := next(fitting, None)) is None:
+                    next_slot = pop_largest_fitting()
+                    if next_slot is None:
                         break
-                    slot = waiting.pop(at)
-                    free -= _COPIES * sizes[slot]
-                    running.add(pool.submit(move, slot))
+                    free -= _COPIES * sizes[next_slot]
+                    running.add(pool.submit(move, next_slot))
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 for future in done:
-                    slot = future.result()
-                    free += _COPIES * sizes[slot]
-                    on_bytes(sizes[slot])
+                    moved = future.result()
+                    free += _COPIES * sizes[moved]
+                    on_bytes(sizes[moved])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -303,6 +303,10 @@ Location = tuple[str, tuple[int, ...]]
 """Checkpoint key, plus an index such as ``(layer, expert)`` if tensors are stacked."""
 
 
+_Position = tuple[int | None, str]
+"""Index of a decoder layer, and the name of a tensor in it. The index is None for all others."""
+
+
 def locate_tensors(
     infos: Mapping[str, StoredTensor], model: Architecture
 ) -> tuple[dict[TensorSlot, Location], list[str], list[str]]:
@@ -313,34 +317,42 @@ def locate_tensors(
     Returns:
         Locations by slot, unexpected tensor names, and missing tensor names.
     """
-    stored: dict[tuple[int | None, str], Location] = {}
+    stored: dict[_Position, Location] = {}
     for key, info in infos.items():
         if match := _SINGLE.fullmatch(key):
-            stored[int(match[1]), match[2]] = key, ()
+            stored[int(match[1]), match[2]] = (key, ())
         elif key.startswith(LAYERS) and info.shape:
             name = key.removeprefix(LAYERS)
-            stored |= {(layer, name): (key, (layer,)) for layer in range(info.shape[0])}
+            for layer in range(info.shape[0]):
+                stored[layer, name] = (key, (layer,))
         else:
-            stored[None, key] = key, ()
-    found, used, lost = dict[TensorSlot, Location](), set(), list[tuple[int | None, str]]()
+            stored[None, key] = (key, ())
+    locations: dict[TensorSlot, Location] = {}
+    used: set[_Position] = set()
+    missing: list[str] = []
     for slot in tensor_slots(model):
-        at: list[tuple[int | None, str]] = [
-            (None, name)
-            if slot.layer is None
-            else (None, megatron_name(name, slot.layer, model))
-            if slot.layer >= model.num_layers
-            else (_layer_index(name, slot.layer, model), name)
-            for name in slot.row.names
-        ]
-        held = [position for position in at if position in stored]
-        used |= set(held)
-        if not held:
-            lost.append(at[0])
+        possible = [_position(name, slot.layer, model) for name in slot.row.names]
+        present = [position for position in possible if position in stored]
+        used.update(present)
+        if not present:
+            missing.append(_full_name(possible[0]))
             continue
-        key, index = stored[held[0]]
-        found[slot] = key, index if slot.expert is None else (*index, slot.expert)
-    full = [
-        [name if layer is None else f"{LAYERS}{layer}.{name}" for layer, name in positions]
-        for positions in (stored.keys() - used, lost)
-    ]
-    return found, full[0], full[1]
+        key, index = stored[present[0]]
+        if slot.expert is not None:
+            index = (*index, slot.expert)
+        locations[slot] = (key, index)
+    unexpected = [_full_name(position) for position in stored.keys() - used]
+    return locations, unexpected, missing
+
+
+def _position(name: str, layer: int | None, model: Architecture) -> _Position:
+    if layer is None:
+        return None, name
+    if layer >= model.num_layers:  # for multi-token prediction
+        return None, megatron_name(name, layer, model)
+    return _layer_index(name, layer, model), name
+
+
+def _full_name(position: _Position) -> str:
+    layer, name = position
+    return name if layer is None else f"{LAYERS}{layer}.{name}"

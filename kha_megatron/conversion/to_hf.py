@@ -59,31 +59,38 @@ class HFPlan(Plan):
 
     @property
     def entries(self) -> list[TensorEntry]:
-        return [
-            TensorEntry(name, part.dtype, tuple(part.shape))
-            for slot, _ in self.source.entries()
-            for name, part in self._tensors(slot, self.source.read(slot, meta=True))
-        ]
+        entries = []
+        for slot, _ in self.source.entries():
+            for name, tensor in self._named_tensors(slot, self.source.read(slot, meta=True)):
+                entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape)))
+        return entries
 
-    def _tensors(self, slot: TensorSlot, parts: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-        files, model = FAMILIES[self.config.model_type].files, self.source.model
-        held = files.write(slot, model, parts)
-        copies = [(name, held[0]) for name in files.copies(slot, model)]
-        return [*zip(files.names(slot, model), held, strict=True), *copies]
+    def _named_tensors(
+        self, slot: TensorSlot, tensors: Sequence[Tensor]
+    ) -> list[tuple[str, Tensor]]:
+        """Return the tensors of a slot as in the files, and then their copies."""
+        files = FAMILIES[self.config.model_type].files
+        model = self.source.model
+        stored = files.write(slot, model, tensors)
+        named = list(zip(files.names(slot, model), stored, strict=True))
+        for copy in files.copies(slot, model):
+            named.append((copy, stored[0]))
+        return named
 
     def write(
         self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
     ) -> Conversion:
-        source, config, entries = self.source, self.config, self.entries
-        model = source.model
+        source = self.source
+        config = self.config
+        entries = self.entries
         with staged_folder(target) as folder:
             writer = HFWriter(folder, entries, max_shard_bytes=self.max_shard_bytes)
 
-            def put(slot: TensorSlot, parts: list[Tensor]) -> None:
-                for n, (name, part) in enumerate(self._tensors(slot, parts)):
-                    writer.write(name, part)
-                    if n >= len(parts):  # a copy
-                        on_bytes(part.nbytes)
+            def put(slot: TensorSlot, tensors: list[Tensor]) -> None:
+                for number, (name, tensor) in enumerate(self._named_tensors(slot, tensors)):
+                    writer.write(name, tensor)
+                    if number >= len(tensors):  # a copy
+                        on_bytes(tensor.nbytes)
 
             not_finite = transfer(source, put, workers=workers, on_bytes=on_bytes)
             origin = source.checkpoint.identity()
@@ -95,18 +102,27 @@ class HFPlan(Plan):
             (folder / CONFIG).write_text(content + "\n", encoding="utf-8")
             source.tokenizer.write(folder)
             written = self.summarize(target, config.model_type, shards, not_finite)
-            modules = [e.name.split(".")[3:-1] for e in entries if ".self_attn." in e.name]
             card = model_card(
                 written,
-                model,
+                source.model,
                 config,
                 origin=origin,
                 base=getattr(source.checkpoint, "config", {}).get("_name_or_path"),
-                projections=sorted({m[1] for m in modules if len(m) == 2 and "_proj" in m[1]}),
+                projections=_projections(entries),
                 folded=self.folded,
             )
             (folder / CARD).write_text(card, encoding="utf-8")
         return written
+
+
+def _projections(entries: Sequence[TensorEntry]) -> list[str]:
+    """Return the names of all linear layers in the attention, e.g. for LoRA."""
+    projections = set()
+    for entry in entries:
+        *prefix, name, _ = entry.name.split(".")
+        if len(prefix) == 4 and prefix[3] == "self_attn" and "_proj" in name:
+            projections.add(name)
+    return sorted(projections)
 
 
 def _fitting_architecture(model: Architecture, *, only_stock: bool) -> str:
@@ -125,11 +141,11 @@ def _warn_of_router_dtype(source: ModelSource, config: PreTrainedConfig) -> None
         return
     in_float32 = bool(from_hf_config(config.to_dict()).moe_router_dtype)
     if in_float32 != bool(source.model.moe_router_dtype):
+        computes, trained = ("always", "without") if in_float32 else ("never", "with")
         announce(
-            f"{config.model_type} {'always' if in_float32 else 'never'} computes its routers in "
-            f"float32, but the model was trained {'without' if in_float32 else 'with'} "
-            "--moe-router-dtype. It may select other experts. To keep the dtype of the routers, "
-            "use --architecture kha."
+            f"{config.model_type} {computes} computes its routers in float32, but the model was "
+            f"trained {trained} --moe-router-dtype. It may select other experts. To keep the dtype "
+            "of the routers, use --architecture kha."
         )
 
 
