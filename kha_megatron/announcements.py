@@ -47,7 +47,7 @@ def announce(text: str, *, once: Hashable | None = None, every_rank: bool = Fals
 
 
 def is_first_rank() -> bool:
-    """Return True on rank 0. Uses ``$RANK`` if torch.distributed isn't initialized."""
+    """Return True on rank 0. Uses ``$RANK`` if torch.distributed is not initialized."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

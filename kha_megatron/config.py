@@ -27,7 +27,7 @@ CONFIG_VARIABLE = "KHA_CONFIG"
 """Environment variable with settings for layer specs (JSON, or the path to a JSON file)."""
 
 ATTENTIONS: tuple[AttentionKind, ...] = get_args(AttentionKind)
-"""Attention types that Megatron doesn't have: Grouped-Tied and Grouped Latent Attention
+"""Attention types that Megatron does not have: Grouped-Tied and Grouped Latent Attention
 (https://arxiv.org/abs/2505.21487)."""
 
 
@@ -40,7 +40,7 @@ class KHAConfig(KnockSettings):
         config = KHAConfig.from_preset("kha_mlp")
         config = KHAConfig(value="mlp", gate=Gate(output="head"))  # from kha_megatron.heads
 
-    Every registered mechanism is a keyword argument and an attribute (None if it's disabled).
+    Every registered mechanism is a keyword argument and an attribute (None if it is disabled).
     """
 
     attention: AttentionKind | None = None
@@ -103,7 +103,7 @@ class KHAConfig(KnockSettings):
         Several presets are joined with ``+``, e.g. ``kha_mlp+gate_output``.
 
         Raises:
-            ConfigError: If a preset doesn't exist, or if two presets conflict.
+            ConfigError: If a preset does not exist, or if two presets conflict.
         """
         return cls.from_dict(preset_settings(name) | overrides)
 
@@ -135,10 +135,10 @@ class KHAConfig(KnockSettings):
         Args:
             given: Option values by field name, plus ``preset``, ``heads`` and ``heads_from`` (the
                 lists of ``--heads`` and ``--heads-from`` arguments). Use None for options that the
-                user didn't pass, and ``"none"`` to disable something that is part of the preset.
+                user did not pass, and ``"none"`` to disable something that is part of the preset.
 
         Returns:
-            The config, or None if there's neither a preset nor a mechanism.
+            The config, or None if there is neither a preset nor a mechanism.
         """
         words = {name: value for name, value in given.items() if value is not None}
         registry.use_files(words.pop("heads_from", ()))
@@ -155,7 +155,7 @@ class KHAConfig(KnockSettings):
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
-        """Load the config of a saved model. Returns None if the model doesn't use KHA.
+        """Load the config of a saved model. Returns None if the model does not use KHA.
 
         ``entries`` can be a Hugging Face ``config.json`` or the args in a Megatron checkpoint. Our
         settings start with ``kha_``. For Megatron, we also have to check ``spec`` (it may name a
@@ -307,7 +307,7 @@ class KHAConfig(KnockSettings):
         return next((why for why in reasons if why), None)
 
     def check(self, facts: HeadFacts) -> None:
-        """Raise ConfigError if this config doesn't work with the given model."""
+        """Raise ConfigError if this config does not work with the given model."""
         if self.attention and facts.multi_latent != (self.attention == "gla"):
             needs = "does not support" if facts.multi_latent else "requires"
             raise ConfigError(f"kha_attention={self.attention} {needs} --multi-latent-attention.")
@@ -405,7 +405,7 @@ def preset_settings(name: str) -> dict[str, Any]:
     """Return the settings of a preset, or of several presets joined with ``+``.
 
     Raises:
-        ConfigError: If a preset doesn't exist, or if two presets conflict.
+        ConfigError: If a preset does not exist, or if two presets conflict.
     """
     names = name.split("+")
     settings: dict[str, Any] = {}

@@ -6,7 +6,7 @@ The output directory looks like this::
     tokenizer/               # Hugging Face format
     data.json                # see DataReport
 
-The number of workers doesn't affect the result.
+The number of workers does not affect the result.
 """
 
 import hashlib
@@ -90,7 +90,7 @@ class DataReport:
     tokens: int
     """Total number of tokens, including the special tokens of each document."""
     altered_documents: int
-    """Number of documents that don't survive a tokenizer round trip (encode and decode)."""
+    """Number of documents that do not survive a tokenizer round trip (encode and decode)."""
     dtype: str
     """NumPy dtype of the tokens (uint16 or int32)."""
     file_bytes: dict[str, int]
@@ -100,7 +100,7 @@ class DataReport:
     vocab_size: int
     vocab_size_asked: int | None
     """Requested vocabulary size (None for an existing tokenizer). The actual size can be smaller if
-    there isn't enough text."""
+    there is not enough text."""
     vocab_sha256: str
     """Hash of the vocabulary, see :func:`vocabulary_hash`."""
     eod_token: str
@@ -139,7 +139,7 @@ def verify(folder: Path, on_progress: "OnProgress" = lambda step: None) -> DataR
     Compares the tokenizer's vocabulary and the hashes of the dataset's files with ``data.json``.
 
     Raises:
-        DataError: If there's any mismatch, e.g. because a file is damaged.
+        DataError: If there is any mismatch, e.g. because a file is damaged.
     """
     report = DataReport.read(folder)
     name = printable(folder)
@@ -234,7 +234,7 @@ def indexed_dataset_module() -> Any:
 
 
 class Progress(NamedTuple):
-    """Progress of one stage. ``total_bytes`` is 0 if we don't know the total."""
+    """Progress of one stage. ``total_bytes`` is 0 if we do not know the total."""
 
     stage: str
     files: int = 0
@@ -286,8 +286,8 @@ def prepare(
 
     Raises:
         ConfigError: For invalid or conflicting options.
-        DataError: If there is no text, or if a source or the tokenizer can't be read.
-        OutputError: If we can't write to ``out``.
+        DataError: If there is no text, or if a source or the tokenizer cannot be read.
+        OutputError: If we cannot write to ``out``.
     """
     if sources is None:
         sources = [standard_library()]
@@ -545,10 +545,10 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
 
     Args:
         arguments: Megatron's arguments by name.
-        look: Set to False if the files aren't accessible from this machine.
+        look: Set to False if the files are not accessible from this machine.
 
     Raises:
-        DataError: If files are missing, a split is empty or the tokenizer doesn't match.
+        DataError: If files are missing, a split is empty or the tokenizer does not match.
     """
     if lacks_vocabulary(arguments):
         raise DataError("--mock-data requires --vocab-size.")

@@ -18,11 +18,11 @@ class KHAError(Exception):
 
 
 class ConfigError(KHAError, ValueError):
-    """Invalid settings, or a combination of settings that we don't support."""
+    """Invalid settings, or a combination of settings that we do not support."""
 
 
 class CheckpointError(KHAError):
-    """Raised if a checkpoint is corrupted, incomplete or doesn't match the current config."""
+    """Raised if a checkpoint is corrupted, incomplete or does not match the current config."""
 
 
 class DataError(KHAError):

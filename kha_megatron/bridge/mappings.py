@@ -121,7 +121,7 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
 def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
     """Build the parameter mappings for a model.
 
-    Note: ``config`` is None when Megatron-Bridge handles an adapter. The result doesn't include
+    Note: ``config`` is None when Megatron-Bridge handles an adapter. The result does not include
     embeddings and mechanisms then.
     """
     found: list[MegatronParamMapping[Any]] = []
@@ -151,7 +151,7 @@ def _unpacked(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
         # with grouped GEMM (weight0, weight1, ...) and in SequentialMLP
         matrix, theirs = row.names[0].rpartition("experts.")[2], f"{HF}mlp.experts.*."
         keys = [f"{ours}mlp.experts.{key}" for key in (f"{matrix}*", f"local_experts.*.{matrix}")]
-    # AutoMapping looks at the module type, which doesn't work for a bare parameter.
+    # AutoMapping looks at the module type, which does not work for a bare parameter.
     is_bare = row.names[0].endswith("gate_weight")
     kind = ReplicatedMapping if is_bare else _KINDS[len(parts) - 1]
     return [kind(key, *(theirs + part for part in parts)) for key in keys]

@@ -1,6 +1,6 @@
 """Megatron Bridge for KHA models.
 
-Other bridges log a warning if a tensor can't be matched. This one fails instead, because
+Other bridges log a warning if a tensor cannot be matched. This one fails instead, because
 the converted model would be incomplete.
 """
 
@@ -25,7 +25,7 @@ from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.errors import CheckpointError
 
 CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
-"""Always float32. Megatron models don't need to have it, in which case we export zeros."""
+"""Always float32. Megatron models do not need to have it, in which case we export zeros."""
 
 
 # The source has to be a string, because KHAForCausalLM is not part of the transformers package.
@@ -141,7 +141,7 @@ class KHABridge(MegatronModelBridge):
         converted_weights_dict: dict[str, Tensor],
         hf_state_dict: Any,
     ) -> dict[str, Tensor]:
-        """Add the correction bias (zeros) if it's missing in Megatron."""
+        """Add the correction bias (zeros) if it is missing in Megatron."""
         for name, weight in tuple(converted_weights_dict.items()):
             bias = name.removesuffix("mlp.gate.weight") + CORRECTION_BIAS
             if name.endswith("mlp.gate.weight") and self._is_omitted(bias):

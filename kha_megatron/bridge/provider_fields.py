@@ -1,6 +1,6 @@
 """Conversion between Hugging Face configs and Megatron-Bridge providers.
 
-This module doesn't import Megatron-Bridge. Any dataclass with the fields of ``GPTModelProvider``
+This module does not import Megatron-Bridge. Any dataclass with the fields of ``GPTModelProvider``
 (and ``TransformerConfig``) can be used as a provider.
 """
 

@@ -1,1 +1,1 @@
-"""Readers and writers for Megatron and Hugging Face checkpoints (Megatron isn't needed)."""
+"""Readers and writers for Megatron and Hugging Face checkpoints (Megatron is not needed)."""

@@ -127,13 +127,13 @@ def refuse_adapter(path: Path) -> None:
 
 
 def refuse_foreign_weights(path: Path) -> None:
-    """Raise CheckpointError if a model directory has weights in a format that we don't read."""
+    """Raise CheckpointError if a model directory has weights in a format that we do not read."""
     for known in _WEIGHTS:
         _refuse(path, known)
 
 
 def refuse_foreign_checkpoint(path: Path) -> None:
-    """Raise CheckpointError if a path, or an iteration in it, has a format that we don't read."""
+    """Raise CheckpointError if a path, or an iteration in it, has a format that we do not read."""
     if not path.is_dir():
         _refuse_file(path)
         return

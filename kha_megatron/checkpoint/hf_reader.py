@@ -58,7 +58,7 @@ class HFCheckpoint:
 
         Raises:
             CheckpointError: If files are missing or corrupted, point outside of the directory, or
-                don't match ``manifest.json``. PEFT adapters are also rejected.
+                do not match ``manifest.json``. PEFT adapters are also rejected.
         """
         path = Path(path)
         if not is_hf_folder(path):
@@ -102,7 +102,7 @@ class HFCheckpoint:
     def tensor(self, key: str) -> Tensor:
         """Load a tensor to CPU. Can be called from multiple threads.
 
-        If there's a ``manifest.json``, this also verifies the SHA-256 of the tensor.
+        If there is a ``manifest.json``, this also verifies the SHA-256 of the tensor.
         """
         file, _ = self._tensors[key]
         tensor = read_tensor(file, key)

@@ -23,7 +23,7 @@ from kha_megatron.checkpoint.staging import check_room
 class HFWriter:
     """Writes safetensors shards, the index and the manifest.
 
-    Note: this doesn't call ``fsync``. Use ``staging.staged_folder``, which flushes all files.
+    Note: this does not call ``fsync``. Use ``staging.staged_folder``, which flushes all files.
 
     Args:
         folder (Path): Empty output directory.
@@ -32,7 +32,7 @@ class HFWriter:
             their own shard.
 
     Raises:
-        OutputError: If there isn't enough disk space.
+        OutputError: If there is not enough disk space.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class HFWriter:
                 shard.truncate(len(header_bytes) + sum(entry.nbytes for entry in entries))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor (thread-safe). It doesn't have to be contiguous."""
+        """Write a tensor (thread-safe). It does not have to be contiguous."""
         assert self._entries[name] == (name, tensor.dtype, tensor.shape), name
         file, start = self._places[name]
         data = bytes_of(tensor)
@@ -69,7 +69,7 @@ class HFWriter:
         self._digests[name] = hashlib.sha256(data).hexdigest()
 
     def close(self, source: Mapping[str, Any]) -> int:
-        """Write the manifest and (if there's more than one shard) the index.
+        """Write the manifest and (if there is more than one shard) the index.
 
         Args:
             source (Mapping[str, Any]): ``identity()`` of the source checkpoint.

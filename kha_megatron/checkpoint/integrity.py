@@ -1,8 +1,8 @@
 """Write and verify Megatron's ``integrity.json``, i.e. the SHA-256 of each checkpoint file.
 
 In Megatron-Core, rank 0 hashes one file after another while all ranks wait, and checkpoints without
-hashes can't be loaded at all. Here, each rank hashes its own shards after writing them, in the same
-background process as the writes (``--async-save``). Rank 0 only collects the results.
+hashes cannot be loaded at all. Here, each rank hashes its own shards after writing them, in the
+same background process as the writes (``--async-save``). Rank 0 only collects the results.
 """
 
 import hashlib
@@ -72,7 +72,7 @@ def _hash_files(files: Sequence[Path]) -> dict[str, str]:
 
 
 def read_hashes(folder: Path) -> dict[str, str] | None:
-    """Read ``{file name: hex digest}``. None if there's no ``integrity.json``."""
+    """Read ``{file name: hex digest}``. None if there is no ``integrity.json``."""
     file = folder / INTEGRITY
     if not file.exists():
         return None
@@ -92,7 +92,7 @@ def is_file_name(name: Any) -> bool:
 
 
 def check_file(file: Path, digest: str) -> None:
-    """Raise CheckpointError if the SHA-256 of a file doesn't match."""
+    """Raise CheckpointError if the SHA-256 of a file does not match."""
     refuse_lfs_pointer(file, CheckpointError)
     try:
         actual_digest = hash_file(file)

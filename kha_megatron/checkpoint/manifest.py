@@ -34,7 +34,7 @@ def read_manifest(folder: Path) -> dict[str, tuple[str, list[int], str]]:
     """Read ``(dtype, shape, sha256)`` for each tensor, or an empty dict if there is no manifest.
 
     Raises:
-        CheckpointError: If the manifest is corrupted or wasn't written by us.
+        CheckpointError: If the manifest is corrupted or was not written by us.
     """
     file = folder / MANIFEST
     if not file.exists():

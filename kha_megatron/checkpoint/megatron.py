@@ -1,4 +1,4 @@
-"""Reader for Megatron's ``torch_dist`` checkpoints. Doesn't need Megatron, GPUs or torchrun."""
+"""Reader for Megatron's ``torch_dist`` checkpoints. Does not need Megatron, GPUs or torchrun."""
 
 import hashlib
 import re
@@ -76,7 +76,7 @@ class MegatronCheckpoint:
             verify (bool): Verify the hash of each file before reading it for the first time.
 
         Raises:
-            CheckpointError: If there's no complete ``torch_dist`` checkpoint, or it's corrupted.
+            CheckpointError: If there is no complete ``torch_dist`` checkpoint, or it is corrupted.
         """
         path = Path(path)
         if not is_complete(path) and newest(path) is None:
@@ -104,7 +104,7 @@ class MegatronCheckpoint:
     def keys(self) -> dict[str, StoredTensor]:
         """Return all model parameters (no optimizer state) by name.
 
-        Note that Megatron stacks layers if they're all the same. In this case, there's no layer
+        Note that Megatron stacks layers if they are all the same. In this case, there is no layer
         index in the name, and tensors have an additional dimension: ``[num_layers, ...]``.
         """
         parameters = {}

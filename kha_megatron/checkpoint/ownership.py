@@ -3,7 +3,7 @@
 The owner holds a lock (``flock``) on ``.owner.json`` until it exits. Even if it gets killed, the
 kernel releases the lock.
 
-Some cluster file systems don't support locks, or other nodes don't see them. That's why there's
+Some cluster file systems do not support locks, or other nodes do not see them. That's why there is
 also a random run ID in the file. The owner checks it before and after writing, and stops if someone
 else has changed it. Without locks, the owner also updates the file's modification time every 30
 seconds, and nobody takes over the directory of an owner that did so recently.
@@ -61,7 +61,7 @@ class Ownership:
     def release(self) -> None:
         """Release the lock, and clear the file so that other hosts do not wait for heartbeats.
 
-        Doesn't delete the file, since that could race with a new owner.
+        Does not delete the file, since that could race with a new owner.
         """
         self._is_released.set()
         if self._other_owner() is None:
@@ -89,13 +89,13 @@ class Ownership:
 
 
 def claim(directory: Path) -> Ownership:
-    """Create a directory (if it doesn't exist) and become its owner.
+    """Create a directory (if it does not exist) and become its owner.
 
     If a Slurm job gets requeued, it can take over the directory from its previous attempt. This
-    also works if the node crashed and the file server hasn't released the lock yet.
+    also works if the node crashed and the file server has not released the lock yet.
 
     Raises:
-        OutputError: If another process owns the directory, or we can't write to it.
+        OutputError: If another process owns the directory, or we cannot write to it.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -157,7 +157,7 @@ def try_lock(descriptor: int, target: Path) -> bool | None:
 
     Returns:
         bool | None: True if we got the lock, and False if another process has it. None if the file
-        system doesn't support locks (this logs a warning with ``target``). File systems report
+        system does not support locks (this logs a warning with ``target``). File systems report
         this with many different error codes.
     """
     try:

@@ -86,7 +86,7 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
-    """Read the header of a file. Raises CheckpointError if it's corrupted."""
+    """Read the header of a file. Raises CheckpointError if it is corrupted."""
     refuse_lfs_pointer(file, CheckpointError)
     try:
         os.close(open_regular(file))  # safe_open would wait for a FIFO
@@ -105,7 +105,7 @@ def read_tensor(file: Path, name: str) -> Tensor:
     """Load a tensor to CPU.
 
     The file stays memory-mapped only as long as the tensor is alive, so reading a large file tensor
-    by tensor doesn't need much memory.
+    by tensor does not need much memory.
     """
     try:
         with safe_open(file, framework="pt") as opened:

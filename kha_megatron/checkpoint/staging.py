@@ -1,4 +1,4 @@
-"""Atomic writes, so that a crash or Ctrl-C doesn't leave partial output behind."""
+"""Atomic writes, so that a crash or Ctrl-C does not leave partial output behind."""
 
 import glob
 import json
@@ -26,9 +26,9 @@ def check_output_folder(
     """Raise OutputError if a command would overwrite anything other than its own output.
 
     Args:
-        folder (Path): Output directory. Doesn't have to exist yet.
+        folder (Path): Output directory. Does not have to exist yet.
         overwrite (bool): Whether the user passed ``--overwrite``.
-        mark (str, optional): File that identifies previous output of the same command. We don't
+        mark (str, optional): File that identifies previous output of the same command. We do not
             replace directories without it.
         only (Sequence[str]): Glob patterns of files that may be deleted (everything if empty).
         inside (bool): Set this if the command writes into the directory instead of replacing it.
@@ -77,7 +77,7 @@ def _check_parents(target: Path) -> None:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Raise OutputError if there's less free disk space than ``needed`` (in bytes)."""
+    """Raise OutputError if there is less free disk space than ``needed`` (in bytes)."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise OutputError(
             f"Not enough disk space for {folder}: {needed:,} bytes are required, but only {free:,} "
@@ -94,11 +94,11 @@ def staged_folder(target: Path) -> Iterator[Path]:
         with staged_folder(target) as folder:
             (folder / "config.json").write_text("{}")
 
-    Everything is flushed to disk before the rename. On errors, ``target`` doesn't change. If it's a
-    symlink, we replace the directory it points to. Leftovers of killed processes are cleaned up.
+    Everything is flushed to disk before the rename. On errors, ``target`` does not change. If it is
+    a symlink, we replace the directory it points to. Leftovers of killed processes are cleaned up.
 
     Raises:
-        OutputError: If we can't write, or another process is already writing to ``target``.
+        OutputError: If we cannot write, or another process is already writing to ``target``.
     """
     target = Path(os.path.realpath(target))
     staged = _temporary_name(target, "partial")

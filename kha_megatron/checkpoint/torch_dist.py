@@ -1,4 +1,4 @@
-"""Reader for distributed checkpoints (DCP) that doesn't execute code from pickles.
+"""Reader for distributed checkpoints (DCP) that does not execute code from pickles.
 
 A checkpoint directory contains
 
@@ -37,7 +37,7 @@ from kha_megatron.lfs import refuse_lfs_pointer
 METADATA = ".metadata"
 
 _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", "types")
-"""Megatron's state may contain objects from these packages. We don't import their classes."""
+"""Megatron's state may contain objects from these packages. We do not import their classes."""
 
 
 def _list_allowed() -> dict[str, Any]:
@@ -80,14 +80,14 @@ _MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
 
 
 class RefusedNameError(Exception):
-    """Raised if a pickle contains a class or function that isn't on the allow-list."""
+    """Raised if a pickle contains a class or function that is not on the allow-list."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"it contains {name}, which is not on the allow-list")
 
 
 class Record:
-    """Placeholder for an object from a pickle, since we don't import its class."""
+    """Placeholder for an object from a pickle, since we do not import its class."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -146,7 +146,7 @@ class TorchDistFolder:
 
     Args:
         path (Path): Checkpoint directory.
-        checks (FileChecks): Used to verify each shard before we read it. It's up to the caller to
+        checks (FileChecks): Used to verify each shard before we read it. It is up to the caller to
             verify ``.metadata`` first.
 
     Raises:
@@ -291,7 +291,7 @@ def _unpickle(pickled: bytes) -> metadata.Metadata:
 
 
 def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    """Parse ``.metadata``. If it's malformed, this can raise any kind of error."""
+    """Parse ``.metadata``. If it is malformed, this can raise any kind of error."""
     locations: dict[Any, tuple[str, int, int]] = {}
     for stored, info in (index.storage_data or {}).items():
         if not is_file_name(info.relative_path):

@@ -62,7 +62,7 @@ class TorchDistWriter:
     ) -> None:
         """Write a chunk of a global tensor.
 
-        For stacked layers, you'd write the weight of layer 3 like this::
+        For stacked layers, you would write the weight of layer 3 like this::
 
             writer.write(key, weight[None], shape=(num_layers, *weight.shape), offsets=(3, 0, 0))
 
@@ -93,9 +93,9 @@ class TorchDistWriter:
         shape: tuple[int, ...] = (1,),
         offsets: tuple[int, ...] = (0,),
     ) -> None:
-        """Write anything that isn't a tensor, e.g. a ``Namespace`` or an ``_extra_state``.
+        """Write anything that is not a tensor, e.g. a ``Namespace`` or an ``_extra_state``.
 
-        Megatron expects an ``_extra_state`` for every module (it's None without FP8). Use
+        Megatron expects an ``_extra_state`` for every module (it is None without FP8). Use
         ``shape=(num_layers,)`` and ``offsets=(layer,)`` if layers are stacked, and
         ``shape=(num_layers, num_experts)`` and ``offsets=(layer, expert)`` for experts.
         """

@@ -7,12 +7,12 @@ Megatron writes files in this order:
 3. ``integrity.json``
 4. the tracker file, ``latest_checkpointed_iteration.txt``
 
-If a job is killed before (2), the checkpoint is incomplete and must not be loaded. If it's killed
-before (4), the checkpoint is fine, but the tracker file doesn't name it yet.
+If a job is killed before (2), the checkpoint is incomplete and must not be loaded. If it is killed
+before (4), the checkpoint is fine, but the tracker file does not name it yet.
 
 Our entry point also writes ``commit.json`` with the current time just before (2). We order
 checkpoints by this time instead of their iteration. After a rollback, there can be checkpoints with
-higher iterations that aren't part of the run anymore.
+higher iterations that are not part of the run anymore.
 """
 
 import errno
@@ -83,12 +83,12 @@ class Selection(NamedTuple):
 def select_iteration(folder: Path) -> Selection:
     """Select the checkpoint to load from a ``--save`` directory.
 
-    Normally, we use the one in the tracker file, as long as it's complete. However, if another
+    Normally, we use the one in the tracker file, as long as it is complete. However, if another
     checkpoint was committed after the tracker file was written, the job must have been killed
     before it could update the tracker, so we use that checkpoint instead.
 
-    If the tracker file doesn't help, we use the checkpoint that was committed last. Other programs
-    don't record the commit time, so for their checkpoints we go by iteration (release is 0).
+    If the tracker file does not help, we use the checkpoint that was committed last. Other programs
+    do not record the commit time, so for their checkpoints we go by iteration (release is 0).
     """
     file = folder / TRACKER
     tracker = read_tracker(file)
@@ -226,7 +226,7 @@ def record_commit(path: Path) -> None:
 class _Commit(NamedTuple):
     time: int
     recorded: bool
-    """False if there's no ``commit.json``, and ``time`` is the mtime of the commit mark."""
+    """False if there is no ``commit.json``, and ``time`` is the mtime of the commit mark."""
 
 
 def _commit(path: Path) -> _Commit:
@@ -239,18 +239,18 @@ def _commit(path: Path) -> _Commit:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the checkpoint to resume from. None if there's no complete checkpoint."""
+    """Return the checkpoint to resume from. None if there is no complete checkpoint."""
     return select_iteration(folder).newest if folder.is_dir() else None
 
 
 def resolve(path: Path) -> Path:
     """Find the checkpoint to read for a user-specified path (a checkpoint or ``--save`` directory).
 
-    If there's no complete checkpoint, return the one in the tracker file, so that the reader can
-    report what's missing.
+    If there is no complete checkpoint, return the one in the tracker file, so that the reader can
+    report what is missing.
 
     Raises:
-        CheckpointError: If there's no checkpoint at all.
+        CheckpointError: If there is no checkpoint at all.
     """
     if not path.is_dir():
         raise CheckpointError(
@@ -271,7 +271,7 @@ def resolve(path: Path) -> Path:
 
 
 def repair(selection: Selection) -> None:
-    """Fix the tracker file (and log this) if it doesn't name the selected checkpoint."""
+    """Fix the tracker file (and log this) if it does not name the selected checkpoint."""
     if selection.problem and selection.newest:
         with staged_file(selection.folder / TRACKER) as staged:
             staged.write_text(tracker_word(selection.newest))
@@ -299,8 +299,8 @@ def tracker_word(path: Path) -> str:
 def is_complete(path: Path) -> bool:
     """Return True if a ``torch_dist`` checkpoint was saved completely.
 
-    The hashes are written after the commit mark, so it's enough to find those. If there are none,
-    we check the content of the commit mark, since Megatron doesn't write it atomically.
+    The hashes are written after the commit mark, so it is enough to find those. If there are none,
+    we check the content of the commit mark, since Megatron does not write it atomically.
     """
     if (path / INTEGRITY).is_file():
         return True

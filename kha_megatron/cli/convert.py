@@ -87,7 +87,7 @@ VariantName = Annotated[
 _FOLD_HELP = """Fold linear KHA into the projection weights and export a stock Hugging Face model.
 
 Each head's projection matrix is multiplied by its KHA matrix in float64, then rounded once. Models
-with MLA become deepseek_v3. GTA and GLA aren't supported, since no stock architecture implements
+with MLA become deepseek_v3. GTA and GLA are not supported, since no stock architecture implements
 them. Collaborative heads are folded as well: they become ordinary heads with identical keys.
 
 Examples:
@@ -156,8 +156,8 @@ def to_megatron(
 ) -> None:
     """Convert a Hugging Face model to a Megatron checkpoint.
 
-    You can load the checkpoint with any parallel layout. It's a "release" checkpoint, i.e. training
-    starts at iteration 0 with a fresh optimizer state.
+    You can load the checkpoint with any parallel layout. It is a "release" checkpoint, i.e.
+    training starts at iteration 0 with a fresh optimizer state.
 
     Supported architectures: kha, qwen2, qwen3, qwen3_moe, llama, mistral, glm4_moe and deepseek_v3.
     qwen3_next and qwen3_5_text only work if all layers use full attention.
@@ -228,7 +228,7 @@ def upcycle(
     and Qwen3.5 in bfloat16, with talking heads, and with gates in float16 where half an activation
     is subnormal.
 
-    Mixture-of-head (--heads moh.router=query_norm --heads moh.quantized=true) doesn't change any
+    Mixture-of-head (--heads moh.router=query_norm --heads moh.quantized=true) does not change any
     tensor either, but it drops heads, so the loss does change. Use --text to see by how much. For
     multi-latent attention (deepseek_v3), only linear KHA and output gates are supported.
 

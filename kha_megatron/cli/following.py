@@ -22,7 +22,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def training_progress(job: Job, name: str = "") -> Iterator[Callable[[Step], None]]:
-    """Show loss, tokens/s and remaining time (as plain lines if stderr isn't a terminal).
+    """Show loss, tokens/s and remaining time (as plain lines if stderr is not a terminal).
 
     Runs that train in parallel need a ``name``. Each of their lines starts with it.
     """

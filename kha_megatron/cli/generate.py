@@ -108,7 +108,7 @@ def parse_device(name: str) -> "torch.device":
 
 
 def check_tokens(ids: "torch.Tensor", model: Any, new_tokens: int = 0) -> None:
-    """Check that token IDs are in the vocabulary and that the sequence isn't too long."""
+    """Check that token IDs are in the vocabulary and that the sequence is not too long."""
     config = model.config.get_text_config()
     if ids.numel() and ids.max() >= config.vocab_size:
         raise CheckpointError(

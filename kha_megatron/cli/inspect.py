@@ -52,7 +52,7 @@ def inspect(
 
     If you pass --text, the model also runs on that text and you get attention statistics for each
     layer: how much attention goes to the first token (attention sink), the largest activation, the
-    mean of each gate and how often it's below 0.1, and the share of tokens per head in MoH.
+    mean of each gate and how often it is below 0.1, and the share of tokens per head in MoH.
 
     Examples:
       kha-megatron inspect my-hf-model pictures/ --text book.txt --tokens 2048

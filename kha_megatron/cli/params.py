@@ -27,7 +27,7 @@ def params(
     """Count the parameters of a recipe and compute its KV cache size.
 
     Active parameters only include the experts that a token is routed to. Tied embeddings are
-    counted once. The "KHA" row is the sum over all head mechanisms (the paper's numbers don't
+    counted once. The "KHA" row is the sum over all head mechanisms (the paper's numbers do not
     include them). We also print the overhead in FLOPs per forward pass (equations 10 to 12).
 
     Examples:
@@ -96,7 +96,7 @@ def count_flops(
 
     Matrix multiplications are counted as in equations 10 to 12 of the paper, so the causal mask is
     ignored. The backward pass takes twice as many FLOPs as the forward pass. For MoH, the "on
-    paper" column shows how much you'd save if kernels skipped the heads that aren't selected.
+    paper" column shows how much you would save if kernels skipped the heads that are not selected.
 
     Examples:
       kha-megatron flops moe-a0.8b-6.6b --seq 4096

@@ -38,10 +38,10 @@ def spikes(
 
     The loss is compared with the median of the last --window values. A spike starts if the loss is
     above that median by more than --margin and by more than --deviations standard deviations
-    (estimated as 1.4826 times the median absolute deviation), or if it's not finite. The spike ends
-    once the loss is back below half of this threshold.
+    (estimated as 1.4826 times the median absolute deviation), or if it is not finite. The spike
+    ends once the loss is back below half of this threshold.
 
-    Values inside spikes aren't added to the window, and no spikes are reported until a quarter of
+    Values inside spikes are not added to the window, and no spikes are reported until a quarter of
     the window is filled. The height of a spike is measured from the median, and its recovery time
     in iterations. If possible, use a TensorBoard directory: logged losses are averages over
     --log-interval iterations, so logs are less accurate.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def require_matplotlib() -> Any:
-    """Import ``Figure``. Raises MissingDependencyError if matplotlib isn't installed."""
+    """Import ``Figure``. Raises MissingDependencyError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -52,8 +52,8 @@ class Line:
 def draw_line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = False) -> str:
     """Draw a line chart and return it as an ``<svg>`` element.
 
-    The title isn't visible. We use it as a label for screen readers and as a seed for element ids,
-    so don't use the same title twice on a page. With ``zero=True``, a dashed line is drawn at y=0.
+    The title is not visible. We use it as a label for screen readers and as a seed for element ids,
+    so do not use the same title twice on a page. With ``zero=True``, a dashed line is drawn at y=0.
     """
     figure = require_matplotlib()(figsize=(6, 4), layout="constrained")
     from matplotlib import rc_context

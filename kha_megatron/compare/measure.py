@@ -26,7 +26,7 @@ def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
         - ``total``, ``active``, ``kha``: number of parameters
         - ``flops``, ``kha_flops``: training FLOPs per token
         - ``spared_flops``: FLOPs that a kernel could save by skipping inactive heads
-        - ``unfused``: why the variant can't use fused attention kernels (None if it can)
+        - ``unfused``: why the variant cannot use fused attention kernels (None if it can)
         - ``uncounted``: error message, replaces the counts if the model is not supported
     """
     model = replace(run, vocab_size=vocab_size).model

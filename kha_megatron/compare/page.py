@@ -1,4 +1,4 @@
-"""HTML version of the report. The page is self-contained and doesn't use JavaScript."""
+"""HTML version of the report. The page is self-contained and does not use JavaScript."""
 
 import base64
 import shlex

@@ -1,6 +1,6 @@
 """Loss spike detection.
 
-The paper shows spikes in Figures 1 and 2 but doesn't define them. We use a running median with a
+The paper shows spikes in Figures 1 and 2 but does not define them. We use a running median with a
 threshold, see ``kha-megatron spikes --help`` for details.
 """
 
@@ -35,7 +35,7 @@ class Spike:
 
     @property
     def recovery(self) -> int | None:
-        """Length of the spike in iterations. None if the loss doesn't recover."""
+        """Length of the spike in iterations. None if the loss does not recover."""
         return None if self.end is None else self.end - self.start
 
 

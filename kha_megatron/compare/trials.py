@@ -71,7 +71,7 @@ class Trial:
 
     @cached_property
     def config(self) -> Run:
-        """Run configuration, except that output directories aren't set yet."""
+        """Run configuration, except that output directories are not set yet."""
         settings: dict[str, Any] = {"data": self.launch.get("data")}
         if device := self.launch.get("device"):
             settings["device"] = device
@@ -79,7 +79,7 @@ class Trial:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The parsed ``result.json``. None if the trial hasn't finished yet."""
+        """The parsed ``result.json``. None if the trial has not finished yet."""
         file = self.folder / RESULT
         return json.loads(file.read_bytes()) if file.exists() else None
 
@@ -106,7 +106,7 @@ def plan_comparison(
     held_out_sequences: int = 0,
     **launch: Any,
 ) -> Comparison:
-    """Plan all trials of a comparison and validate their arguments. Doesn't write any files.
+    """Plan all trials of a comparison and validate their arguments. Does not write any files.
 
     Args:
         variants: Variants to train, starting with the reference.
@@ -211,7 +211,7 @@ def _perturbation(base: Run) -> float:
 
 
 def _check_arguments(trial: Trial) -> None:
-    """Make sure a trial isn't resumed with different arguments."""
+    """Make sure a trial is not resumed with different arguments."""
     started = trial.folder / RUN
     if not started.exists():
         return

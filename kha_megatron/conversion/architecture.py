@@ -111,7 +111,7 @@ class Architecture(ModelConfig):
     def differences(self, other: "Architecture", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return ``{name: (ours, theirs)}`` for all settings with different values.
 
-        Doesn't compare the vocab size, the model class in Megatron, the dtype of the router (stock
+        Does not compare the vocab size, the model class in Megatron, the dtype of the router (stock
         architectures cannot change it), or head mechanism settings that only matter in training.
         """
         ours, theirs = self._settings(ignored), other._settings(ignored)
@@ -131,7 +131,7 @@ class Architecture(ModelConfig):
 
 
 _TRAINING_ONLY = ("start", "balance", "balance_scale", "anneal")
-"""Settings of head mechanisms that don't change the outputs of a trained model."""
+"""Settings of head mechanisms that do not change the outputs of a trained model."""
 
 ROWS: dict[str, Field] = {row.field: row for row in rows(Architecture)}
 """Lookup table from field names to Megatron and Hugging Face names."""

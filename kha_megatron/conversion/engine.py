@@ -40,7 +40,7 @@ class Conversion:
     shards: int
     dtype: str
     tokenizer: str | None
-    """Where the tokenizer was loaded from. None if we didn't write one."""
+    """Where the tokenizer was loaded from. None if we did not write one."""
     not_finite: dict[str, int]
     """NaN/Inf counts by tensor name. Only has tensors with at least one."""
     arguments: list[str] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Plan(ABC):
 
         Raises:
             OutputError: If ``target`` contains the source checkpoint or unrelated files, or if
-                there's already a converted model and ``overwrite`` isn't set.
+                there is already a converted model and ``overwrite`` is not set.
         """
         if self.source.path.resolve().is_relative_to(os.path.realpath(target)):
             raise OutputError(f"{target} contains the source checkpoint. Use another directory.")
@@ -87,7 +87,7 @@ class Plan(ABC):
     ) -> Conversion:
         """Convert the model and write it to ``target``.
 
-        We write to a temporary directory first, so ``target`` doesn't change if anything fails.
+        We write to a temporary directory first, so ``target`` does not change if anything fails.
 
         Args:
             target: Output directory.
@@ -96,7 +96,7 @@ class Plan(ABC):
 
         Raises:
             CheckpointError: If the source is corrupted, or values overflow the new dtype.
-            OutputError: If we can't write to ``target``.
+            OutputError: If we cannot write to ``target``.
         """
 
     def summarize(

@@ -1,7 +1,7 @@
 """Convert between Hugging Face configs (``config.json``) and :class:`Architecture`.
 
 If a field is missing, we use the default of the config class. See :mod:`.hf_fields` for fields that
-we don't know.
+we do not know.
 """
 
 import dataclasses
@@ -247,7 +247,7 @@ def _closest_stock_type(model: Architecture) -> str:
 def fill_missing_tensors(model: Architecture, model_type: str) -> Architecture:
     """Enable MoE tensors that are mandatory in the target architecture.
 
-    They are initialized to zero, so the outputs don't change:
+    They are initialized to zero, so the outputs do not change:
 
     - Sigmoid routers have a correction bias.
     - ``glm4_moe`` and ``deepseek_v3`` also have a shared expert.

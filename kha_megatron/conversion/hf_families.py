@@ -30,7 +30,7 @@ class Family(NamedTuple):
 
     config: type[PreTrainedConfig]
     causal_lm: str | None
-    """Name of the causal LM class. None if transformers doesn't have one."""
+    """Name of the causal LM class. None if transformers does not have one."""
     always: Mapping[str, Any] = {}
     """``Architecture`` fields with a fixed value."""
     only: Mapping[str, Any] = {}
@@ -47,7 +47,7 @@ class Family(NamedTuple):
     extra: Callable[[Architecture], dict[str, Any]] = lambda model: {}
     """Additional config fields."""
     rope: Callable[[Architecture], dict[str, Any]] = lambda model: {}
-    """Additional ``rope_parameters`` (these don't affect text)."""
+    """Additional ``rope_parameters`` (these do not affect text)."""
 
 
 def _full_attention(model: Architecture) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _predictions(model: Architecture) -> dict[str, Any]:
 
 
 def _sections(model: Architecture) -> dict[str, Any]:
-    """Multimodal RoPE sections. The format requires them, but they don't matter for text."""
+    """Multimodal RoPE sections. The format requires them, but they do not matter for text."""
     pairs = int(model.kv_channels * model.rotary_percent) // 2
     sections = [(pairs + rest) // 3 for rest in (2, 1, 0)]
     return {"mrope_section": sections, "mrope_interleaved": True}

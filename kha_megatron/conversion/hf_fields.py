@@ -74,7 +74,7 @@ _HARMLESS = {
     "name_or_path",
     "keys_to_ignore_at_inference",
 }
-"""Fields that don't affect the logits, or that we check separately."""
+"""Fields that do not affect the logits, or that we check separately."""
 _READ_FOR_ALL_MODELS = {
     "is_causal",
     "per_layer_config",
@@ -106,7 +106,7 @@ def unsupported(name: str, value: Any, why: str) -> CheckpointError:
 
 
 def check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    """Reject all settings that Megatron can't represent, and warn about ignored fields.
+    """Reject all settings that Megatron cannot represent, and warn about ignored fields.
 
     Args:
         family: Architecture of the model.

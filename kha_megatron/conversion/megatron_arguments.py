@@ -187,7 +187,7 @@ def rope_scaling_factor(args: Mapping[str, Any]) -> float:
     """Return the RoPE scaling factor that was really used in training.
 
     Only our own entry point respects ``--rope-scaling-factor``. We can tell from the ``kha_*``
-    arguments whether it was used. Converted checkpoints don't have a ``spec`` and always store the
+    arguments whether it was used. Converted checkpoints do not have a ``spec`` and always store the
     right factor.
     """
     return float(args["rope_scaling_factor"] if _of_our_entry_point(args) else STOCK_SCALING.factor)
@@ -242,7 +242,7 @@ def _latent_yarn(args: Mapping[str, Any]) -> Yarn | None:
 def to_arguments(model: Architecture) -> dict[str, Any]:
     """Build the arguments that Megatron would store in a checkpoint of this model.
 
-    The result is parsed again to catch settings that Megatron can't represent.
+    The result is parsed again to catch settings that Megatron cannot represent.
     """
     names = (*STYLE, *_READ, *_WRITTEN, *(LATENT if model.multi_latent_attention else ()))
     scaling, base = model.scaling, model.rotary_base
@@ -265,7 +265,7 @@ def to_arguments(model: Architecture) -> dict[str, Any]:
         args |= {"position_embedding_type": "yarn", "add_position_embedding": True}
     if scaling is not None:
         given = {ours: getattr(scaling, ours) for ours in scaling.arguments}
-        args |= {  # stock scripts don't have all of these arguments, so leave out the defaults
+        args |= {  # stock scripts do not have all of these arguments, so leave out the defaults
             scaling.arguments[ours]: value
             for ours, value in given.items()
             if value != getattr(type(scaling), ours, None)
@@ -314,13 +314,13 @@ _NOT_FROM_CHECKPOINT = (
     "bf16",
     "fp16",
 )
-"""``--use-checkpoint-args`` doesn't restore these, so we need to pass them explicitly."""
+"""``--use-checkpoint-args`` does not restore these, so we need to pass them explicitly."""
 
 
 def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
     """Build the command line for training from a converted checkpoint.
 
-    We don't pass ``--load`` here. Otherwise, a restarted job would load the converted checkpoint
+    We do not pass ``--load`` here. Otherwise, a restarted job would load the converted checkpoint
     again and overwrite its own progress.
     """
     words = ["--pretrained-checkpoint", checkpoint, "--use-checkpoint-args"]

@@ -155,7 +155,7 @@ def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
 def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | None = None) -> Any:
     """Build a GPTModel (or HybridModel) from the arguments in a checkpoint.
 
-    The model uses local modules, isn't sharded, and is in float32. You can change this with
+    The model uses local modules, is not sharded, and is in float32. You can change this with
     ``overrides``.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection

@@ -92,7 +92,7 @@ def model_card(
 
     Args:
         origin: ``identity()`` of the source checkpoint (this is also in ``manifest.json``).
-        base: ``_name_or_path`` of the source model, in any form. Only used if it's a Hub model ID.
+        base: ``_name_or_path`` of the source model, in any form. Only used if it is a Hub model ID.
         projections: Names of the linear modules of attention, e.g. ``q_proj``.
         folded: KHA config of the source model, if it was folded into the projections.
     """

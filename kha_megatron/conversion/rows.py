@@ -27,7 +27,8 @@ class Row:
     """Maps a Megatron tensor to one or more Hugging Face tensors.
 
     By default, the tensor is split into equal chunks along the first dimension. For example,
-    ``linear_fc1`` has the parts ``("gate", "up")``, i.e. it's ``gate_proj`` stacked on ``up_proj``.
+    ``linear_fc1`` has the parts ``("gate", "up")``, i.e. it is ``gate_proj`` stacked on
+    ``up_proj``.
     """
 
     hf: str
@@ -42,7 +43,7 @@ class Row:
     """Write all names, not just the first, because Megatron's two backends read different ones."""
     per_expert: bool = False
     trained: bool = True
-    """False if the tensor isn't updated by gradients."""
+    """False if the tensor is not updated by gradients."""
 
     def hf_names(self, model: Architecture) -> tuple[str, ...]:
         """HF names without the layer prefix."""
@@ -113,7 +114,7 @@ class HeadRow(Row):
     """Parameter of a head mechanism.
 
     Megatron stores matrices as ``[num_matrices, head_dim, head_dim]`` and multiplies from the
-    right. In HF, each of them is a separate ``nn.Linear`` weight (so it's transposed). Input
+    right. In HF, each of them is a separate ``nn.Linear`` weight (so it is transposed). Input
     projections are flattened to two dimensions.
     """
 

@@ -81,7 +81,7 @@ def open_source(
     Args:
         path: HF model directory, ``--save`` directory, or a single iteration.
         tokenizer: Use this tokenizer instead of the model's own.
-        comparing: Don't load a tokenizer.
+        comparing: Do not load a tokenizer.
     """
     source = _open_hf(path) if is_hf_folder(path) else _open_megatron(path)
     if comparing:
@@ -230,7 +230,7 @@ def _check_tensors(
     missing: Iterable[str],
     unexpected: Iterable[str],
 ) -> None:
-    """Raise CheckpointError if the stored tensors aren't what we'd expect from the config."""
+    """Raise CheckpointError if the stored tensors are not what we'd expect from the config."""
     missing = sorted(missing)
     unexpected = sorted(unexpected)
     wrong = []

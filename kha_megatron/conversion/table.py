@@ -28,7 +28,7 @@ _IN_ATTENTION = ("self_attention.", "input_layernorm.")
 
 
 def megatron_name(name: str, layer: int | None, model: Architecture) -> str:
-    """Return the checkpoint key of a tensor that isn't stacked."""
+    """Return the checkpoint key of a tensor that is not stacked."""
     if layer is None:
         return _HYBRID_NORM if name == FINAL_NORM and not model.gpt_model else name
     if (number := layer - model.num_layers) < 0:

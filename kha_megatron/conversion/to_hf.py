@@ -52,7 +52,7 @@ class HFPlan(Plan):
     config: PreTrainedConfig
     max_shard_bytes: int
     folded: KHAConfig | None = None
-    """KHA config of the source model, if we're folding it into the projections."""
+    """KHA config of the source model, if we are folding it into the projections."""
 
     marker = MANIFEST
     patterns = (MANIFEST, CONFIG, INDEX, CARD, *FILES, "model*.safetensors", "*_kha.py")
@@ -164,9 +164,9 @@ def plan_export(
 
     Args:
         path: Megatron checkpoint or Hugging Face model.
-        architecture: Target ``model_type``. With ``auto``, we pick a stock architecture if there's
+        architecture: Target ``model_type``. With ``auto``, we pick a stock architecture if there is
             one that fits, or else ``kha``. The default is ``kha`` (``auto`` if ``fold`` is set).
-        dtype: ``float32``, ``bfloat16`` or ``float16``. By default, dtypes don't change.
+        dtype: ``float32``, ``bfloat16`` or ``float16``. By default, dtypes do not change.
         allow_overflow: Allow values outside of the range of ``dtype`` to become infinite.
         tokenizer: Use this tokenizer instead of the model's own.
         fold: Fold linear KHA and other foldable mechanisms into the projections.
@@ -174,7 +174,7 @@ def plan_export(
         max_shard_bytes: Maximum size per safetensors file.
 
     Raises:
-        CheckpointError: If the checkpoint is corrupted, or can't be exported to ``architecture``.
+        CheckpointError: If the checkpoint is corrupted, or cannot be exported to ``architecture``.
         ConfigError: If an argument is invalid.
     """
     if architecture not in (None, "auto", *FAMILIES):

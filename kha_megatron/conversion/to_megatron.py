@@ -1,6 +1,6 @@
 """Import checkpoints into Megatron's ``torch_dist`` format.
 
-The result is a ``release`` checkpoint: training starts at iteration 0, and there's no optimizer or
+The result is a ``release`` checkpoint: training starts at iteration 0, and there is no optimizer or
 RNG state. You can load it with any parallel layout.
 """
 

@@ -42,7 +42,7 @@ class TokenizerFiles:
     token_ids: Mapping[str, Any]
     """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` for ``config.json``."""
     origin: str | None = None
-    """Directory of the tokenizer. None if there's no Hugging Face tokenizer."""
+    """Directory of the tokenizer. None if there is no Hugging Face tokenizer."""
     loaded: PreTrainedTokenizerBase | None = None
     """If None, we just copy the tokenizer files."""
     folder: Path = Path()
@@ -52,10 +52,10 @@ class TokenizerFiles:
     def open(
         cls, checkpoint: HFCheckpoint | MegatronCheckpoint, override: Path | None
     ) -> "TokenizerFiles":
-        """Find the tokenizer of a checkpoint, unless it's overridden by ``override``.
+        """Find the tokenizer of a checkpoint, unless it is overridden by ``override``.
 
         For Megatron checkpoints, this only works with ``--tokenizer-type HuggingFaceTokenizer``. We
-        don't copy any other kind of tokenizer.
+        do not copy any other kind of tokenizer.
         """
         if isinstance(checkpoint, HFCheckpoint) and override is None:
             return cls._of_hf_model(checkpoint)
@@ -107,7 +107,7 @@ class TokenizerFiles:
         return torch.cat([special_ids, text_ids], dim=1)
 
     def write_tokenizer(self, target: Path) -> bool:
-        """Write the tokenizer and generation config. Returns False if there's no tokenizer.
+        """Write the tokenizer and generation config. Returns False if there is no tokenizer.
 
         If the generation config comes from a different directory, we replace its special token IDs
         with those of the tokenizer.
@@ -137,8 +137,8 @@ class TokenizerFiles:
     def write(self, target: Path) -> None:
         """Same as :meth:`write_tokenizer`, but for Hugging Face models.
 
-        If the tokenizer doesn't have a padding token, we use EOS for padding. In this case we leave
-        ``pad_token_id`` out of ``config.json``, because transformers wouldn't train the EOS
+        If the tokenizer does not have a padding token, we use EOS for padding. In this case we
+        leave ``pad_token_id`` out of ``config.json``, because transformers would not train the EOS
         embedding otherwise.
         """
         ids = self.token_ids

@@ -414,7 +414,7 @@ def truncate_vocabulary(source: ModelSource, rows: int) -> ModelSource:
 
 def count_not_finite(tensor: Tensor) -> int:
     """Count NaN and Inf values (0 for meta tensors)."""
-    # aminmax propagates NaN, and it's 10x faster than isfinite
+    # aminmax propagates NaN, and it is 10x faster than isfinite
     if tensor.is_meta or not tensor.numel() or all(map(torch.isfinite, tensor.aminmax())):
         return 0
     return int((~tensor.isfinite()).sum())

@@ -1,6 +1,6 @@
 """Compare two checkpoints: tensors, settings and logits.
 
-We don't use our conversion code for logits. Instead, Megatron checkpoints are loaded by Megatron,
+We do not use our conversion code for logits. Instead, Megatron checkpoints are loaded by Megatron,
 and Hugging Face models by transformers. The latter are also compared with themselves: decoding with
 a KV cache has to give the same logits as one forward pass.
 """
@@ -111,7 +111,7 @@ class Agreement:
     first_layer: int | None = None
     """First layer (0-based) where the outputs differ by more than ``LOGIT_TOLERANCE``."""
     limit: float | None = LOGIT_TOLERANCE
-    """None if we can't expect the logits to match, because weights were rounded for the comparison
+    """None if we cannot expect the logits to match, because weights were rounded for the comparison
     or only one of the models drops heads."""
 
     @property
@@ -139,11 +139,11 @@ class Verification:
 
     tensors: TensorComparison
     logits: Agreement | None = None
-    """None if we didn't compare logits."""
+    """None if we did not compare logits."""
     settings: list[str] = field(default_factory=list)
     """Settings that differ, e.g. ``rotary_base 500.0 against 10000.0``."""
     decoding: list[Decoding] = field(default_factory=list)
-    """One entry for each Hugging Face model. Empty if we didn't compare logits."""
+    """One entry for each Hugging Face model. Empty if we did not compare logits."""
 
     @property
     def agrees(self) -> bool:
@@ -254,7 +254,7 @@ def _drop_predictions(source: ModelSource, counterpart: Architecture) -> ModelSo
 
 
 def _adjust_heads(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
-    """Fold the model with more head mechanisms. If that's not possible, upcycle the other one."""
+    """Fold the model with more head mechanisms. If that is not possible, upcycle the other one."""
     first, second = sources.first, sources.second
     first_names = _mechanism_names(first.model.kha)
     second_names = _mechanism_names(second.model.kha)

@@ -159,7 +159,7 @@ def begins_as_text(path: Path) -> bool:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[IO[bytes]]:
-    """Open a file and decompress it. Raises DataError if it's damaged."""
+    """Open a file and decompress it. Raises DataError if it is damaged."""
     compression = path.suffix.lower()
     with path.open("rb") as file:
         if compression not in _COMPRESSED:
@@ -170,7 +170,7 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
                 raise EOFError("the file is empty")
             if compression == ".gz":
                 yield cast(IO[bytes], gzip.GzipFile(fileobj=file))
-            else:  # the package zstandard doesn't notice truncated files
+            else:  # the package zstandard does not notice truncated files
                 yield io.BufferedReader(import_pyarrow(path).input_stream(file, compression="zstd"))
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(

@@ -43,7 +43,7 @@ class Reader:
 
         Raises:
             DataError: See :func:`find_format` and :func:`read_rows`.
-            UnicodeDecodeError: If a text file isn't valid UTF-8.
+            UnicodeDecodeError: If a text file is not valid UTF-8.
         """
         file_format = find_format(path)
         if file_format is Format.TEXT:

@@ -11,7 +11,7 @@ from kha_megatron.errors import DataError, in_one_line
 
 _BATCH_ROWS = 1024
 _ROWS_WITHOUT_FIELD = 10_000
-"""If the first rows don't have the field, reading stops after this number of rows."""
+"""If the first rows do not have the field, reading stops after this number of rows."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 

@@ -1,7 +1,7 @@
 """Attention head mechanisms: KHA, gates, mixture-of-heads, talking heads and collaborative heads.
 
 Each one is a subclass of ``Mechanism`` in its own file, plus a line in ``registry``. The rest of
-the package only iterates over these classes. Importing this package doesn't import torch.
+the package only iterates over these classes. Importing this package does not import torch.
 """
 
 from kha_megatron.heads.collaborative import CollaborativeHeads

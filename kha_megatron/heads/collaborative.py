@@ -144,8 +144,8 @@ def fold_mixing(projection: "Tensor", mixing: "Tensor") -> "Tensor":
         mixing (Tensor): Mixing vectors of shape [num_heads, dim].
 
     Returns:
-        Tensor: Weight of shape [num_heads * dim, hidden_size]. Computed in float64, so it's rounded
-            only once.
+        Tensor: Weight of shape [num_heads * dim, hidden_size]. Computed in float64, so it is
+            rounded only once.
     """
     shared = projection.double()
     folded = projection.new_empty(len(mixing), *projection.shape)

@@ -54,7 +54,7 @@ class KnockSettings:
     value: Variant | None = None
     """KHA variant for values."""
     init: Init = "identity"
-    """With ``identity``, KHA doesn't change the model at initialization (bit-exact). ``random`` is
+    """With ``identity``, KHA does not change the model at initialization (bit-exact). ``random`` is
     meant for ablations only; the paper reports a much higher loss (section 3.3)."""
     init_seed: int = 1234
 
@@ -184,7 +184,7 @@ def gradients(
 ) -> "tuple[Tensor, Tensor]":
     """Backward pass of :func:`knock`. Returns the gradients of ``x`` and ``weight``.
 
-    We can't use autograd for this, because it doesn't record inside a custom operator.
+    We cannot use autograd for this, because it does not record inside a custom operator.
     """
     import torch
 

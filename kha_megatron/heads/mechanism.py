@@ -71,7 +71,7 @@ class HeadTensor:
     heads: Projection  # which heads use the parameter
     initial: tuple[InitialValue, ...] = ("zeros",)  # or one entry per matrix
     """``normal`` samples from a seed of its own. You can also pass a function of a module, which
-    fills a tensor in place and doesn't depend on the random state."""
+    fills a tensor in place and does not depend on the random state."""
     hf: str  # submodule of self_attn in our Hugging Face model
     matrices: tuple[str, ...] = ()
     """Names of the ``nn.Linear`` modules under ``hf``, if the parameter stacks several matrices.
@@ -127,7 +127,7 @@ class Costs:
 
     flops: int = 0  # per token
     pair_flops: int = 0  # per query-key pair, summed over heads
-    skippable_flops: int = 0  # per token, of inactive heads (which kernels don't skip)
+    skippable_flops: int = 0  # per token, of inactive heads (which kernels do not skip)
     skippable_pair_flops: int = 0
     activations: int = 0
     """16-bit values saved for backward per token, without recomputation."""
@@ -330,11 +330,11 @@ class Mechanism:
         return not (doubled or drawn or self.rows(sizes))
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        """Explain why fused attention kernels can't be used (None if they can)."""
+        """Explain why fused attention kernels cannot be used (None if they can)."""
         return None
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        """Return an error message if the mechanism doesn't support this model, otherwise None.
+        """Return an error message if the mechanism does not support this model, otherwise None.
 
         The default implementation rejects MLA, GTA and GLA.
         """

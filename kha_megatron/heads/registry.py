@@ -94,7 +94,7 @@ def check_registered(providers: Mapping[str, str]) -> None:
         providers: Maps mechanism names to :func:`provider_of` when the model was saved.
 
     Raises:
-        ConfigError: If a mechanism is missing, or ``providers`` isn't such a mapping.
+        ConfigError: If a mechanism is missing, or ``providers`` is not such a mapping.
     """
     pairs = providers.items() if isinstance(providers, Mapping) else [(None, None)]
     if not all(isinstance(text, str) and text.isprintable() for pair in pairs for text in pair):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class TalkingHeads(Mechanism):
     """Mix attention logits and weights across heads. Initialized to the identity.
 
-    Note: There's no fused kernel for this. Even at initialization, outputs therefore differ by
+    Note: There is no fused kernel for this. Even at initialization, outputs therefore differ by
     rounding from a model with fused attention, e.g. in bfloat16. Every layer materializes
     ``num_heads * seq_len**2`` logits and weights, so memory grows quickly with the sequence length.
     """

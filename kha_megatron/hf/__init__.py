@@ -1,6 +1,6 @@
 """KHA models for transformers.
 
-Importing this package registers the `kha` model type with the Auto classes, so you don't need
+Importing this package registers the `kha` model type with the Auto classes, so you do not need
 `trust_remote_code` to load a converted model:
 
 ```python

@@ -93,7 +93,7 @@ class KHAHeads(KHAModule):
 
     @classmethod
     def check_config(cls, config: KHAModelConfig) -> str | None:
-        """Validate the attention settings. Returns `"eager"` if other backends can't be used."""
+        """Validate the attention settings. Returns `"eager"` if other backends cannot be used."""
         known = mechanism_types()
         if unknown := config.mechanisms.keys() - known.keys():
             # no other text of the config, which could be read as a command
@@ -549,7 +549,7 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # QK-norm needs complete keys, and those are different in each group. If it's enabled, we
+        # QK-norm needs complete keys, and those are different in each group. If it is enabled, we
         # cache the rotary half before RoPE and rotate the whole cache in every step. This assumes
         # consecutive positions, i.e. left padding is fine but packed sequences are not supported.
         heads = (*hidden_states.shape[:-1], -1, self.head_dim)
@@ -613,7 +613,7 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
         eps = config.rms_norm_eps
         groups = config.num_latent_heads
         rank: Any = config.kv_lora_rank
-        # Replace the norms, because the parent class doesn't pass `rms_norm_eps`.
+        # Replace the norms, because the parent class does not pass `rms_norm_eps`.
         norm = Glm4MoeRMSNorm if config.use_qk_norm else nn.Identity
         if config.q_lora_rank is not None:
             self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
@@ -661,7 +661,7 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
         return self.expand_kv(kv_nope=key, k_rot=value)
 
     def tp_plan(self) -> dict[str, str]:
-        # No tensor parallelism for GLA: its latent heads can't be sharded.
+        # No tensor parallelism for GLA: its latent heads cannot be sharded.
         if isinstance(self.kv_b_proj, nn.ModuleList):
             return {}
         return super().tp_plan() | {"kv_a_proj_with_mqa": SHARED_KEY}
@@ -696,7 +696,7 @@ class KHALatentRMSNorm(nn.Module):
     """
     RMSNorm that normalizes each latent head separately.
 
-    This deliberately doesn't inherit from another RMSNorm, since kernels that replace the parent
+    This deliberately does not inherit from another RMSNorm, since kernels that replace the parent
     class would normalize over all heads.
     """
 

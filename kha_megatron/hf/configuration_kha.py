@@ -19,9 +19,10 @@ _ALLOWED_VALUES = {
 class KHAModelConfig(PreTrainedConfig):
     """
     This is the configuration class to store the configuration of a [`KHAModel`]. The defaults yield
-    a dense decoder without Knocking-Heads Attention (KHA, https://huggingface.co/papers/2510.23052).
+    a dense decoder without Knocking-Heads Attention (KHA,
+    https://huggingface.co/papers/2510.23052).
 
-    Arguments that aren't documented here are the same as in [`Glm4MoeConfig`] and
+    Arguments that are not documented here are the same as in [`Glm4MoeConfig`] and
     [`DeepseekV3Config`]. Other head mechanisms are configured with dictionaries, e.g.
     `kha_gate={"output": "element"}`.
 
@@ -65,7 +66,7 @@ class KHAModelConfig(PreTrainedConfig):
         kha_init (`str`, *optional*, defaults to `"identity"`):
             How to initialize KHA, `"identity"` or `"random"`.
         kha_providers (`dict[str, str]`, *optional*):
-            Package or file of each head mechanism that isn't part of kha-megatron.
+            Package or file of each head mechanism that is not part of kha-megatron.
 
     Example:
 

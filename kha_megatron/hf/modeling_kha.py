@@ -80,7 +80,7 @@ class HeadSharedLinear(nn.Linear):
 class KHAKnock(nn.Module):
     """
     The knocking-heads transformation of queries, keys or values (equations 5-7 and 9 in the paper,
-    and Table 2 for the gate). It's the identity at initialization unless `init="random"`.
+    and Table 2 for the gate). It is the identity at initialization unless `init="random"`.
     """
 
     def __init__(self, variant: str, head_dim: int, init: str = "identity") -> None:
@@ -110,7 +110,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies RoPE to the first features of each head, depending on the size of `cos`."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     width = cos.shape[-1]
-    # Don't use `torch.cat` here. It changes the strides, so fused attention may round differently.
+    # Do not use `torch.cat` here. It changes the strides, so fused attention may round differently.
     if width == x.shape[-1]:
         return x * cos + rotate_half(x) * sin
     rotated, rest = x.split([width, x.shape[-1] - width], dim=-1)

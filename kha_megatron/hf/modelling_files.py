@@ -1,9 +1,9 @@
 """Export the modeling code along with a model.
 
-With `trust_remote_code=True`, exported models can be loaded even if kha-megatron isn't installed.
+With `trust_remote_code=True`, exported models can be loaded even if kha-megatron is not installed.
 We copy the modules of this package and rewrite their imports. Attention classes and mechanisms
-that the model doesn't use are left out. The file of a mechanism from outside this package is copied
-as well.
+that the model does not use are left out. The file of a mechanism from outside this package is
+copied as well.
 """
 
 import re

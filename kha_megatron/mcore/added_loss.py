@@ -1,4 +1,4 @@
-"""Auxiliary losses that contribute gradients but don't show up in the logged loss."""
+"""Auxiliary losses that contribute gradients but do not show up in the logged loss."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,6 +1,6 @@
 """Core attention for mechanisms that mix heads, with tensor and context parallelism.
 
-If the logits of a head depend on other heads, we can't shard attention by head. With TP, the
+If the logits of a head depend on other heads, we cannot shard attention by head. With TP, the
 queries are sharded by sequence instead: an all-to-all for the queries, an all-gather for keys and
 values, and another all-to-all for the output. Note that logits are materialized, i.e.
 ``num_heads * sequence^2 / tp_size`` elements per rank.

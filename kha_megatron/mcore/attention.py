@@ -243,7 +243,7 @@ def _set_key_width(
 ) -> SelfAttentionSubmodules:
     """Change the head dim of queries and keys in core attention and QK-norms.
 
-    The softmax scale becomes ``width ** -0.5`` unless it's set explicitly.
+    The softmax scale becomes ``width ** -0.5`` unless it is set explicitly.
     """
 
     def build_core(
@@ -294,11 +294,11 @@ _UNSUPPORTED: dict[str | None, tuple[str, ...]] = {
     "gta": ("attention_output_gate", "add_bias_linear", "add_qkv_bias", "no_rope_freq"),
     "gla": ("layernorm_zero_centered_gamma", "cache_mla_latents"),
 }
-"""Fields of ``TransformerConfig`` that an attention kind doesn't support."""
+"""Fields of ``TransformerConfig`` that an attention kind does not support."""
 
 
 def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
-    """Raise ConfigError if ``config`` and ``kha`` can't be combined.
+    """Raise ConfigError if ``config`` and ``kha`` cannot be combined.
 
     Args:
         layers (int): Number of layers in the model (0 if unknown).

@@ -134,7 +134,7 @@ def cuda_versions() -> str:
     return f"torch {torch.__version__} {built}, and {driver}"
 
 
-@functools.cache  # find_spec can't find the package once hide_incomplete_te has hidden it
+@functools.cache  # find_spec cannot find the package once hide_incomplete_te has hidden it
 def lacks_te_extension() -> bool:
     """Detect a Transformer Engine installation without the compiled PyTorch extension."""
     spec = util.find_spec("transformer_engine")
@@ -206,7 +206,7 @@ def change_arguments(change: Callable[[Any], None]) -> None:
 
 
 def check_loads_gpt_checkpoint(pattern: str) -> None:
-    """Raise ValueError if Megatron can't load a GPTModel's checkpoint into these hybrid layers."""
+    """Raise ValueError if Megatron cannot load a GPTModel's checkpoint into these hybrid layers."""
     from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 
     gpt_checkpoint_interop.gpt_compatible_layer_maps(pattern)
@@ -226,7 +226,7 @@ def load_latent_gpt_checkpoints() -> None:
 
 
 def use_shipped_dataset_helpers() -> None:
-    """Don't compile the dataset helpers if they were installed with Megatron's wheel.
+    """Do not compile the dataset helpers if they were installed with Megatron's wheel.
 
     The wheel contains ``helpers_cpp``, but not its Makefile. Megatron would call ``make`` anyway
     and exit with an error.
@@ -244,7 +244,7 @@ def use_forked_writers() -> None:
     """Fork checkpoint writers instead of spawning them (CPU only).
 
     There are several problems with spawned writers on CPU: they import Megatron again (about 4 s),
-    the CPU runtime isn't installed in them, and they share memory with the CPU tensors, which
+    the CPU runtime is not installed in them, and they share memory with the CPU tensors, which
     training modifies while they are being saved.
     """
     from megatron.core.dist_checkpointing.strategies.async_utils import (
@@ -262,10 +262,10 @@ def use_forked_writers() -> None:
 def let_distributed_optimizer_resume() -> None:
     """Fix resuming with DistributedOptimizer in float32 or with ``torch.optim.Adam``.
 
-    In float32, Megatron copies into parameters in place, which autograd doesn't allow. The other
+    In float32, Megatron copies into parameters in place, which autograd does not allow. The other
     fixes are needed because Megatron assumes the Adam of Transformer Engine or apex: its state must
     exist before the first step, all parameters share one ``step`` tensor, and ``step`` is looked up
-    in a dict that doesn't have it.
+    in a dict that does not have it.
     """
     import torch
     from megatron.core.optimizer import distrib_optimizer
@@ -414,7 +414,7 @@ def let_learning_rate_change(keep: bool) -> None:
     """Allow a run to resume with a different ``--lr`` or ``--min-lr``.
 
     Megatron looks up parameter groups in the checkpoint by values that include their learning
-    rates, and doesn't find them if you change these. This patch ignores the learning rates of
+    rates, and does not find them if you change these. This patch ignores the learning rates of
     groups with the default schedule.
 
     Args:
@@ -446,7 +446,7 @@ def let_learning_rate_change(keep: bool) -> None:
 
 
 def log_first_iteration_once() -> None:
-    """Don't count the first iteration of a run twice in Megatron's log.
+    """Do not count the first iteration of a run twice in Megatron's log.
 
     Megatron logs the first iteration in addition to every ``--log-interval`` iterations, and keeps
     its loss and time for the next line. If the first iteration is also the last of its interval,
@@ -567,7 +567,7 @@ def build_output_layer_without_apex() -> None:
     """Disable gradient accumulation fusion in Megatron's own linear layers if apex is missing.
 
     With Transformer Engine, the output layer is the only one of them. All others are Transformer
-    Engine's, which doesn't need apex for the fusion, but Megatron has one setting for both.
+    Engine's, which does not need apex for the fusion, but Megatron has one setting for both.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -607,7 +607,7 @@ LLAMA3_ROPE = {
 def scale_rope(args: Any) -> None:
     """Set all parameters of Llama 3 RoPE scaling.
 
-    Megatron uses defaults for most of them. HybridModel doesn't pass any, and would ignore
+    Megatron uses defaults for most of them. HybridModel does not pass any, and would ignore
     ``--use-rope-scaling``.
     """
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

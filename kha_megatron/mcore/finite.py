@@ -1,7 +1,7 @@
 """Stop training before the optimizer step if there is a NaN or Inf, and report where.
 
-Megatron's ``--check-for-nan-in-loss-and-grad`` checks the loss and the gradient buckets. It doesn't
-tell you which layer or tensor is affected, and it skips the first iteration of each run.
+Megatron's ``--check-for-nan-in-loss-and-grad`` checks the loss and the gradient buckets. It does
+not tell you which layer or tensor is affected, and it skips the first iteration of each run.
 
 Here, forward hooks record the largest output magnitude of each layer on the device. Once per step,
 these magnitudes and the gradient norm are reduced to a single flag. Only if the flag is set, all
@@ -64,7 +64,7 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
     def checked(chunks: list[_Model], groups: Any) -> Iterator[None]:
         wrapped = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
         overlaps = any(config.overlap_grad_reduce for config in wrapped)
-        if overlaps:  # gradients aren't complete until finalization
+        if overlaps:  # gradients are not complete until finalization
             yield
         summed_by = "--overlap-grad-reduce" if overlaps else None
         if any(isinstance(p, DTensor) for model in models for p in model.parameters()):

@@ -30,7 +30,7 @@ class InputProjection(MechanismWeight):
     """
 
     def forward(self, hidden: Tensor | None = None) -> Tensor:
-        """Project ``hidden``. If it's None, return the weight."""
+        """Project ``hidden``. If it is None, return the weight."""
         if hidden is None:
             return super().forward()
         group, is_sharded = self.tp_group, self.config.sequence_parallel

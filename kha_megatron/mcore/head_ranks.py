@@ -26,8 +26,8 @@ class HeadRanks(Ranks):
     """Implementation of :class:`Ranks` for one layer of a Megatron model.
 
     Args:
-        config (TransformerConfig): The model's config, or in hybrid models that of the layer. Don't
-            pass another copy, because :class:`LossScale` is registered in this object.
+        config (TransformerConfig): The model's config, or in hybrid models that of the layer. Do
+            not pass another copy, because :class:`LossScale` is registered in this object.
         groups (ProcessGroupCollection): Must contain ``tp`` and ``cp``.
         is_training (callable): Returns whether the layer is in training mode.
         adds_loss (bool): Whether some mechanism calls :meth:`add_loss`.
@@ -49,7 +49,7 @@ class HeadRanks(Ranks):
 
     @property
     def trains(self) -> bool:
-        """Whether the layer is training (False in the first forward pass if it's recomputed)."""
+        """Whether the layer is training (False in the first forward pass if it is recomputed)."""
         return self.is_training() and torch.is_grad_enabled()
 
     @property

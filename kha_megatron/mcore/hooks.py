@@ -13,7 +13,7 @@ class ProjectionHook:
     ``hook`` maps the outputs, or the tuple of positional inputs with ``before=True``. Call
     :meth:`follow` before each forward pass, in case an adapter has replaced the submodule.
 
-    Note: We don't use PyTorch's own hooks, because Megatron doesn't capture modules that have a
+    Note: We do not use PyTorch's own hooks, because Megatron does not capture modules that have a
     forward pre-hook in CUDA graphs.
     """
 

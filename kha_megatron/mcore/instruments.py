@@ -13,10 +13,10 @@
 =============================  =====================================================================
 
 Names end with ``/layer-L``, where layers are counted from 0. Only the first microbatch on each
-data-parallel rank is measured (distances don't depend on the data).
+data-parallel rank is measured (distances do not depend on the data).
 
-Fused attention doesn't return the attention weights, so we recompute them for a few queries of the
-first sequence. This isn't possible with windowed attention, learnable sinks, packed sequences or
+Fused attention does not return the attention weights, so we recompute them for a few queries of the
+first sequence. This is not possible with windowed attention, learnable sinks, packed sequences or
 talking heads.
 """
 

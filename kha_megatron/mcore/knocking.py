@@ -34,11 +34,11 @@ from kha_megatron.heads.knock import Variant
 class MechanismWeight(MegatronModule):
     """Owns one parameter of a head mechanism.
 
-    Don't read ``module.weight`` directly. Call the module instead, since ``forward`` sets up the
+    Do not read ``module.weight`` directly. Call the module instead, since ``forward`` sets up the
     gradient reduction and runs the hooks that wait for parameter all-gathers.
 
     Args:
-        tensor (HeadTensor): Describes the parameter. Sharded over ``tp_group`` if it's per head.
+        tensor (HeadTensor): Describes the parameter. Sharded over ``tp_group`` if it is per head.
         layer_number (int): Global layer number, starting at 1.
         init_seed (int): Mixed with the layer number and tensor name to get the random seed.
     """
@@ -178,7 +178,7 @@ class MechanismWeight(MegatronModule):
         return ShardedTensorFactory(key, local_tensor, build_shards, join_shards, replica_id)
 
     def keep_at_next_load(self) -> None:
-        """Don't overwrite this weight in the next load (e.g. from a checkpoint without KHA)."""
+        """Do not overwrite this weight in the next load (e.g. from a checkpoint without KHA)."""
 
         def own_value(prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
             del self.sharded_state_dict

@@ -58,7 +58,7 @@ class GatheredDotProductAttention(DotProductAttention):
     uses PyTorch's ``scaled_dot_product_attention``.
 
     The attention mask is ``[batch or 1, 1, local queries, keys]`` (True means masked), or None if
-    it's causal. Set ``v_channels`` if values have a different head dim than keys.
+    it is causal. Set ``v_channels`` if values have a different head dim than keys.
     """
 
     def __init__(

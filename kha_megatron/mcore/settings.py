@@ -79,7 +79,7 @@ def publish(
     multi_latent: bool = False,
     logs: bool,
 ) -> None:
-    """Add the KHA config to Megatron's args, so that it's saved in checkpoints.
+    """Add the KHA config to Megatron's args, so that it is saved in checkpoints.
 
     With ``logs=True``, the first rank of the pipeline stage also logs it.
 

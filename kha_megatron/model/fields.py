@@ -30,7 +30,7 @@ class Field:
     """A field declared with :func:`flag`."""
 
     field: str
-    flag: str  # boolean flags don't take a value, they invert the default
+    flag: str  # boolean flags do not take a value, they invert the default
     argument: str  # name in Megatron's ``args`` and in its checkpoints
     attribute: str | None  # name in ``TransformerConfig``, if it has this field
     hf: str | None  # key in ``config.json``, None if it depends on the architecture
@@ -86,7 +86,7 @@ class Field:
         return isinstance(value, (int, float) if self.kind is float else self.kind)
 
     def format_words(self, value: Any) -> tuple[str, ...] | None:
-        """Inverse of :meth:`parse_words`. None means that we shouldn't pass the flag at all."""
+        """Inverse of :meth:`parse_words`. None means that we should not pass the flag at all."""
         if value is None or (self.kind is bool and value == self.default):
             return None
         if self.kind is bool:

@@ -47,7 +47,7 @@ class Layout:
         "--num-virtual-stages-per-pipeline-rank",
         attribute="virtual_pipeline_model_parallel_size",
     )
-    """Virtual stages per pipeline rank. If None, the 1F1B schedule isn't interleaved."""
+    """Virtual stages per pipeline rank. If None, the 1F1B schedule is not interleaved."""
     virtual_stage_layers: int | None = flag(
         None, "--num-layers-per-virtual-pipeline-stage", attribute=None
     )
@@ -121,7 +121,7 @@ class Layout:
         """Number of layers per stage, indexed by ``[vpp][pp]``.
 
         Raises:
-            ConfigError: If the layers can't be split like this.
+            ConfigError: If the layers cannot be split like this.
         """
         chunks = self.vpp or 1
         counts = self._split(num_layers, chunks)

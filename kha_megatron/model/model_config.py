@@ -51,7 +51,7 @@ def _format_layer_frequency(frequency: int | Sequence[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Config of a GPT model. Fields are None if they're unknown or don't apply."""
+    """Config of a GPT model. Fields are None if they are unknown or do not apply."""
 
     num_layers: int | None = flag(hf="num_hidden_layers", most=MAX_LAYERS)
     hidden_size: int = flag(hf="hidden_size")
@@ -159,7 +159,7 @@ class ModelConfig:
     ) -> Self | None:
         """Build the config from Megatron's arguments. Returns None if model sizes are missing.
 
-        In hybrid models, ``num_layers`` is the number of pairs of attention and MLP. It's None if
+        In hybrid models, ``num_layers`` is the number of pairs of attention and MLP. It is None if
         the layer pattern has other layers, and so are ``ffn_hidden_size`` and ``mtp_num_layers``.
         """
         given = read_arguments(cls, arguments)
@@ -191,7 +191,7 @@ class ModelConfig:
 
     @classmethod
     def from_config(cls, config: Any, kha: KHAConfig | None = None) -> Self:
-        """Build the config from a ``TransformerConfig`` (there's no vocab size in it).
+        """Build the config from a ``TransformerConfig`` (there is no vocab size in it).
 
         ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
         ``ffn_hidden_size`` and ``mtp_num_layers`` are None as well.
@@ -224,7 +224,7 @@ class ModelConfig:
 
     @property
     def head_sizes(self) -> HeadSizes:
-        """Head sizes before they're divided by TP."""
+        """Head sizes before they are divided by TP."""
         latent = self.multi_latent_attention
         return HeadSizes(
             query_heads=self.num_attention_heads,
@@ -246,7 +246,7 @@ class ModelConfig:
 
     @property
     def norm_parameters(self) -> int:
-        """Parameters per feature. LayerNorm has a bias, RMSNorm doesn't."""
+        """Parameters per feature. LayerNorm has a bias, RMSNorm does not."""
         return 1 if self.normalization == "RMSNorm" else 2
 
     @property

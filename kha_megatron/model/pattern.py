@@ -48,7 +48,7 @@ class LayerPattern:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """Parse a pattern. Returns None if it doesn't alternate between attention and MLP.
+        """Parse a pattern. Returns None if it does not alternate between attention and MLP.
 
         Raises:
             ConfigError: If it has too many layers.

@@ -1,6 +1,6 @@
 """Row layout of Megatron's ``linear_qkv`` weight.
 
-There's one group of rows per KV head. Each group contains, in this order:
+There is one group of rows per KV head. Each group contains, in this order:
 
 - query heads
 - rows for head mechanisms, with the output gate first (see ``HeadRows``)
@@ -9,7 +9,7 @@ There's one group of rows per KV head. Each group contains, in this order:
 
 With tensor parallelism, rows are split evenly. If there are more ranks than groups, several ranks
 share a group: they all-gather its rows, and each of them uses some of the query heads. The padding
-doesn't depend on the TP size, so checkpoints are the same for every layout.
+does not depend on the TP size, so checkpoints are the same for every layout.
 """
 
 from dataclasses import dataclass

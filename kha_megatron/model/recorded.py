@@ -61,7 +61,7 @@ def read_kha_config(checkpoint: Checkpoint) -> KHAConfig | None:
     """Read the KHA config from a checkpoint's training arguments or ``config.json``.
 
     For Megatron checkpoints, we also make sure that the config matches the tensors. Raises
-    CheckpointError if it doesn't.
+    CheckpointError if it does not.
     """
     if hasattr(checkpoint, "config"):
         return KHAConfig.from_entries(checkpoint.config)
@@ -255,7 +255,7 @@ def _main_layers(model: ModelConfig) -> str | None:
 def _find_mismatch(
     shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool
 ) -> str | None:
-    """Find a KHA tensor that's missing or unexpected. This only compares names and the number of
+    """Find a KHA tensor that is missing or unexpected. This only compares names and the number of
     stacked matrices."""
     names = tuple(f"self_attention.{name}_" for name in (Knock.name, *mechanism_types()))
     wanted = {
@@ -273,14 +273,14 @@ def _find_mismatch(
 
 
 def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], Any]:
-    """Load all KHA matrices. They're meant to be used as ``x @ W``.
+    """Load all KHA matrices. They are meant to be used as ``x @ W``.
 
     Returns:
         Dict from ``(attention layer, projection)`` to tensors of shape ``[num_matrices, head_dim,
         head_dim]``.
 
     Raises:
-        CheckpointError: If there are no KHA matrices, or they don't match the config.
+        CheckpointError: If there are no KHA matrices, or they do not match the config.
     """
     kha = read_kha_config(checkpoint)
     if kha is None or not kha.variants:

@@ -23,7 +23,7 @@ _READ_SIZES_FROM_FILE = (
     "heterogeneous_layers_config_encoded_json",
 )
 _BUILT_IN = ("adam", "sgd")
-"""Optimizers that don't require the package emerging-optimizers."""
+"""Optimizers that do not require the package emerging-optimizers."""
 _REPLICAS = "replicas"
 
 
@@ -84,7 +84,7 @@ def build_head_facts(model: ModelConfig) -> HeadFacts:
 def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
     """Check that Megatron's arguments are compatible with the head mechanisms.
 
-    Note: if the arguments don't include the model size, only the ranks can check the mechanisms.
+    Note: if the arguments do not include the model size, only the ranks can check the mechanisms.
     """
     if (model := ModelConfig.from_arguments(arguments, kha)) is not None:
         model.kha.check(build_head_facts(model))

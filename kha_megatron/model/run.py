@@ -5,7 +5,7 @@ Example::
     run = Run.from_values(num_layers=4, swiglu=True).updated(["--lr", "1e-3"])
     run.words()  # ["--num-layers", "4", "--swiglu", "--lr", "1e-3"]
 
-Flags that we don't know are passed to Megatron as they are.
+Flags that we do not know are passed to Megatron as they are.
 """
 
 import re
@@ -136,7 +136,7 @@ _EXCLUDES: Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "train_samples": (bool, ("train_iters",)),
 }
 """Format: ``{argument: (condition, others)}``. If an argument's new value meets the condition, we
-drop the other arguments (they're mutually exclusive)."""
+drop the other arguments (they are mutually exclusive)."""
 
 
 @cache
@@ -152,14 +152,14 @@ def parse(words: Sequence[str]) -> Arguments:
     is a value.
 
     Raises:
-        ConfigError: If there's a value without a flag.
+        ConfigError: If there is a value without a flag.
     """
     found: Arguments = {}
     name, closed = "", True
     for word in words:
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word.partition("=")
-            closed = bool(equals)  # as in argparse, --flag=value can't be followed by more values
+            closed = bool(equals)  # as in argparse, --flag=value cannot be followed by more values
             before = found.get(name, ()) if name in REPEATED else ()
             found[name] = (*before, value) if closed else before
         elif closed:
@@ -192,7 +192,7 @@ class Argument:
 
 
 def as_arguments(**values: Any) -> dict[str, Argument]:
-    """Convert typed values to arguments. Omits those that don't need a flag (``swiglu=False``)."""
+    """Convert typed values to arguments. Omits those that do not need a flag (``swiglu=False``)."""
     named = ((name, _by("argument")[name], value) for name, value in values.items())
     return {
         name: Argument(row.flag, words, value)
@@ -221,12 +221,12 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Config of a training run. It doesn't depend on the number of ranks."""
+    """Config of a training run. It does not depend on the number of ranks."""
 
     given: Mapping[str, Argument]
     """All arguments by name, in command-line order."""
     vocab_size: int | None = None
-    """Expected vocab size of the tokenizer. We don't pass this on the command line."""
+    """Expected vocab size of the tokenizer. We do not pass this on the command line."""
     dropped: tuple[str, ...] = field(default=(), compare=False)
     """Recipe flags that conflict with the user's arguments, and why."""
 
@@ -269,7 +269,7 @@ class Run:
         return replace(self, given=own | new, dropped=(*self.dropped, *dropped))
 
     def with_defaults(self, **values: Any) -> Self:
-        """Return a copy that uses these values for all arguments that aren't set."""
+        """Return a copy that uses these values for all arguments that are not set."""
         return replace(self, given=as_arguments(**values) | dict(self.given))
 
     def as_hybrid(self) -> Self:
@@ -349,7 +349,7 @@ def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_kha_config(arguments: Mapping[str, Any]) -> KHAConfig | None:
-    """Build the KHA config from Megatron's arguments. None if there aren't any for KHA."""
+    """Build the KHA config from Megatron's arguments. None if there are not any for KHA."""
     names = {row.argument: row.argument.removeprefix("kha_") for row in HEAD_FIELDS}
     kha = KHAConfig.from_options({setting: arguments.get(name) for name, setting in names.items()})
     return kha and kha.with_output_gate(bool(arguments.get("attention_output_gate")))

@@ -125,7 +125,7 @@ def count_parameters(
 ) -> Parameters:
     """Count the parameters on a rank of the given pipeline stage.
 
-    Note that this doesn't support MLA, GLA or GTA with TP > 1.
+    Note that this does not support MLA, GLA or GTA with TP > 1.
     """
     hidden = model.hidden_size
     tp = layout.tp
@@ -279,7 +279,7 @@ class Flops:
 
 
 def get_countable_model(model: ModelConfig | None) -> ModelConfig:
-    """Make sure that this module supports the model. Raises ConfigError if it doesn't."""
+    """Make sure that this module supports the model. Raises ConfigError if it does not."""
     if model is None:
         raise ConfigError("Cannot count the parameters of a model without --num-layers.")
     if model.num_layers is None:

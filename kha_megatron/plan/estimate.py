@@ -12,7 +12,7 @@ from kha_megatron.plan.memory import Memory, estimate_memory
 from kha_megatron.plan.rank import Precision, Rank, Recompute, Setup
 
 USABLE_MEMORY = 0.9
-"""Leave some headroom for everything that isn't part of the estimate (e.g. the CUDA context)."""
+"""Leave some headroom for everything that is not part of the estimate (e.g. the CUDA context)."""
 
 _CORE_ATTENTION = "core_attn"
 """Default of ``--recompute-modules``, with ``--recompute-granularity selective``."""
@@ -57,7 +57,7 @@ class Estimate:
         return self.total_memory <= USABLE_MEMORY * gpu_memory
 
     def explain_fit(self, gpu_memory: float) -> str:
-        """Describe whether the largest rank fits, and what to do if it doesn't."""
+        """Describe whether the largest rank fits, and what to do if it does not."""
         needed = f"{self.total_memory / 1e9:.1f} GB of GPU memory"
         usable = f"{USABLE_MEMORY:.0%} of {gpu_memory / 1e9:.1f} GB"
         if self.fits(gpu_memory):

@@ -55,7 +55,7 @@ def get_recipe(name: str) -> Recipe:
     """Look up a recipe by name.
 
     Raises:
-        ConfigError: If there's no such recipe. The message suggests similar names.
+        ConfigError: If there is no such recipe. The message suggests similar names.
     """
     if name not in RECIPES:
         similar = difflib.get_close_matches(name, RECIPES, n=3) or ["quickstart"]

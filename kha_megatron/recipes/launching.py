@@ -129,7 +129,7 @@ def launch_job(
 
 
 def import_nemo_run() -> ModuleType:
-    """Import NeMo-Run, or explain how to install it (it's an optional dependency)."""
+    """Import NeMo-Run, or explain how to install it (it is an optional dependency)."""
     try:
         import nemo_run
     except ImportError as error:
@@ -144,7 +144,7 @@ def import_nemo_run() -> ModuleType:
 
 @contextmanager
 def create_experiment(job: Job, executor: Any, *, chain: int = 1) -> Iterator[Any]:
-    """Create a NeMo-Run experiment of ``chain`` consecutive tasks. Doesn't start it."""
+    """Create a NeMo-Run experiment of ``chain`` consecutive tasks. Does not start it."""
     run = import_nemo_run()
     with run.Experiment(
         job.recipe.name.replace("/", "-"),
@@ -196,8 +196,8 @@ def _follow(
 def _status(experiment: Any, launch_id: str) -> str:
     """Return the state of the task, e.g. RUNNING or SUCCEEDED.
 
-    We can't rely on NeMo-Run's exit code because it's 0 even for failed jobs. If all processes are
-    gone but there's no final state, the state is UNKNOWN.
+    We cannot rely on NeMo-Run's exit code because it is 0 even for failed jobs. If all processes
+    are gone but there is no final state, the state is UNKNOWN.
     """
     state = experiment.status(return_dict=True)[TASK]["status"].name
     if state not in (*_FINISHED, "RUNNING") and not find_processes(launch_id):

@@ -94,7 +94,7 @@ def compute_tokens_per_second(steps: Sequence[Step], seq_length: int) -> float |
 def read_new_lines(file: BinaryIO) -> Iterator[str]:
     """Yield lines from the current position on, as in ``tail -f``.
 
-    If the last line is still being written, it's left for the next call.
+    If the last line is still being written, it is left for the next call.
     """
     while line := file.readline():
         if not line.endswith(b"\n"):

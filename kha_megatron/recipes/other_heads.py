@@ -5,9 +5,9 @@
   Table 3 in the KHA paper. Note that the 15B model is called A2.4B, but only 1.99B parameters are
   active.
 - ``MOH``: language models of the mixture-of-head attention paper (arXiv:2410.11842), with the
-  hyperparameters of its Tables A, C and D. Some aren't specified. For these, we share half of the
+  hyperparameters of its Tables A, C and D. Some are not specified. For these, we share half of the
   active heads (section 4.4 shares 16 of 32 heads for LLaMA3-8B) and use cosine decay.
-- ``INTERACTIVE``: Table 6 of the KHA paper, with models from Table 3. The paper doesn't say how
+- ``INTERACTIVE``: Table 6 of the KHA paper, with models from Table 3. The paper does not say how
   large the other mechanisms are, so we make collaborative heads as large as fused kernels allow,
   and share half of the active heads in MoH.
 """

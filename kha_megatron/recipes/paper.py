@@ -1,6 +1,6 @@
 """Recipes for the models of the KHA paper (sections 4.1 and 4.4, Table 5) and shared defaults.
 
-Hyperparameters that the paper doesn't mention are left at Megatron's defaults. We inferred tied
+Hyperparameters that the paper does not mention are left at Megatron's defaults. We inferred tied
 embeddings, the vocabulary size and the sizes of the 6.1B model from the published parameter counts.
 The parallel sizes are our own, since the paper used FSDP.
 """
@@ -65,8 +65,8 @@ _EXPERTS_ON_GPUS: dict[str, Any] = {
     "moe_grouped_gemm": True,
     "moe_permute_fusion": True,
 }
-"""As in Megatron-Bridge's recipe for Qwen3-30B-A3B. With local layers, which don't support the last
-two, :class:`Run` drops them."""
+"""As in Megatron-Bridge's recipe for Qwen3-30B-A3B. :class:`Run` drops the last two with local
+layers, which do not support them."""
 
 
 _KEPT_CHECKPOINTS = 10

@@ -1,4 +1,4 @@
-"""Turn a recipe into a job, and check it before it's started or submitted.
+"""Turn a recipe into a job, and check it before it is started or submitted.
 
 All checks work on the command line and the file system alone. This way, you notice mistakes right
 away, not after hours in a queue.
@@ -47,7 +47,7 @@ class Slurm:
     """Options of a Slurm job."""
 
     time: str
-    """Time limit, ``[DAYS-]HH:MM:SS``. The run saves a checkpoint and exits before it's reached."""
+    """Time limit, ``[DAYS-]HH:MM:SS``. The run saves a checkpoint and exits before it."""
     nodes: int = 1
     gpus: int = 8
     """Number of ranks per node."""
@@ -61,7 +61,7 @@ class Slurm:
     partition: str | None = None
     account: str | None = None
     retries: int = 0
-    """How often a job is requeued after a failure or at its time limit. Preemptions don't count."""
+    """How often to requeue a job after a failure or at its time limit. Preemptions do not count."""
     chain: int = 1
     """Number of jobs to run one after another. Each resumes from the previous checkpoint."""
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -134,7 +134,7 @@ def prepare_job(
 ) -> Job:
     """Build a job from a recipe, and check its arguments, data and directories.
 
-    This doesn't start anything. See :func:`launch_job` and :func:`submit`.
+    This does not start anything. See :func:`launch_job` and :func:`submit`.
 
     Args:
         data: Directory written by ``kha-megatron data prepare``.
@@ -144,9 +144,9 @@ def prepare_job(
         ranks: Number of processes. Ignored if ``slurm`` is set.
         device: ``cuda`` or ``cpu``.
         resume: Resume from the last checkpoint in ``output``.
-        remote: Set this if the ranks can't access the local file system. Like a Slurm job, the job
-            resumes from its own last checkpoint when it's restarted.
-        dry_run: The job won't be started, so it doesn't need any data yet.
+        remote: Set this if the ranks cannot access the local file system. Like a Slurm job, the job
+            resumes from its own last checkpoint when it is restarted.
+        dry_run: The job will not be started, so it does not need any data yet.
 
     Raises:
         ConfigError: If arguments are inconsistent, or a path on a remote machine is relative.
@@ -243,7 +243,7 @@ def _takes_indices(directory: Path) -> bool:
 
 
 def _check_directories(run: Run, load: str | None, output: Path | None, *, resume: bool) -> None:
-    """Check that we don't overwrite an earlier run or load an incomplete checkpoint."""
+    """Check that we do not overwrite an earlier run or load an incomplete checkpoint."""
     source = Path(load).absolute() if load else None
     if source is not None:
         _check_checkpoint(source, run)
@@ -255,7 +255,7 @@ def _check_directories(run: Run, load: str | None, output: Path | None, *, resum
 
 @contextmanager
 def owned_output(job: Job) -> Iterator[None]:
-    """Lock the output directory of a job while it's running or being submitted.
+    """Lock the output directory of a job while it is running or being submitted.
 
     Raises:
         OutputError: If another process holds the lock, or has used the directory since
@@ -275,9 +275,9 @@ def owned_output(job: Job) -> Iterator[None]:
 
 
 def _check_checkpoint(directory: Path, run: Run) -> None:
-    """Check that there's a complete checkpoint that ``run`` can continue.
+    """Check that there is a complete checkpoint that ``run`` can continue.
 
-    Megatron itself would silently start from random weights if there's no complete checkpoint.
+    Megatron itself would silently start from random weights if there is no complete checkpoint.
     """
     verdict = select_iteration(directory) if directory.is_dir() else None
     if verdict and verdict.newest:

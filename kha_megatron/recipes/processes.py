@@ -1,6 +1,6 @@
 """Find and terminate all processes of a launch.
 
-We identify processes by an environment variable. Process groups don't work because torchrun starts
+We identify processes by an environment variable. Process groups do not work because torchrun starts
 each rank in its own session.
 
 When run as a script, this module waits for stdin to be closed and then terminates the processes.
@@ -50,7 +50,7 @@ def terminating_on_exit(launch_id: str) -> Iterator[None]:
 def interruptible() -> Iterator[list[int]]:
     """Raise KeyboardInterrupt on SIGTERM and SIGHUP. Yields a list of the received signals.
 
-    If the same signal is sent again, it's ignored so that cleanup can finish. Existing handlers
+    If the same signal is sent again, it is ignored so that cleanup can finish. Existing handlers
     (e.g. nohup's) are left alone. Has no effect outside of the main thread.
     """
     received: list[int] = []

@@ -243,7 +243,7 @@ def _query(job_id: str) -> dict[str, str]:
     """Query the properties of a Slurm job, e.g. ``{"JobState": "RUNNING", ...}``.
 
     ``scontrol`` only knows current and recent jobs, so we fall back to ``sacct`` for older ones.
-    (Clusters without accounting don't have it.) Returns {} if the controller doesn't respond.
+    (Clusters without accounting do not have it.) Returns {} if the controller does not respond.
     """
     controller = _run("scontrol", "show", "job", "--oneliner", job_id)
     if controller.returncode == 0:

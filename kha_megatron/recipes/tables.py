@@ -1,6 +1,6 @@
 """Recipes for Tables 1 to 5 of the KHA paper.
 
-There's one recipe per row, e.g. ``table1/mlp-kv4`` or ``table5/dense-1.7b-linear``.
+There is one recipe per row, e.g. ``table1/mlp-kv4`` or ``table5/dense-1.7b-linear``.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""vLLM plugin for `kha` models. You don't need `--trust-remote-code` if it is installed."""
+"""vLLM plugin for `kha` models. You do not need `--trust-remote-code` if it is installed."""
 
 import ast
 from collections.abc import Iterator

@@ -41,7 +41,7 @@ def check_mechanism(mechanism: type[Mechanism], *, smooth: bool = True, **settin
     them), and the mechanism and each of its parameters must have an effect on the outputs.
 
     Args:
-        mechanism: Class to check. If it isn't registered, its file is (see ``--heads-from``).
+        mechanism: Class to check. If it is not registered, its file is (see ``--heads-from``).
         smooth: Set to False for straight-through gradients, to skip the finite differences.
         settings: Settings of the mechanism.
 

@@ -500,7 +500,7 @@ def main() -> None:
     os.environ |= cpu.ENVIRONMENT
     cpu.install(despite_cuda=True, quiet=True)
     torch.set_num_threads(1)
-    from kha_megatron.mcore import compat, specs  # noqa: F401, so that forked ranks don't have to
+    from kha_megatron.mcore import compat, specs  # noqa: F401, so that forked ranks do not have to
 
     compat.use_forked_writers()
     gc.freeze()  # so that no garbage collection of a rank visits what torch and Megatron hold

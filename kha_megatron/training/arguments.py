@@ -184,7 +184,7 @@ def _prepare_for_cuda(argv: list[str], layers: str) -> None:
             "Transformer Engine is installed without its compiled extension. Run "
             f"{install_command('te', '--no-build-isolation ')}, or add --transformer-impl local."
         )
-    unfused = layers == "local" or "--use-torch-fsdp2" in argv  # TE doesn't need apex, see compat
+    unfused = layers == "local" or "--use-torch-fsdp2" in argv  # TE does not need apex, see compat
     missing = find_spec("fused_weight_gradient_mlp_cuda") is None
     if missing and unfused and _UNFUSED not in argv:
         argv.append(_UNFUSED)
@@ -213,7 +213,7 @@ def kha_from_args(args: argparse.Namespace) -> KHAConfig:
 def describe_layers(args: argparse.Namespace, *, pattern_is_saved: bool = False) -> None:
     """Replace ``--num-layers`` by ``--hybrid-layer-pattern``, unless ``--gpt-model`` is set.
 
-    ``pattern_is_saved`` means that a pattern comes from a checkpoint. If its pipeline stages don't
+    ``pattern_is_saved`` means that a pattern comes from a checkpoint. If its pipeline stages do not
     fit the current layout, we split it again.
     """
     saved = LayerPattern.parse(args.hybrid_layer_pattern or "") if pattern_is_saved else None
@@ -230,7 +230,7 @@ def check_args(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: See :func:`check_options`.
-        DataError: If the dataset is missing, can't be split, or was made with another tokenizer.
+        DataError: If the dataset is missing, cannot be split, or was made with another tokenizer.
     """
     check_options(args)
     check_data(vars(args))
@@ -240,7 +240,7 @@ def check_options(args: argparse.Namespace) -> None:
     """Check arguments and parallel layout.
 
     Raises:
-        ConfigError: If sizes aren't divisible, or if an option would be ignored or give wrong
+        ConfigError: If sizes are not divisible, or if an option would be ignored or give wrong
             results.
     """
     mistakes = {

@@ -251,7 +251,7 @@ _build_datasets.is_distributed = True  # type: ignore[attr-defined]  # all ranks
 
 
 def _masks_are_data(args: argparse.Namespace) -> bool:
-    """Whether attention masks depend on the text, i.e. aren't just causal."""
+    """Whether attention masks depend on the text, i.e. are not just causal."""
     return args.create_attention_mask_in_dataloader and args.reset_attention_mask
 
 

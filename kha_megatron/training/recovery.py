@@ -1,7 +1,7 @@
 """Resume after a job was killed during a save, and explain failed saves and loads.
 
 The tracker file has to be repaired before Megatron reads it. If it contains no number, Megatron
-exits with code 0. If it's missing, Megatron starts from scratch.
+exits with code 0. If it is missing, Megatron starts from scratch.
 """
 
 import ctypes
@@ -45,8 +45,8 @@ def repair_tracker(args: Namespace) -> bool:
         bool: True if the tracker file was or has to be changed.
 
     Raises:
-        CheckpointError: If a rank doesn't see the change within a minute.
-        OutputError: If the tracker file can't be written.
+        CheckpointError: If a rank does not see the change within a minute.
+        OutputError: If the tracker file cannot be written.
     """
     if args.ckpt_format != "torch_dist" or not args.load or not args.save:
         return False
@@ -120,8 +120,8 @@ def explain_failures(args: Namespace) -> Iterator[None]:
     """Turn exceptions from failed saves and loads into one-line errors.
 
     Raises:
-        OutputError: If a checkpoint can't be written, e.g. because the disk is full.
-        CheckpointError: If a checkpoint can't be read, or was saved with other arguments.
+        OutputError: If a checkpoint cannot be written, e.g. because the disk is full.
+        CheckpointError: If a checkpoint cannot be read, or was saved with other arguments.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -116,8 +116,8 @@ def find_start(args: Namespace) -> Start:
 def path_to_load(args: Namespace) -> Path | None:
     """Find the checkpoint that Megatron's ``load_checkpoint`` is going to load.
 
-    It's in ``--load`` if that directory has a tracker file (or ``--ckpt-step`` is set), and in
-    ``--pretrained-checkpoint`` otherwise. A global non-persistent checkpoint wins if it's at least
+    It is in ``--load`` if that directory has a tracker file (or ``--ckpt-step`` is set), and in
+    ``--pretrained-checkpoint`` otherwise. A global non-persistent checkpoint wins if it is at least
     as new.
 
     Returns:
@@ -125,8 +125,8 @@ def path_to_load(args: Namespace) -> Path | None:
         store.
 
     Raises:
-        CheckpointError: If the tracker file doesn't name the newest complete checkpoint and can't
-            be repaired, because this run doesn't save to the same directory.
+        CheckpointError: If the tracker file does not name the newest complete checkpoint and cannot
+            be repaired, because this run does not save to the same directory.
     """
     directory = _directory_to_load(args)
     if directory is None or _is_remote(directory):
@@ -157,7 +157,7 @@ def _persistent_checkpoint(directory: Path, args: Namespace) -> Path | None:
 
 
 def object_store(args: Namespace) -> str | None:
-    """Return the first checkpoint directory that's an object-store URL (e.g. ``msc://``)."""
+    """Return the first checkpoint directory that is an object-store URL (e.g. ``msc://``)."""
     for directory in (args.load, args.save, args.pretrained_checkpoint):
         if _is_remote(directory):
             return directory
@@ -182,7 +182,7 @@ def _is_tracked(directory: str | Path | None) -> bool:
 
 
 def _tracked_iteration(directory: Path) -> Path:
-    """Resolve the tracker file, but raise an error if it's invalid.
+    """Resolve the tracker file, but raise an error if it is invalid.
 
     Megatron would exit with code 0 or start from scratch in this case.
     """
@@ -206,7 +206,7 @@ def restored_kha(start: Start, args: Namespace) -> KHAConfig | None:
 
 
 def check_model_class(start: Start, args: Namespace) -> None:
-    """Raise CheckpointError if Megatron can't load the checkpoint into this kind of model.
+    """Raise CheckpointError if Megatron cannot load the checkpoint into this kind of model.
 
     This needs the final ``--hybrid-layer-pattern``, see ``arguments.describe_layers``.
     """
@@ -293,10 +293,10 @@ def is_upcycled(start: Start, args: Namespace, kha: KHAConfig) -> bool:
 
     Shared matrices start as the identity, so the initial loss is the same as without KHA. The
     optimizer, RNG state, schedule and iteration are reset, as with ``--finetune``. Returns False if
-    the run isn't upcycled or already has a checkpoint of its own.
+    the run is not upcycled or already has a checkpoint of its own.
 
     Raises:
-        ConfigError: If the same command line couldn't resume the run later.
+        ConfigError: If the same command line could not resume the run later.
         CheckpointError: If the checkpoint already has KHA.
     """
     if not args.kha_upcycle:

@@ -19,7 +19,7 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
     Saves and loads also check the state of the optimizer.
 
     With dynamic loss scaling (``--fp16``), Megatron skips a step if gradients overflow, but it
-    doesn't check for NaN. A single NaN in the parameters would make it skip all remaining steps.
+    does not check for NaN. A single NaN in the parameters would make it skip all remaining steps.
 
     Args:
         models (list): Model chunks on this rank, not wrapped yet. Must be called on all ranks.

@@ -5,8 +5,8 @@ You can set the ``KHA_KERNELS`` environment variable to one of the following:
 - ``auto`` (default): use the Triton kernels if they support the tensors and pass a self-check (see
   :mod:`kha_megatron.heads.kernels.verification`), otherwise PyTorch.
 - ``torch``: always use PyTorch.
-- ``triton``: use the Triton kernels without a self-check, or raise an error if that isn't possible.
-  You can combine this with ``TRITON_INTERPRET=1`` to run them on the CPU (slow).
+- ``triton``: use the Triton kernels without a self-check, or raise an error if that is not
+  possible. You can combine this with ``TRITON_INTERPRET=1`` to run them on the CPU (slow).
 
 KHA-Linear always uses PyTorch.
 The choice is logged on rank 0. Triton also needs less memory: it only saves the input for backward,
@@ -42,10 +42,10 @@ KERNELS_VARIABLE = "KHA_KERNELS"
 def fused_knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     """Apply KHA to every head, using Triton if possible. See ``kha_megatron.heads.knock.knock``.
 
-    Note that the Triton kernels don't support double backward.
+    Note that the Triton kernels do not support double backward.
 
     Raises:
-        ConfigError: If ``KHA_KERNELS`` is invalid, or is ``triton`` but the kernels can't be used.
+        ConfigError: If ``KHA_KERNELS`` is invalid, or is ``triton`` but the kernels cannot be used.
     """
     if variant not in KERNEL_VARIANTS:
         return knocking.knock(x, weight, variant)
@@ -61,7 +61,7 @@ def fused_knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
 
 
 def unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
-    """Explain why the kernels can't be used for these tensors (None if they can)."""
+    """Explain why the kernels cannot be used for these tensors (None if they can)."""
     if torch.is_autocast_enabled(x.device.type):
         return "autocast is enabled"
     for tensor in (x, weight):
@@ -88,7 +88,7 @@ def _reason(
 
 
 def triton_reason() -> str | None:
-    """Explain why the installed Triton can't be used (None if it can)."""
+    """Explain why the installed Triton cannot be used (None if it can)."""
     try:
         import triton
     except Exception as error:  # an incompatible Triton can raise anything

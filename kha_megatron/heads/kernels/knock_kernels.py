@@ -7,7 +7,7 @@ intermediate results.
 All kernels are persistent, i.e. each program loads the matrices once and then loops over tiles of
 ``M`` rows. There are two ways to load rows: through pointers (any stride between tokens and heads)
 or through a TMA descriptor (needs a uniform stride between rows, but uses fewer registers). A tile
-in registers can't be indexed by column, so we load the columns of a block (``x_j``) a second time.
+in registers cannot be indexed by column, so we load the columns of a block (``x_j``) a second time.
 """
 
 # ruff: noqa: RET505 (Triton compiles the code after a returning `if`, so `else` is needed)

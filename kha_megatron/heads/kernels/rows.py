@@ -36,6 +36,6 @@ def strides_of(x: Tensor) -> Strides | None:
 
 
 def rows_of(x: Tensor) -> tuple[Tensor, Strides]:
-    """Return ``x`` and its strides. Makes ``x`` contiguous first if that's necessary."""
+    """Return ``x`` and its strides. Makes ``x`` contiguous first if that is necessary."""
     strides = strides_of(x)
     return rows_of(x.contiguous()) if strides is None else (x, strides)

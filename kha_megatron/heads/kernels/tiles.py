@@ -4,7 +4,7 @@
 of two (required by Triton), and ``J`` the number of columns per block. Padding is filled with
 zeros.
 
-Usually ``J == P``. If the matrices don't fit into shared memory, we process blocks of ``J < P``
+Usually ``J == P``. If the matrices do not fit into shared memory, we process blocks of ``J < P``
 columns:
 
 - ``mlp``: blocks of hidden features. Each block adds to all columns of ``y``.

@@ -41,7 +41,7 @@ class Tiling:
 
     rows: int
     columns: int
-    """Padded head dim, or the block size ``J`` if the matrices don't fit into shared memory."""
+    """Padded head dim, or the block size ``J`` if the matrices do not fit into shared memory."""
     warps: int
     stages: int  # depth of software pipelining, which also saves registers; 1 disables it
     per_processor: int = 1  # programs that run concurrently on a multiprocessor
@@ -49,7 +49,7 @@ class Tiling:
     def allows_descriptors(
         self, variant: Variant, head_dim: int, dtype: torch.dtype, arch: str
     ) -> bool:
-        """Whether we use TMA. It doesn't work with column blocks, and sm_120 then spills."""
+        """Whether we use TMA. It does not work with column blocks, and sm_120 then spills."""
         whole = variant == "mlp" or self.columns == padded(head_dim)
         return whole and dtype.itemsize == 2 and arch in ("sm_90", "sm_100")
 

@@ -2,7 +2,7 @@
 
 We compare the kernels with PyTorch on random data when a new layout is first used. The check covers
 more rows than the GPU processes at a time plus a partial tile, looks at each row separately, and
-temporarily needs a few hundred MB. There's no need for ranks to agree: Triton and PyTorch compute
+temporarily needs a few hundred MB. There is no need for ranks to agree: Triton and PyTorch compute
 the same function, so each rank can decide for itself.
 """
 
@@ -30,7 +30,7 @@ even in the worst of many rows."""
 MAX_SCALE_ERROR = 1e-3
 """Maximum deviation of ``<actual, expected> / <expected, expected>`` from 1, over all rows.
 
-Rounding errors cancel out in this ratio, but a wrong constant doesn't, even if each row is within
+Rounding errors cancel out in this ratio, but a wrong constant does not, even if each row is within
 its limit.
 """
 
@@ -167,7 +167,7 @@ _trusted: dict[KnockCase, bool] = {}
 def is_trusted(case: KnockCase) -> bool:
     """Return True if the kernels agree with PyTorch. Runs the check on the first call.
 
-    A failed check logs a warning on every rank. We can't run the check during CUDA graph capture,
+    A failed check logs a warning on every rank. We cannot run the check during CUDA graph capture,
     so this returns False and tries again later.
     """
     if case not in _trusted:

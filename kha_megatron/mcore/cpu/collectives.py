@@ -24,7 +24,7 @@ def install() -> None:
 
 @contextmanager
 def _coalescing_manager(coalescing: Any, group=None, device=None, async_ops=False):
-    """Disable coalescing by device, which gloo doesn't support."""
+    """Disable coalescing by device, which gloo does not support."""
     if device is not None:
         yield SimpleNamespace(wait=lambda: None)
         return

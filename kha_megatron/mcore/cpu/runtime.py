@@ -39,7 +39,7 @@ def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
 
     Args:
         despite_cuda (bool): Install even if the machine has CUDA devices.
-        quiet (bool): Don't log a message on rank 0.
+        quiet (bool): Do not log a message on rank 0.
 
     Raises:
         ConfigError: If there is a CUDA device, or Megatron was already imported.
@@ -183,7 +183,7 @@ def _patch_torch() -> None:
 
     torch.compile = uncompiled
 
-    # this warning doesn't apply, because the tracker forks the CPU generator
+    # this warning does not apply, because the tracker forks the CPU generator
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )

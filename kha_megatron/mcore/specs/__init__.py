@@ -59,7 +59,7 @@ _LOCAL: dict[type, type] = {
     WrappedTorchNorm: TorchNorm,
     DotProductAttention: GatheredDotProductAttention,
 }
-"""Local modules that don't support sequence or context parallelism, and their replacements."""
+"""Local modules that do not support sequence or context parallelism, and their replacements."""
 
 _LATENT: dict[type, type] = {
     MLASelfAttention: KHAMLASelfAttention,
@@ -174,7 +174,7 @@ class KHATransformerLayer(BaseTransformerLayer):
     """Builds a ``TransformerLayer`` with KHA (``--spec`` only).
 
     Stock scripts import the ``--spec`` object before there is a config. Local or TE modules, and
-    dense or MoE layers, can't be selected until this class is instantiated.
+    dense or MoE layers, cannot be selected until this class is instantiated.
     """
 
     def __new__(
