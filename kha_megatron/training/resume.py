@@ -277,15 +277,15 @@ def _check_same_rope(start: Start, args: Namespace) -> None:
             continue
         if args.use_checkpoint_args and name in _RESTORED:
             continue
+        new = getattr(args, name, old)
+        if old == new:
+            continue
         if name == "position_embedding_type" and args.use_rotary_position_embeddings:
             continue
-        new = getattr(args, name, old)
-        if old != new:
-            raise CheckpointError(
-                f"--{name.replace('_', '-')} is {new}, but {start.path} was trained with "
-                f"{show_value(old)}. Use the same RoPE arguments, or add --finetune to change "
-                "them."
-            )
+        raise CheckpointError(
+            f"--{name.replace('_', '-')} is {new}, but {start.path} was trained with "
+            f"{show_value(old)}. Use the same RoPE arguments, or add --finetune to change them."
+        )
 
 
 def is_upcycled(start: Start, args: Namespace, kha: KHAConfig) -> bool:
