@@ -79,7 +79,11 @@ def stock(corpus, tmp_path_factory):
             "Unknown KHA preset 'gate_outpt'. Did you mean gate_output?",
             marks=pytest.mark.whole,
         ),
-        ("kha_mlp+kha_linear", "Presets kha_mlp, kha_linear cannot be combined, because"),
+        pytest.param(
+            "kha_mlp+kha_linear",
+            "Presets kha_mlp, kha_linear cannot be combined, because",
+            marks=pytest.mark.whole,
+        ),
     ],
 )
 def test_an_invalid_spec_name_ends_a_script_with_one_line(name, problem):
