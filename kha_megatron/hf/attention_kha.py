@@ -413,6 +413,22 @@ class KHABaseAttention(KHAHeads):
         """
         raise NotImplementedError
 
+    def normalize_and_rotate(
+        self, query: Tensor, key: Tensor, position_embeddings: CosSin
+    ) -> tuple[Tensor, Tensor]:
+        """Apply QK-norm and RoPE to tensors of shape `(batch_size, seq_len, num_heads, head_dim)`.
+
+        Returns:
+            `tuple[torch.Tensor, ...]`: Two tensors of shape `(batch_size, num_heads, seq_len,
+            head_dim)`.
+        """
+        if self.use_qk_norm:
+            query = self.q_norm(query)
+            key = self.k_norm(key)
+        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
+        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
+        return query, key
+
     def expand_heads(
         self,
         key: Tensor,
@@ -456,11 +472,7 @@ class KHAHeadsAttention(KHABaseAttention, Glm4MoeAttention):
             key=self.k_knock(self.k_proj(hidden_states).view(heads)),
             value=self.v_knock(self.v_proj(hidden_states).view(heads)),
         )
-        if self.use_qk_norm:
-            query = self.q_norm(query)
-            key = self.k_norm(key)
-        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
-        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
+        query, key = self.normalize_and_rotate(query, key, position_embeddings)
         return query, key, value.transpose(1, 2)
 
 
@@ -501,11 +513,7 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
             key=input_projections[f"{self.mechanism_name}_key"],
             value=self.v_knock(self.v_proj(hidden_states).view(heads)),
         )
-        if self.use_qk_norm:
-            query = self.q_norm(query)
-            key = self.k_norm(key)
-        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
-        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
+        query, key = self.normalize_and_rotate(query, key, position_embeddings)
         return query, key, value.flatten(-2)[:, None]
 
     def expand_heads(
