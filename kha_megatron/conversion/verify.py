@@ -259,20 +259,28 @@ def _adjust_heads(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
     first_names = _mechanism_names(first.model.kha)
     second_names = _mechanism_names(second.model.kha)
     if first_names > second_names:
-        only_first = first.model.kha.without(*second_names)
-        if only_first.is_foldable:
-            folded = fold_heads(first, only_first)
-            return _Sources(folded, second), HeadAdjustment.FIRST_FOLDED
-        upcycled = upcycle_heads(second, replace(only_first, init="identity"))
-        return _Sources(first, upcycled), HeadAdjustment.SECOND_UPCYCLED
-    if second_names > first_names:
-        only_second = second.model.kha.without(*first_names)
-        if only_second.is_foldable:
-            folded = fold_heads(second, only_second)
-            return _Sources(first, folded), HeadAdjustment.SECOND_FOLDED
-        upcycled = upcycle_heads(first, replace(only_second, init="identity"))
-        return _Sources(upcycled, second), HeadAdjustment.FIRST_UPCYCLED
-    return sources, HeadAdjustment.NONE
+        first, second, is_folded = _fold_or_upcycle(first, second)
+        adjustment = HeadAdjustment.FIRST_FOLDED if is_folded else HeadAdjustment.SECOND_UPCYCLED
+    elif second_names > first_names:
+        second, first, is_folded = _fold_or_upcycle(second, first)
+        adjustment = HeadAdjustment.SECOND_FOLDED if is_folded else HeadAdjustment.FIRST_UPCYCLED
+    else:
+        adjustment = HeadAdjustment.NONE
+    return _Sources(first, second), adjustment
+
+
+def _fold_or_upcycle(
+    larger: ModelSource, smaller: ModelSource
+) -> tuple[ModelSource, ModelSource, bool]:
+    """Fold the mechanisms that only ``larger`` has, or add them to ``smaller``.
+
+    Returns:
+        Both models, and whether ``larger`` was folded.
+    """
+    added = larger.model.kha.without(*_mechanism_names(smaller.model.kha))
+    if added.is_foldable:
+        return fold_heads(larger, added), smaller, True
+    return larger, upcycle_heads(smaller, replace(added, init="identity")), False
 
 
 def _mechanism_names(kha: KHAConfig) -> set[str]:
