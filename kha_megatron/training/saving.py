@@ -142,12 +142,14 @@ def check_optimizer_of_experts(models: list[torch.nn.Module], args: Namespace) -
     else:
         fails = args.bf16 or args.fp16
         cause = "half precision and without --use-distributed-optimizer"
+    if not fails:
+        return
     parameters = chain.from_iterable(model.parameters() for model in models)
     # as Megatron distinguishes them
     has_experts = any(not getattr(parameter, "allreduce", True) for parameter in parameters)
     ranks = [has_experts] * dist.get_world_size()
     dist.all_gather_object(ranks, has_experts)
-    if fails and any(ranks) and not ranks[0]:
+    if any(ranks) and not ranks[0]:
         raise ConfigError(
             f"The first pipeline stage has no MoE layers. With {cause}, Megatron cannot save and "
             "resume the optimizer of experts that another stage has. Move a MoE layer to the first "
