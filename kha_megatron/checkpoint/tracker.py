@@ -243,6 +243,11 @@ def newest(folder: Path) -> Path | None:
     return select_iteration(folder).newest if folder.is_dir() else None
 
 
+def is_object_store(directory: str | Path | None) -> bool:
+    """Whether a directory is in an object store (e.g. ``msc://``), where we repair nothing."""
+    return "://" in str(directory)
+
+
 def resolve(path: Path) -> Path:
     """Find the checkpoint to read for a user-specified path (a checkpoint or ``--save`` directory).
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.ownership import Ownership, claim
 from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
+from kha_megatron.checkpoint.tracker import is_object_store
 from kha_megatron.config import KHAConfig
 from kha_megatron.errors import DataError
 from kha_megatron.mcore import compat, cpu
@@ -158,7 +159,7 @@ def run(program_start: float) -> None:
 
 def _claim_save(args: argparse.Namespace) -> Ownership | None:
     """On rank 0, claim ``--save``, so that no other run writes to it until this run exits."""
-    if not args.save or "://" in args.save or not is_first_rank():
+    if not args.save or is_object_store(args.save) or not is_first_rank():
         return None
     ownership = claim(Path(args.save))
     atexit.register(ownership.release)

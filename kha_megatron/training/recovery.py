@@ -20,7 +20,14 @@ from typing import Any
 
 from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.torch_dist import reason
-from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest, repair, select_iteration
+from kha_megatron.checkpoint.tracker import (
+    RELEASE,
+    TRACKER,
+    is_object_store,
+    newest,
+    repair,
+    select_iteration,
+)
 from kha_megatron.errors import CheckpointError, OutputError
 
 _WAIT = 60  # seconds until rank 0's changes must be visible on a shared file system
@@ -76,7 +83,7 @@ def repair_tracker(args: Namespace) -> bool:
 
 def warn_of_a_fresh_start(args: Namespace) -> None:
     """Warn about a missing ``--load`` if ``--save`` already contains a checkpoint."""
-    if args.load or not args.save or "://" in args.save:
+    if args.load or not args.save or is_object_store(args.save):
         return
     if found := newest(Path(args.save)):
         announce(

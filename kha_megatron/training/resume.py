@@ -15,6 +15,7 @@ from kha_megatron.checkpoint.tracker import (
     RELEASE,
     TRACKER,
     folder_name,
+    is_object_store,
     iteration_of,
     resolve,
     select_iteration,
@@ -106,7 +107,7 @@ def find_start(args: Namespace) -> Start:
         CheckpointError: If the checkpoint is corrupted or incomplete.
     """
     is_pretrained = starts_from_pretrained(args)
-    is_remote = _is_remote(_directory_to_load(args))
+    is_remote = is_object_store(_directory_to_load(args))
     path = path_to_load(args)
     if path is None:
         return Start(is_pretrained, is_remote)
@@ -129,7 +130,7 @@ def path_to_load(args: Namespace) -> Path | None:
             be repaired, because this run does not save to the same directory.
     """
     directory = _directory_to_load(args)
-    if directory is None or _is_remote(directory):
+    if directory is None or is_object_store(directory):
         return None
     persistent = _persistent_checkpoint(Path(directory), args)
     if args.non_persistent_ckpt_type != "global":
@@ -159,13 +160,9 @@ def _persistent_checkpoint(directory: Path, args: Namespace) -> Path | None:
 def object_store(args: Namespace) -> str | None:
     """Return the first checkpoint directory that is an object-store URL (e.g. ``msc://``)."""
     for directory in (args.load, args.save, args.pretrained_checkpoint):
-        if _is_remote(directory):
+        if is_object_store(directory):
             return directory
     return None
-
-
-def _is_remote(directory: str | None) -> bool:
-    return "://" in str(directory)
 
 
 def _directory_to_load(args: Namespace) -> str | None:

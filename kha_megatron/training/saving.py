@@ -32,6 +32,7 @@ from kha_megatron.checkpoint.staging import staged_file
 from kha_megatron.checkpoint.tracker import (
     TRACKER,
     clear_for_overwriting,
+    is_object_store,
     partial_save,
     partial_saves,
     publish,
@@ -74,7 +75,7 @@ def make_saves_safe(ownership: Ownership | None) -> None:
 
     @patch(checkpointing.maybe_msc, "open")
     def open_atomically(open_file: Any, file: Any, mode: str = "r", **options: Any) -> Any:
-        if mode != "w" or Path(file).name != TRACKER or _is_remote(file):
+        if mode != "w" or Path(file).name != TRACKER or is_object_store(file):
             return open_file(file, mode, **options)
         return open_staged(Path(file))
 
@@ -82,7 +83,7 @@ def make_saves_safe(ownership: Ownership | None) -> None:
     def save_and_publish(
         save: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        if _is_remote(checkpoint_dir):  # an object store, which cannot rename directories
+        if is_object_store(checkpoint_dir):  # it cannot rename directories
             return save(state, checkpoint_dir, *args, **kwargs)
         final = Path(checkpoint_dir)
         written = partial_save(final, _run_id())
@@ -106,7 +107,7 @@ def make_saves_safe(ownership: Ownership | None) -> None:
     @patch(serialization, "save_config")
     def commit(write_marker: Any, config: Any, checkpoint_dir: Any) -> None:
         check_owner()
-        if not _is_remote(checkpoint_dir):
+        if not is_object_store(checkpoint_dir):
             record_commit(Path(checkpoint_dir))
         write_marker(config, checkpoint_dir)
 
@@ -118,7 +119,7 @@ def make_saves_safe(ownership: Ownership | None) -> None:
             writer.flush()
         dist.barrier()  # rank 0 has created the directory
         request = async_save(self, state, checkpoint_dir, *args, **kwargs)
-        is_hashed = get_args().verify_integrity and not _is_remote(checkpoint_dir)
+        is_hashed = get_args().verify_integrity and not is_object_store(checkpoint_dir)
         if request.async_fn is None or not is_hashed:
             return request
         return request._replace(async_fn=partial(write_and_hash, request.async_fn))
@@ -173,7 +174,3 @@ def _run_id() -> str:
     run_id = [uuid.uuid4().hex[:8]]
     dist.broadcast_object_list(run_id, src=0)
     return run_id[0]
-
-
-def _is_remote(path: Any) -> bool:
-    return "://" in str(path)

@@ -10,7 +10,7 @@ import torch
 from megatron.training import get_args, training
 
 from kha_megatron.announcements import announce, is_first_rank
-from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, read_tracker
+from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, is_object_store, read_tracker
 from kha_megatron.mcore.patching import patch
 
 
@@ -56,7 +56,7 @@ def keep_release(args: argparse.Namespace) -> None:
     this argument.
     """
     is_used = args.save_retain_interval and args.save and is_first_rank()
-    if not is_used or "://" in args.save:
+    if not is_used or is_object_store(args.save):
         return
     tracker = Path(args.save) / TRACKER
     if read_tracker(tracker) == RELEASE:
