@@ -11,7 +11,7 @@ from megatron.training.argument_utils import (
 )
 
 from kha_megatron.config import KHAConfig
-from kha_megatron.mcore.compat import scale_rope
+from kha_megatron.mcore.patches import scale_rope
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
 

@@ -500,9 +500,9 @@ def main() -> None:
     os.environ |= cpu.ENVIRONMENT
     cpu.install(despite_cuda=True, quiet=True)
     torch.set_num_threads(1)
-    from kha_megatron.mcore import compat, specs  # noqa: F401, so that forked ranks do not have to
+    from kha_megatron.mcore import patches, specs  # noqa: F401, so that forked ranks do not have to
 
-    compat.use_forked_writers()
+    patches.use_forked_writers()
     gc.freeze()  # so that no garbage collection of a rank visits what torch and Megatron hold
     kha = KHAConfig.from_dict(request["kha"])
     mistakes = find_mistakes(kha, Path(request["scratch"]), request["smooth"])

@@ -238,7 +238,7 @@ def test_mamba_and_delta_net_layers_next_to_kha_are_megatrons(ranks_with_engine)
 def latent_frequencies():
     from argparse import Namespace
 
-    from kha_megatron.mcore.compat import scale_rope
+    from kha_megatron.mcore.patches import scale_rope
     from tests.distributed import models
 
     models.initialize()

@@ -14,17 +14,17 @@ from typing import Any
 
 from kha_megatron.config import CONFIG_VARIABLE, PRESETS, KHAConfig, is_preset_name
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.compat import (
+from kha_megatron.mcore.compat import megatron_imports
+from kha_megatron.mcore.patches import (
     build_mtp_without_te,
     count_tokens_in_integers,
-    megatron_imports,
+    support_sequence_parallel_final_norm,
 )
 
 with megatron_imports():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
     from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.transformer import transformer_block
     from megatron.core.transformer.attention import SelfAttention
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.multi_latent_attention import (
@@ -216,9 +216,7 @@ def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
     return ModuleSpec(module=stack, submodules=HybridStackSubmodules(), params={"kha": kha})
 
 
-# this default final norm of transformer blocks does not support sequence parallelism
-if transformer_block.LayerNormImpl is WrappedTorchNorm:
-    transformer_block.LayerNormImpl = TorchNorm
+support_sequence_parallel_final_norm()
 build_mtp_without_te()
 
 
