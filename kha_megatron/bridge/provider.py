@@ -16,7 +16,7 @@ with bridge_imports():
     from torch.nn.functional import silu
 
     from kha_megatron.mcore.added_loss import LossScale
-    from kha_megatron.mcore.specs import Spec, kha_layer_spec
+    from kha_megatron.mcore.gpt import Spec, kha_layer_spec
 
 _KNOCK = tuple(f.name for f in fields(Knock))
 _Settings: Any = make_dataclass(

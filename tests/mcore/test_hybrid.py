@@ -196,18 +196,17 @@ def test_auxiliary_losses_are_scaled_if_layers_have_their_own_configs(ranks):
 
 
 def build_megatrons_stack():
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from kha_megatron.mcore.hybrid import _gpt_layers, _submodules
+    from kha_megatron.mcore.hybrid import hybrid_submodules
     from tests.distributed import models
     from tests.mcore.layer_configs import own_layer_configs
 
     models.initialize()
     config = models.transformer_config(is_hybrid_model=True)
-    submodules = HybridStackSubmodules(**_submodules(_gpt_layers(config, MIXTURE), config))
-    stack = ModuleSpec(module=HybridStack, submodules=submodules)
+    stack = ModuleSpec(module=HybridStack, submodules=hybrid_submodules(config, MIXTURE))
     with own_layer_configs(), pytest.raises(ConfigError, match="kha_hybrid_stack_spec"):
         HybridModel(config, stack, models.VOCAB, models.SEQUENCE, hybrid_layer_pattern="*-")
 
@@ -220,19 +219,20 @@ def test_auxiliary_losses_in_megatrons_stack_are_refused(ranks):
 def build_submodules():
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    from kha_megatron.mcore.hybrid import _gpt_layers, _submodules
+    from kha_megatron.mcore.hybrid import hybrid_submodules
     from tests.distributed import models
 
     models.initialize()
     config = models.transformer_config(transformer_impl="transformer_engine")
-    parts, stock = _submodules(_gpt_layers(config, MIXED), config), hybrid_stack_spec.submodules
-    stocks = [parts[name] is getattr(stock, name) for name in ("mamba_layer", "gdn_layer")]
-    return stocks, parts["attention_layer"].submodules.self_attention.module.__name__
+    submodules, stock = hybrid_submodules(config, MIXED), hybrid_stack_spec.submodules
+    names = "mamba_layer", "gdn_layer", "mlp_layer", "mtp_block_spec"
+    unchanged = [getattr(submodules, name) is getattr(stock, name) for name in names]
+    return unchanged, submodules.attention_layer.submodules.self_attention.module.__name__
 
 
 @pytest.mark.te
-def test_mamba_and_delta_net_layers_next_to_kha_are_megatrons(ranks_with_engine):
-    assert ranks_with_engine(build_submodules, 1)[0] == ([True, True], "KHASelfAttention")
+def test_layers_next_to_kha_are_megatrons(ranks_with_engine):
+    assert ranks_with_engine(build_submodules, 1)[0] == ([True] * 4, "KHASelfAttention")
 
 
 def latent_frequencies():
