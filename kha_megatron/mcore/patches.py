@@ -144,7 +144,8 @@ def scale_rope(args: Any) -> None:
 
     scaling = [args.rope_scaling_factor]
     for name, default in LLAMA3_ROPE.items():
-        scaling.append(vars(args).get(f"rope_{name}") or default)
+        value = getattr(args, f"rope_{name}", None)
+        scaling.append(value or default)
     RotaryEmbedding._apply_scaling.__defaults__ = tuple(scaling)
     build: Any = RotaryEmbedding.__init__
     defaults = {}
@@ -265,7 +266,9 @@ def let_distributed_optimizer_resume() -> None:
     @patch(optimizer_class, "_set_main_param_and_optimizer_states")
     @torch.no_grad()
     def without_step(set_states: Any, self: Any, param: Any, tensors: dict[str, Any]) -> None:
-        set_states(self, param, tensors | ({"step": None} if is_native else {}))
+        if is_native:
+            tensors = tensors | {"step": None}
+        set_states(self, param, tensors)
 
     if not is_native:
         return
@@ -353,12 +356,14 @@ def let_adams_exchange_states() -> None:
     @patch(_adam_class(), "load_state_dict")
     def load_from_either_adam(load: Any, self: Any, saved: Any) -> None:
         groups = []
-        for current_group, saved_group in zip(
-            self.param_groups, saved["param_groups"], strict=True
-        ):
+        pairs = zip(self.param_groups, saved["param_groups"], strict=True)
+        for current_group, saved_group in pairs:
             groups.append(current_group | saved_group)
-        states = saved["state"].values()
-        steps = [holder.pop("step") for holder in (*groups, *states) if "step" in holder]
+        states = list(saved["state"].values())
+        steps = []
+        for holder in groups + states:
+            if "step" in holder:
+                steps.append(holder.pop("step"))
         if steps and is_native:
             for state in states:
                 state["step"] = torch.tensor(float(steps[0]))
@@ -453,14 +458,15 @@ def let_learning_rate_change(keep: bool) -> None:
 
 def _copy_learning_rates(source: Any, target: Any) -> None:
     """Copy the learning rates of the default schedule from some parameter groups to others."""
-    rates = {}
-    for group in source:
-        if group.get("default_config"):
-            rates = {name: group[name] for name in ("max_lr", "min_lr") if name in group}
-            break
+    source_defaults = [group for group in source if group.get("default_config")]
+    if not source_defaults:
+        return
     for group in target:
-        if group.get("default_config"):
-            group |= rates
+        if not group.get("default_config"):
+            continue
+        for name in ("max_lr", "min_lr"):
+            if name in source_defaults[0]:
+                group[name] = source_defaults[0][name]
 
 
 def let_fsdp2_resume() -> None:
@@ -492,7 +498,8 @@ def let_fsdp2_resume() -> None:
 
 
 def _restore_step(adam: Any, saved: dict[str, Any]) -> None:
-    for group, saved_group in zip(adam.param_groups, saved["param_groups"], strict=True):
+    pairs = zip(adam.param_groups, saved["param_groups"], strict=True)
+    for group, saved_group in pairs:
         if "step" in saved_group:
             group["step"] = saved_group["step"]
     if "common_step" in saved["state"]:
