@@ -109,6 +109,9 @@ def refuse_stacks(own_configs):
         ({}, MIXED, "+-"),
         ({}, MIXTURE, "**-"),
         ({"mtp_num_layers": 1}, MIXTURE, "*-/*-"),
+        ({}, MIXED, "*E"),
+        ({"heterogeneous_block_specs": True}, MIXED, "*-"),
+        ({"use_kitchen": True}, MIXED, "*-"),
     ):
         config = models.transformer_config(num_layers=2, is_hybrid_model=True)
         for name, value in overrides.items():
@@ -122,12 +125,16 @@ def refuse_stacks(own_configs):
 
 @pytest.mark.parametrize("own_configs", [False, True], ids=["", "own-configs"])
 def test_stacks_that_cannot_be_built_are_refused(ranks, own_configs):
-    mamba, sparse, latent, unordered, predicting = ranks(refuse_stacks, 1, own_configs)[0]
+    messages = ranks(refuse_stacks, 1, own_configs)[0]
+    mamba, sparse, latent, unordered, predicting, experts, *options = messages
     assert "Hybrid layers G M require --transformer-impl transformer_engine" in mamba
     assert "does not support DeepSeek sparse attention (D)" in sparse
     assert "+ in --hybrid-layer-pattern requires multi_latent_attention=True" in latent
     assert "requires --hybrid-layer-pattern to alternate" in unordered
     assert "does not support multi-token prediction" in predicting
+    assert "E in --hybrid-layer-pattern requires --num-experts" in experts
+    for option, message in zip(("heterogeneous_block_specs", "use_kitchen"), options, strict=True):
+        assert f"KHA does not support {option}=True in hybrid models" in message
 
 
 def build_with_unknown_layers():
@@ -233,6 +240,49 @@ def build_submodules():
 @pytest.mark.te
 def test_layers_next_to_kha_are_megatrons(ranks_with_engine):
     assert ranks_with_engine(build_submodules, 1)[0] == ([True] * 4, "KHASelfAttention")
+
+
+def fused_attention_classes():
+    """Return the class of each latent attention in a decoder and in multi-token prediction."""
+    from megatron.core.transformer.attention import Attention
+
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(
+        num_layers=2,
+        is_hybrid_model=True,
+        multi_latent_attention=True,
+        mla_down_proj_fusion=True,
+        mtp_num_layers=1,
+        hidden_size=64,
+        transformer_impl="transformer_engine",
+    )
+    kha = KHAConfig(value="linear")
+    model = models.hybrid_model(config, kha, pattern="+-/+-")
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    return [(type(attention).__name__, attention.kha == kha) for attention in attentions]
+
+
+@pytest.mark.te
+def test_latent_attention_is_fused_in_multi_token_prediction(ranks_with_engine):
+    """Megatron overwrites the attention class in the layer specs of multi-token prediction."""
+    fused = ("KHAFusedMLASelfAttention", True)
+    assert ranks_with_engine(fused_attention_classes, 1)[0] == [fused, fused]
+
+
+def build_local_fused_prediction():
+    from tests.distributed import models
+
+    models.initialize()
+    latent = {"multi_latent_attention": True, "mla_down_proj_fusion": True}
+    config = models.transformer_config(mtp_num_layers=1, is_hybrid_model=True, **latent)
+    with pytest.raises(ConfigError, match="requires --transformer-impl transformer_engine"):
+        models.hybrid_model(config, KHAConfig(value="linear"), pattern="+-/+-")
+
+
+def test_fused_latent_attention_in_multi_token_prediction_requires_te(ranks):
+    ranks(build_local_fused_prediction, 1)
 
 
 def latent_frequencies():
