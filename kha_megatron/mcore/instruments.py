@@ -23,7 +23,7 @@ talking heads.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,15 +68,26 @@ def watch_heads(
     """
     if get_model_config(models[0]).cuda_graph_impl == "full_iteration":
         raise ConfigError("--kha-log-interval does not support --cuda-graph-impl full_iteration.")
-    instruments = _Instruments(models, kha, lambda: iteration() % interval == 0)
+
+    def is_due() -> bool:
+        return iteration() % interval == 0
+
+    instruments = _Instruments(models, kha, is_due)
 
     @contextmanager
     def measured(chunks: list[_Model], groups: Any) -> Iterator[None]:
         yield
-        if iteration() % interval == 0:
+        if is_due():
             write(instruments.read(), iteration())
 
     wrap_grad_finalization(models, measured)
+
+
+class _Sum(NamedTuple):
+    """A running total and the number of its terms."""
+
+    total: Tensor
+    count: float
 
 
 class _Instruments:
@@ -89,15 +100,15 @@ class _Instruments:
         self.kha = kha
         self.is_due = is_due
         device = torch.cuda.current_device()
-        self.nothing = torch.zeros((), dtype=torch.float64, device=device), 0.0
-        self.sums: dict[tuple[str, int], tuple[Tensor, float]] = {}  # sums and counts
+        self.empty_sum = _Sum(torch.zeros((), dtype=torch.float64, device=device), 0.0)
+        self.sums: dict[tuple[str, int], _Sum] = {}  # by name and layer
         self.measured: set[tuple[int, str]] = set()
-        self.attentions: dict[int, Any] = {
-            layer.layer_number - 1: attention
-            for model in models
-            for layer in model.decoder.layers
-            if isinstance(attention := getattr(layer, "self_attention", None), Attention)
-        }
+        self.attentions: dict[int, Any] = {}
+        for model in models:
+            for layer in model.decoder.layers:
+                attention = getattr(layer, "self_attention", None)
+                if isinstance(attention, Attention):
+                    self.attentions[layer.layer_number - 1] = attention
         if self.config.cuda_graph_impl == "none":
             for number, attention in self.attentions.items():
                 self._watch(number, attention)
@@ -153,68 +164,92 @@ class _Instruments:
         """Add one sequence's attention-sink statistics to the running totals."""
         group = attention.pg_collection.cp
         length = len(query) * group.size()
-        held, at = token_positions(length, group), sink_queries(length, query.device)
-        if not len(at):
+        local_positions = token_positions(length, group)
+        query_positions = sink_queries(length, query.device)
+        if not len(query_positions):
             return
-        is_here = (held == at.unsqueeze(-1)).to(query.dtype)
+        is_here = (local_positions == query_positions.unsqueeze(-1)).to(query.dtype)
         queries = torch.einsum("ns,shd->nhd", is_here, query)
         dist.all_reduce(queries, group=group)  # zeros except on the rank that has the token
         scale = getattr(attention, "softmax_scale", None) or self.config.softmax_scale
-        first, total = sink_terms(queries, key, scale or query.shape[-1] ** -0.5, at, held)
+        scale = scale or query.shape[-1] ** -0.5
+        first, local_total = sink_terms(queries, key, scale, query_positions, local_positions)
         dist.all_reduce(first, group=group)
-        parts = [torch.empty_like(total) for _ in range(group.size())]
-        dist.all_gather(parts, total, group=group)
-        shares = (first - torch.stack(parts).logsumexp(0)).exp().mean(-1).double()
+        totals = [torch.empty_like(local_total) for _ in range(group.size())]
+        dist.all_gather(totals, local_total, group=group)
+        log_shares = first - torch.stack(totals).logsumexp(0)
+        self._add_shares(layer, log_shares.exp().mean(-1).double(), attention.tp_group.rank())
+
+    def _add_shares(self, layer: int, shares: Tensor, tp_rank: int) -> None:
+        """Add the average attention to the first token of each head on this rank."""
         self._add(layer, f"{_SINK}/mean", shares.sum(), len(shares))
         # the names must be the same on all ranks, so other ranks' heads get a count of zero
-        first_head = attention.tp_group.rank() * len(shares)
+        first_head = tp_rank * len(shares)
         for head in range(self.config.num_attention_heads):
-            is_own = 0 <= head - first_head < len(shares)
-            share = shares[head - first_head] if is_own else shares.new_zeros(())
-            self._add(layer, f"{_SINK}/head-{head}", share, float(is_own))
+            is_local = 0 <= head - first_head < len(shares)
+            share = shares[head - first_head] if is_local else shares.new_zeros(())
+            self._add(layer, f"{_SINK}/head-{head}", share, float(is_local))
 
     @torch.no_grad()
     def _add_figure(self, layer: int, name: str, figure: Callable[[], Tensor]) -> None:
-        value = figure().double()
-        for head, of_head in enumerate(value.view(-1)):
-            self._add(layer, f"{name}/head-{head}" if value.dim() else name, of_head, 1)
+        values = figure().double()
+        if not values.dim():
+            self._add(layer, name, values, 1)
+            return
+        for head, value in enumerate(values.view(-1)):
+            self._add(layer, f"{name}/head-{head}", value, 1)
 
     def _add(self, layer: int, name: str, total: Tensor, count: float) -> None:
-        before, counted = self.sums.get((name, layer), self.nothing)
-        self.sums[name, layer] = before + total, counted + count
+        previous = self.sums.get((name, layer), self.empty_sum)
+        self.sums[name, layer] = _Sum(previous.total + total, previous.count + count)
 
     @torch.no_grad()
     def read(self) -> dict[str, float]:
         """Average the metrics over all ranks and reset the running totals."""
         for layer, attention in self.attentions.items():
             for projection, knocking in _knockings(attention):
-                weight = knocking.weight.detach()
-                weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-                distances = measure(weight, knocking.variant)[:, 2]
-                for matrix, distance in zip(MATRICES[knocking.variant], distances, strict=True):
-                    self._add(layer, f"{_DISTANCE}/{projection}-{matrix}", distance, 1)
+                self._add_distances(layer, projection, knocking)
         self.measured.clear()
-        # only pipeline stages can have different names
+        keys = self._gather_keys()
+        if not keys:  # layers without matrices in a CUDA graph
+            return {}
+        local_sums = [self.sums.get(key, self.empty_sum) for key in keys]
+        totals = torch.stack([local_sum.total for local_sum in local_sums])
+        counts = totals.new_tensor([local_sum.count for local_sum in local_sums])
+        sums = torch.stack([totals, counts], dim=-1)
+        dist.all_reduce(sums)  # replicas add equal values, so means do not change
+        self.sums.clear()
+        means = {}
+        for (name, layer), (total, count) in zip(keys, sums.tolist(), strict=True):
+            if count != 0:
+                means[f"{name}/layer-{layer}"] = total / count
+        for name in means:
+            if name.startswith(_SPREAD):  # still the mean of squares
+                openness = means[name.replace(_SPREAD, _OPENNESS)]
+                variance = means[name] - openness**2
+                means[name] = max(variance, 0.0) ** 0.5  # rounding may make it negative
+        return means
+
+    def _add_distances(self, layer: int, projection: str, knocking: KnockingHeads) -> None:
+        weight = knocking.weight.detach()
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        distances = measure(weight, knocking.variant)[:, 2]
+        for matrix, distance in zip(MATRICES[knocking.variant], distances, strict=True):
+            self._add(layer, f"{_DISTANCE}/{projection}-{matrix}", distance, 1)
+
+    def _gather_keys(self) -> list[tuple[str, int]]:
+        """Return the names and layers of all sums, in the same order on all ranks.
+
+        Only pipeline stages can have different ones.
+        """
         stages: list[Any] = [None] * mpu.get_pipeline_model_parallel_world_size()
         group = mpu.get_pipeline_model_parallel_group()
         dist.all_gather_object(stages, list(self.sums), group=group)
-        names = sorted({name for stage in stages for name in stage}, key=lambda key: key[::-1])
-        if not names:  # layers without matrices in a CUDA graph
-            return {}
-        totals, counts = zip(*(self.sums.get(name, self.nothing) for name in names), strict=True)
-        sums = torch.stack([torch.stack(totals), totals[0].new_tensor(counts)], dim=-1)
-        dist.all_reduce(sums)  # replicas add equal values, so means do not change
-        self.sums.clear()
-        means = {
-            f"{name}/layer-{layer}": total / count
-            for (name, layer), (total, count) in zip(names, sums.tolist(), strict=True)
-            if count != 0
-        }
-        for name in means:
-            if name.startswith(_SPREAD):  # still the mean of squares
-                variance = means[name] - means[name.replace(_SPREAD, _OPENNESS)] ** 2
-                means[name] = max(variance, 0.0) ** 0.5  # rounding may make it negative
-        return means
+        keys: set[tuple[str, int]] = set()
+        for stage_keys in stages:
+            keys.update(stage_keys)
+        return sorted(keys, key=lambda key: (key[1], key[0]))
 
 
 def _knockings(attention: Attention) -> list[tuple[Projection, KnockingHeads]]:
