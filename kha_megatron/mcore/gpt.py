@@ -43,19 +43,30 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
         ConfigError: If ``spec`` has no attention module that supports ``kha``.
     """
     patches.count_tokens_in_integers()  # before the routers are built
-    layers = spec.layer_specs if isinstance(spec, TransformerBlockSubmodules) else [spec]
-    supported = False
-    knocked: dict[int, ModuleSpec] = {}  # by id, because layers often share a spec
-    for layer in layers:
-        if isinstance(layer.submodules, TransformerLayerSubmodules):
-            supported |= can_knock(layer.submodules, kha)
-            knocked[id(layer)] = replace(layer, submodules=knock_layer(layer.submodules, kha))
-    if layers and not supported:
+    is_block = isinstance(spec, TransformerBlockSubmodules)
+    layers = spec.layer_specs if is_block else [spec]
+    if layers and not any(_has_attention(layer, kha) for layer in layers):
         raise ConfigError(f"The layer spec has no attention module that supports KHA ({kha}).")
-    copies = [knocked.get(id(layer), layer) for layer in layers]
-    if isinstance(spec, TransformerBlockSubmodules):
-        return replace(support_parallelism(spec), layer_specs=copies)
-    return copies[0]
+    copies = {id(layer): _copy_layer(layer, kha) for layer in layers}  # layers often share a spec
+    if is_block:
+        layer_copies = [copies[id(layer)] for layer in layers]
+        return replace(support_parallelism(spec), layer_specs=layer_copies)
+    return copies[id(spec)]
+
+
+def _has_attention(layer: ModuleSpec, kha: KHAConfig) -> bool:
+    is_layer = isinstance(layer.submodules, TransformerLayerSubmodules)
+    return is_layer and can_knock(layer.submodules, kha)
+
+
+def _copy_layer(layer: ModuleSpec, kha: KHAConfig) -> ModuleSpec:
+    """Copy a layer spec, and add KHA if the layer has attention."""
+    submodules = layer.submodules
+    if _has_attention(layer, kha):
+        submodules = knock_layer(submodules, kha)
+    elif isinstance(submodules, TransformerLayerSubmodules):
+        submodules = support_parallelism(submodules)
+    return replace(layer, submodules=submodules)
 
 
 def kha_layer_spec(

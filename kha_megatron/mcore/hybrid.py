@@ -158,10 +158,11 @@ def _check_layers(
     config: TransformerConfig, kha: KHAConfig, layers: Sequence[str], offset: int
 ) -> None:
     latent = config.multi_latent_attention
-    wrong = Symbols.ATTENTION if latent else Symbols.MLA
-    if wrong in layers:  # would be the identity
+    other_attention = Symbols.ATTENTION if latent else Symbols.MLA
+    if other_attention in layers:
         raise ConfigError(
-            f"{wrong} in --hybrid-layer-pattern requires multi_latent_attention={not latent}."
+            f"{other_attention} in --hybrid-layer-pattern requires "
+            f"multi_latent_attention={not latent}."
         )
     if Symbols.DS_ATTENTION in layers:
         raise ConfigError("KHA does not support DeepSeek sparse attention (D).")
@@ -220,7 +221,9 @@ def hybrid_submodules(config: TransformerConfig, kha: KHAConfig) -> HybridStackS
     else:
         submodules = _local_submodules(config)
     if config.multi_latent_attention:
-        latent = replace(submodules.mla_layer, module=KHALatentLayer, params={"kha": kha})
+        latent = submodules.mla_layer
+        params = {**latent.params, "kha": kha}
+        latent = replace(latent, module=KHALatentLayer, params=params)
         return replace(submodules, mla_layer=latent)
     attention = submodules.attention_layer
     knocked = replace(attention, submodules=knock_layer(attention.submodules, kha))

@@ -65,14 +65,17 @@ def can_knock(layer: TransformerLayerSubmodules, kha: KHAConfig) -> bool:
 
 
 def knock_layer(layer: TransformerLayerSubmodules, kha: KHAConfig) -> TransformerLayerSubmodules:
-    """Return a copy of a layer's submodules with KHA in its self-attention, if it has one.
+    """Return a copy of a layer's submodules with KHA in its self-attention.
 
     Local norms and core attentions are replaced as well, to support sequence and context
     parallelism and latent attention.
+
+    Raises:
+        ConfigError: If the layer has no attention module that supports ``kha``.
     """
-    layer = support_parallelism(layer)
     if not can_knock(layer, kha):
-        return layer
+        raise ConfigError(f"The layer spec has no attention module that supports KHA ({kha}).")
+    layer = support_parallelism(layer)
     if kha.attention == "gta":
         layer = separate_input_norm(layer)
     return replace(layer, self_attention=_knock(layer.self_attention, kha))
