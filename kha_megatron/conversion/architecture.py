@@ -92,8 +92,6 @@ class Architecture(ModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.kha.check(build_head_facts(self))
-        object.__setattr__(self, "kha_attention", self.kha.attention)
-        object.__setattr__(self, "kha_latent_heads", self.kha.latent_heads)
 
     @cached_property
     def head_tensors(self) -> tuple[HeadTensor, ...]:
@@ -119,7 +117,7 @@ class Architecture(ModelConfig):
         return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
 
     def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
-        skipped = {"vocab_size", "padded_vocab_size", "kha", "kha_attention", "kha_latent_heads"}
+        skipped = {"vocab_size", "padded_vocab_size", "kha"}
         skipped.update(ignored, ["moe_router_dtype", "gpt_model"])
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skipped}
         for name, value in self.kha.to_dict(start=False).items():

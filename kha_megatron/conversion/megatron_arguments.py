@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import (
     LATENT,
     ROWS,
@@ -15,6 +14,7 @@ from kha_megatron.conversion.architecture import (
     Yarn,
 )
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.pattern import LayerPattern
 
 SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -86,7 +86,9 @@ _EXPERTS = (
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
-def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: int) -> Architecture:
+def from_arguments(
+    args: Mapping[str, Any], kha: HeadsConfig, padded_vocab_size: int
+) -> Architecture:
     """Parse the arguments stored in a checkpoint.
 
     Note: ``vocab_size`` still includes padding here.
@@ -113,7 +115,7 @@ def _copy(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: ROWS[name].convert(args[ROWS[name].argument]) for name in names}
 
 
-def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Architecture:
+def _architecture(args: Mapping[str, Any], kha: HeadsConfig, rows: int) -> Architecture:
     pattern, text = None, args.get(_HYBRID)
     if text is not None:
         pattern = LayerPattern.parse(text) if isinstance(text, str) else None

@@ -19,9 +19,9 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 from torch.nn import Module
 
-from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadTensor, Mechanism, Projection
+from kha_megatron.heads import HeadTensor, Knock, Mechanism, Projection
+from kha_megatron.heads.config import AttentionKind, HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage, apply_stage
 from kha_megatron.heads.registry import observe_output_gate
@@ -39,11 +39,11 @@ from kha_megatron.model.rules import build_head_facts, check_layout
 class KnockedAttention(Attention):
     """Mixin that adds KHA and other head mechanisms to Megatron's attention classes."""
 
-    kind: AttentionKind | None = None  # KHAConfig.attention
+    kind: AttentionKind | None = None  # HeadsConfig.attention
     first_projection = "linear_qkv"  # the input norm may be fused into it
-    kha: KHAConfig
+    kha: HeadsConfig
 
-    def _add_knocking(self, kha: KHAConfig) -> None:
+    def _add_knocking(self, kha: HeadsConfig) -> None:
         self.kha = kha
         self.knockings: dict[Projection, KnockingHeads] = {}
         self.mechanisms: list[tuple[Mechanism, MechanismWeights]] = []
@@ -54,23 +54,29 @@ class KnockedAttention(Attention):
             self.config,
             self.pg_collection,
             is_training=lambda: self.training,
-            adds_loss=any(mechanism.adds_loss for mechanism in kha.other_mechanisms),
+            adds_loss=any(mechanism.adds_loss for mechanism in kha.mechanisms),
         )
 
         sizes = ModelConfig.from_config(self.config, kha).head_sizes
         self.value_dim = sizes.dim("value")
-        for tensor in kha.knock.tensors(sizes):
-            variant = kha.variants[tensor.heads]
-            knocking = self._add_weight(tensor, partial(KnockingHeads, variant=variant))
-            self.knockings[tensor.heads] = knocking
-        for mechanism in _without_stock_gate(kha, self.config).other_mechanisms:
-            self._add_mechanism(mechanism, mechanism.tensors(sizes))
+        for mechanism in _without_stock_gate(kha, self.config).mechanisms:
+            tensors = mechanism.tensors(sizes)
+            if isinstance(mechanism, Knock):
+                self._add_knock(mechanism, tensors)
+            else:
+                self._add_mechanism(mechanism, tensors)
 
         if self.input_projections:
             self.normed_input = NormedInput(self, self.first_projection)
         if self._acts_at("output"):
             hook = ProjectionHook(self, "linear_proj", self._before_projection, before=True)
             self.projection_hooks.append(hook)
+
+    def _add_knock(self, knock: Knock, tensors: Iterable[HeadTensor]) -> None:
+        for tensor in tensors:
+            variant = knock.variants[tensor.heads]
+            knocking = self._add_weight(tensor, partial(KnockingHeads, variant=variant))
+            self.knockings[tensor.heads] = knocking
 
     def _add_mechanism(self, mechanism: Mechanism, tensors: Iterable[HeadTensor]) -> None:
         weights = MechanismWeights()
@@ -159,7 +165,7 @@ class KnockedAttention(Attention):
         return x if knocking is None else knocking(x)
 
 
-def _without_stock_gate(kha: KHAConfig, config: TransformerConfig) -> KHAConfig:
+def _without_stock_gate(kha: HeadsConfig, config: TransformerConfig) -> HeadsConfig:
     return kha.without_output_gate() if config.attention_output_gate else kha
 
 
@@ -175,7 +181,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         *args: Any,
-        kha: KHAConfig,
+        kha: HeadsConfig,
         **kwargs: Any,
     ) -> None:
         kha = kha.with_output_gate(config.attention_output_gate)
@@ -297,7 +303,7 @@ _UNSUPPORTED: dict[str | None, tuple[str, ...]] = {
 """Fields of ``TransformerConfig`` that an attention kind does not support."""
 
 
-def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
+def check_config(config: TransformerConfig, kha: HeadsConfig, *, layers: int = 0) -> None:
     """Raise ConfigError if ``config`` and ``kha`` cannot be combined.
 
     Args:
@@ -332,13 +338,13 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
             )
 
 
-def _is_supported_by_qk_clip(model: ModelConfig, kha: KHAConfig) -> bool:
-    if not {kha.query, kha.key} <= {None, "linear"}:
+def _is_supported_by_qk_clip(model: ModelConfig, kha: HeadsConfig) -> bool:
+    if not {kha.variants.get("query"), kha.variants.get("key")} <= {None, "linear"}:
         return False
     return bool(model.multi_latent_attention) or (model.qkv.is_stock and not model.qkv.extra)
 
 
-def describe_model(models: list[Any], kha: KHAConfig) -> str:
+def describe_model(models: list[Any], kha: HeadsConfig) -> str:
     """Summarize the KHA layers of a model in one line, e.g. for logging::
 
         knocks value=mlp in 12 of 12 layers: 589,824 parameters added
@@ -382,7 +388,7 @@ def _attention_layers(models: list[Any]) -> list[Attention]:
     return attentions
 
 
-def _is_as_requested(attention: Attention, kha: KHAConfig) -> bool:
+def _is_as_requested(attention: Attention, kha: HeadsConfig) -> bool:
     kha = kha.with_output_gate(attention.config.attention_output_gate)
     if isinstance(attention, KnockedAttention):
         return attention.kha == kha and attention.kind == kha.attention

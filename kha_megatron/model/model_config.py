@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
-from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError, show_value
 from kha_megatron.heads import HeadSizes
+from kha_megatron.heads.config import LATENT_HEADS, HeadsConfig
 from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, flag, read_arguments, read_attributes
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.qkv import QKVLayout
@@ -129,9 +129,7 @@ class ModelConfig:
     fp8: str | None = flag(None, "--fp8-format", argument="fp8")
     fp8_recipe: str = flag("delayed")
 
-    kha_attention: AttentionKind | None = flag(None, attribute=None)
-    kha_latent_heads: int = flag(KHAConfig.latent_heads, attribute=None)
-    kha: KHAConfig = field(default_factory=KHAConfig)
+    kha: HeadsConfig = field(default_factory=HeadsConfig)
     """Also includes Megatron's own output gate if ``attention_output_gate`` is set."""
 
     def __post_init__(self) -> None:
@@ -155,7 +153,7 @@ class ModelConfig:
 
     @classmethod
     def from_arguments(
-        cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None
+        cls, arguments: Mapping[str, Any], kha: HeadsConfig | None = None
     ) -> Self | None:
         """Build the config from Megatron's arguments. Returns None if model sizes are missing.
 
@@ -187,10 +185,15 @@ class ModelConfig:
         elif hybrid:
             given |= {"num_layers": None, "ffn_hidden_size": None, "moe_layer_freq": 1}
             given["mtp_num_layers"] = None
-        return cls(**given, kha=kha or KHAConfig())
+        if kha is None:
+            kha = HeadsConfig(
+                attention=arguments.get("kha_attention"),
+                latent_heads=arguments.get("kha_latent_heads", LATENT_HEADS),
+            )
+        return cls(**given, kha=kha)
 
     @classmethod
-    def from_config(cls, config: Any, kha: KHAConfig | None = None) -> Self:
+    def from_config(cls, config: Any, kha: HeadsConfig | None = None) -> Self:
         """Build the config from a ``TransformerConfig`` (there is no vocab size in it).
 
         ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
@@ -198,8 +201,7 @@ class ModelConfig:
         """
         given = read_attributes(cls, config) | {"gpt_model": not config.is_hybrid_model}
         if kha is not None:
-            given |= {"kha": kha, "kha_attention": kha.attention}
-            given["kha_latent_heads"] = kha.latent_heads
+            given["kha"] = kha
         if config.is_hybrid_model:
             given |= {"num_layers": None, "ffn_hidden_size": None, "mtp_num_layers": None}
         if config.pipeline_model_parallel_layout is not None:
@@ -209,7 +211,7 @@ class ModelConfig:
     @property
     def attention_type(self) -> AttentionType:
         """``gqa`` also includes MHA and MQA."""
-        return self.kha_attention or ("mla" if self.multi_latent_attention else "gqa")
+        return self.kha.attention or ("mla" if self.multi_latent_attention else "gqa")
 
     @property
     def head_dim(self) -> int:
@@ -238,7 +240,7 @@ class ModelConfig:
     @property
     def latent_heads(self) -> int:
         """Number of latent KV heads (1 unless we use GLA)."""
-        return self.kha_latent_heads if self.kha_attention == "gla" else 1
+        return self.kha.latent_heads if self.kha.attention == "gla" else 1
 
     @property
     def tied_embeddings(self) -> bool:
@@ -299,7 +301,7 @@ class ModelConfig:
             queries=self.num_attention_heads // self.num_query_groups,
             head_dim=self.head_dim,
             extra=self.kha.rows(self.head_sizes),
-            tied=self.kha_attention == "gta",
+            tied=self.kha.attention == "gta",
             omitted=self.kha.own_projections,
         )
 

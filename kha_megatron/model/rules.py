@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, MissingDependencyError
 from kha_megatron.heads import HeadFacts
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.fields import read_arguments
 from kha_megatron.model.layout import Batch, Layout, divisors
 from kha_megatron.model.model_config import ModelConfig
@@ -28,7 +28,7 @@ _REPLICAS = "replicas"
 
 
 def check_arguments(
-    arguments: Mapping[str, Any], world_size: int | None, kha: KHAConfig | None = None
+    arguments: Mapping[str, Any], world_size: int | None, kha: HeadsConfig | None = None
 ) -> None:
     """Check the layout, batch and optimizer in Megatron's arguments."""
     model = ModelConfig.from_arguments(arguments, kha)
@@ -71,7 +71,7 @@ def build_head_facts(model: ModelConfig) -> HeadFacts:
     share = {"rope": model.rotary_percent, "yarn": 1.0}.get(model.position_embedding_type, 0.0)
     return HeadFacts(
         multi_latent=model.multi_latent_attention,
-        attention=model.kha_attention,
+        attention=model.kha.attention,
         qk_norm=model.qk_layernorm or model.qk_l2_norm,
         flash_decode=model.flash_decode,
         rotary_features=0 if model.multi_latent_attention else int(model.kv_channels * share),
@@ -81,7 +81,7 @@ def build_head_facts(model: ModelConfig) -> HeadFacts:
     )
 
 
-def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
+def check_attention(arguments: Mapping[str, Any], kha: HeadsConfig) -> None:
     """Check that Megatron's arguments are compatible with the head mechanisms.
 
     Note: if the arguments do not include the model size, only the ranks can check the mechanisms.
@@ -183,7 +183,7 @@ def _divided(
     if not latent:
         added = fp8 if model.kha.rows(model.head_sizes) else {}
         yield "The number of rows of the QKV projection", model.qkv.rows, tensor | added
-    if model.kha_attention == "gta":
+    if model.kha.attention == "gta":
         yield "--kv-channels", model.kv_channels, {"for RoPE on half of each key": 4}
     yield "--kv-channels", model.head_dim, {"for FP8": 16 if model.fp8 else 1}
     yield "--hidden-size", model.hidden_size, fp8

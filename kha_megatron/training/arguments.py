@@ -6,19 +6,18 @@ from importlib.util import find_spec
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig
 from kha_megatron.data import check_data
 from kha_megatron.errors import ConfigError, install_command, raise_first
 from kha_megatron.heads import Knock
+from kha_megatron.heads.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, HeadsConfig
 from kha_megatron.heads.knock import INITS, MATRICES, PROJECTIONS
 from kha_megatron.heads.registry import mechanism_types, use_files
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import LLAMA3_ROPE, cuda_versions, lacks_te_extension
 from kha_megatron.model.fields import rows
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.rules import check_arguments, check_optimizer_package
-from kha_megatron.model.run import Heads, as_hybrid, parse_kha_config
+from kha_megatron.model.run import HeadOptions, as_hybrid, parse_kha_config
 
 DEVICES = ("cuda", "cpu")
 
@@ -120,7 +119,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
         "--kha-preset kha_mlp --num-layers 24 ... (Megatron's own arguments)",
     )
-    for row in (*rows(Heads), *(row for row in rows(ModelConfig) if row.argument in _HELP)):
+    for row in rows(HeadOptions):
         several: dict[str, Any] = {"action": "extend", "nargs": "+"}
         group.add_argument(
             row.flag,
@@ -191,7 +190,7 @@ def _prepare_for_cuda(argv: list[str], layers: str) -> None:
         announce(f"Adding {_UNFUSED}, because NVIDIA's apex is not installed.")
 
 
-def kha_from_args(args: argparse.Namespace) -> KHAConfig:
+def kha_from_args(args: argparse.Namespace) -> HeadsConfig:
     """Build the KHA config from parsed arguments.
 
     Raises:
@@ -270,7 +269,7 @@ def check_options(args: argparse.Namespace) -> None:
     check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))
 
 
-def check_restored_sizes(args: argparse.Namespace, kha: KHAConfig) -> None:
+def check_restored_sizes(args: argparse.Namespace, kha: HeadsConfig) -> None:
     """Check the parallel layout with the sizes that ``--use-checkpoint-args`` has restored.
 
     Raises:
