@@ -197,13 +197,6 @@ def upcycle(
         list[str] | None,
         typer.Option(metavar="NAME.FIELD=VALUE", help="Head mechanism setting. Repeatable."),
     ] = None,
-    gate: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD=VALUE",
-            help="Gate setting, e.g. output=element (short for --heads gate.FIELD=VALUE).",
-        ),
-    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Text file. If set, print the loss before and after on its beginning."),
@@ -235,11 +228,11 @@ def upcycle(
     Examples:
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
-      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated --gate output=element
+      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated --heads gate.output=element
     """
     kha = HeadsConfig.from_options(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
-        | {"heads": [*(heads or ()), *(f"gate.{word}" for word in gate or ())]}
+        | {"heads": heads}
     )
     kha = kha or HeadsConfig()  # raises an error below
     if text is None and any(mechanism.is_sparse for mechanism in kha.mechanisms):

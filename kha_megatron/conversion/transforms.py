@@ -276,7 +276,7 @@ def _check_upcycling(source: ModelSource, kha: HeadsConfig) -> None:
     if not added:
         raise ConfigError(
             "No head mechanism to add. Please pass --kha-preset, --kha-query, --kha-key, "
-            "--kha-value, --gate or --heads."
+            "--kha-value or --heads."
         )
     doubled: set[str] = set()
     for mechanism in kha.mechanisms:

@@ -233,7 +233,7 @@ MAY_NAME = {
     *(f"heads/{name}.py" for name in ("gate", "moh", "talking", "collaborative")),
     "conversion/rows.py",  # Qwen3-Next stores the output gate inside q_proj
     "conversion/hf_families.py",  # architectures with an output gate
-    # examples, and --gate for --heads
+    # examples
     *("cli/compare.py", "cli/convert.py", "cli/quickstart.py", "training/arguments.py"),
 }
 

@@ -139,7 +139,7 @@ def test_the_loss_of_a_text_includes_bos(run, tmp_path):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**template)
     tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "text").write_text("w3 w17 w40 w5 w22")
-    words = ("--gate", "output=element", "--to", "hf", "--text", tmp_path / "text", "--json")
+    words = ("--heads", "gate.output=element", "--to", "hf", "--text", tmp_path / "text", "--json")
     code, stdout, stderr = run("convert", "upcycle", tmp_path / "base", tmp_path / "out", *words)
     assert code == 0, stderr
     ids = torch.tensor([[7, 3, 17, 40, 5, 22]])
@@ -159,7 +159,7 @@ def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
         code, stdout, stderr = run("convert", "upcycle", tmp_path / "base", tmp_path / name, *asked)
         return code, stdout, " ".join(stderr.split())
 
-    code, stdout, _ = upcycle("gated", "--gate", "output=element", *words)
+    code, stdout, _ = upcycle("gated", "--heads", "gate.output=element", *words)
     report = json.loads(stdout)
     assert code == 0
     assert report["loss"] == dict.fromkeys(("before", "after"), report["loss"]["after"]) | {
