@@ -17,7 +17,7 @@ from kha_megatron.documents.reader import read_beginning
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore.compat import check_version
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.engine import Conversion, Plan

@@ -13,15 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.conversion.architecture import (
-    HF_KEYS,
-    LATENT,
-    ROWS,
-    STYLE,
-    Architecture,
-    Llama3Scaling,
-    Yarn,
-)
+from kha_megatron.conversion.architecture import HF_KEYS, LATENT, ROWS, STYLE, Architecture
 from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
 from kha_megatron.conversion.hf_fields import (
     COMMON,
@@ -34,6 +26,7 @@ from kha_megatron.errors import CheckpointError, KHAError, in_one_line
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAModelConfig, read_kha
 from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS
+from kha_megatron.model.rope import Llama3Scaling, Yarn
 
 _MAX = {
     "num_hidden_layers": MAX_LAYERS,

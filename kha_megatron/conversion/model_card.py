@@ -11,7 +11,7 @@ from kha_megatron import __version__
 from kha_megatron.conversion.engine import Conversion
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf.modeling_kha import vllm_obstacle
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.config import ModelConfig
 
 CARD = "README.md"
 

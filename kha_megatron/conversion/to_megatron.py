@@ -30,7 +30,7 @@ from kha_megatron.conversion.table import MODEL, megatron_name, tensor_slots
 from kha_megatron.conversion.transforms import cast, upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.config import ModelConfig
 
 _CORE_ATTENTION = "self_attention.core_attention"
 _TOKENIZER = "tokenizer"

@@ -30,10 +30,10 @@ from kha_megatron.mcore.head_ranks import HeadRanks, layers_per_attention
 from kha_megatron.mcore.hooks import ProjectionHook
 from kha_megatron.mcore.knocking import KnockingHeads, MechanismWeight, MechanismWeights
 from kha_megatron.mcore.qkv import QKVSplit
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.qkv import QKVLayout
-from kha_megatron.model.rules import build_head_facts, check_layout
+from kha_megatron.model.rules import check_layout
 
 
 class KnockedAttention(Attention):
@@ -310,7 +310,7 @@ def check_config(config: TransformerConfig, kha: HeadsConfig, *, layers: int = 0
         layers (int): Number of layers in the model (0 if unknown).
     """
     model = ModelConfig.from_config(config, kha)
-    kha.check(replace(build_head_facts(model), layers=layers))
+    kha.check(replace(model.head_facts, layers=layers))
     check_layout(model, Layout.from_config(config))
     if config.fused_single_qkv_rope:
         raise ConfigError(

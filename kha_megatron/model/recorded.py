@@ -10,8 +10,8 @@ from kha_megatron.errors import CheckpointError, show_value
 from kha_megatron.heads import HeadSizes, Knock, Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import rows
-from kha_megatron.model.model_config import ModelConfig
 
 _ATTENTION = "self_attention.linear_proj.weight"
 _SIZES = (

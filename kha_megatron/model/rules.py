@@ -10,11 +10,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from kha_megatron.errors import ConfigError, MissingDependencyError
-from kha_megatron.heads import HeadFacts
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import read_arguments
 from kha_megatron.model.layout import Batch, Layout, divisors
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.run import Training
 
 _READ_SIZES_FROM_FILE = (
@@ -65,29 +64,12 @@ def check_optimizer_package(optimizer: str) -> None:
         raise MissingDependencyError("emerging-optimizers", f"--optimizer {optimizer}", "muon")
 
 
-def build_head_facts(model: ModelConfig) -> HeadFacts:
-    """Collect what head mechanisms need to know about the model for their own checks."""
-    # Megatron ignores --rotary-percent for YaRN
-    share = {"rope": model.rotary_percent, "yarn": 1.0}.get(model.position_embedding_type, 0.0)
-    return HeadFacts(
-        multi_latent=model.multi_latent_attention,
-        attention=model.kha.attention,
-        qk_norm=model.qk_layernorm or model.qk_l2_norm,
-        flash_decode=model.flash_decode,
-        rotary_features=0 if model.multi_latent_attention else int(model.kv_channels * share),
-        predictions=model.predictions if model.gpt_model else 0,
-        layers=model.num_layers or 0,
-        query_heads=model.num_attention_heads,
-    )
-
-
 def check_attention(arguments: Mapping[str, Any], kha: HeadsConfig) -> None:
     """Check that Megatron's arguments are compatible with the head mechanisms.
 
     Note: if the arguments do not include the model size, only the ranks can check the mechanisms.
     """
-    if (model := ModelConfig.from_arguments(arguments, kha)) is not None:
-        model.kha.check(build_head_facts(model))
+    ModelConfig.from_arguments(arguments, kha)
     added = kha.without_output_gate().mechanisms
     if arguments.get("kha_upcycle") and not (added and all(m.is_exact_at_start for m in added)):
         raise ConfigError(

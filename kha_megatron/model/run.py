@@ -18,9 +18,9 @@ from typing import Any, Literal, Self
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.config import INIT_SEED, LATENT_HEADS, HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import Field, flag, read_arguments, rows
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.pattern import check_no_gpt_arguments
 
 Arguments = dict[str, tuple[str, ...]]

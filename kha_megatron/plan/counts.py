@@ -15,8 +15,8 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Costs
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model_config import ModelConfig
 
 _CACHE_BYTES = 2  # bf16
 _UNITS = {"M": 10**6, "B": 10**9}

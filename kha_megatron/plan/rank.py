@@ -7,8 +7,8 @@ from typing import Literal
 
 from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.plan.counts import Parameters, count_parameters
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]

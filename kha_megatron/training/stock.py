@@ -8,7 +8,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.rules import check_attention
 from kha_megatron.model.run import HEAD_FIELDS
 from kha_megatron.training.arguments import add_model_arguments, kha_from_args

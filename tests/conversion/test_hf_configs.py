@@ -50,7 +50,7 @@ REFUSED = {
     },
 }
 NAMED = {
-    "norm_topk_prob": "normalised=False",
+    "norm_topk_prob": "normalizes_topk=False",
     "yarn": "(scaling=Yarn|rotary_percent=0.5)",
     "topk_group": "n_group=4 with topk_group=1",
 }

@@ -7,8 +7,8 @@ import pytest
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import CollaborativeHeads, Gate, Knock
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.rules import check_arguments, check_attention, check_layout
 
 DENSE = ModelConfig(

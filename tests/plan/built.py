@@ -7,8 +7,8 @@ from typing import Any
 
 from kha_megatron.heads import CollaborativeHeads, Gate, Knock
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model_config import ModelConfig
 
 MIXED = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
 OTHERS = (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.plan.counts import (
     compute_flops,
     count_attention,
