@@ -39,7 +39,7 @@ class ExpertFields(NamedTuple):
     @property
     def keys(self) -> dict[str, str]:
         """Maps ``Architecture`` fields to config keys."""
-        keys = {"num_experts": self.number, "normalised": "norm_topk_prob"}
+        keys = {"num_experts": self.number, "normalizes_topk": "norm_topk_prob"}
         for name in self.fields:
             keys[name] = HF_KEYS[name]
         return keys

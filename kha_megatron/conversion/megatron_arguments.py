@@ -4,18 +4,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import KHAConfig
-from kha_megatron.conversion.architecture import (
-    LATENT,
-    ROWS,
-    STYLE,
-    Architecture,
-    Llama3Scaling,
-    Scaling,
-    Yarn,
-)
+from kha_megatron.conversion.architecture import LATENT, ROWS, STYLE, Architecture
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.pattern import LayerPattern
+from kha_megatron.model.rope import Llama3Scaling, RopeScaling, Yarn
 
 SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -86,7 +79,9 @@ _EXPERTS = (
 _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
-def from_arguments(args: Mapping[str, Any], kha: KHAConfig, padded_vocab_size: int) -> Architecture:
+def from_arguments(
+    args: Mapping[str, Any], kha: HeadsConfig, padded_vocab_size: int
+) -> Architecture:
     """Parse the arguments stored in a checkpoint.
 
     Note: ``vocab_size`` still includes padding here.
@@ -113,7 +108,7 @@ def _copy(args: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
     return {name: ROWS[name].convert(args[ROWS[name].argument]) for name in names}
 
 
-def _architecture(args: Mapping[str, Any], kha: KHAConfig, rows: int) -> Architecture:
+def _architecture(args: Mapping[str, Any], kha: HeadsConfig, rows: int) -> Architecture:
     pattern, text = None, args.get(_HYBRID)
     if text is not None:
         pattern = LayerPattern.parse(text) if isinstance(text, str) else None
@@ -165,12 +160,12 @@ def _experts(args: Mapping[str, Any], layers: int, sparse: Sequence[int]) -> dic
     # Sigmoid scores are only normalized for top-k > 1. Softmax comes after top-k (so weights sum
     # to 1), unless moe_router_pre_softmax is set.
     sigmoid = score == "sigmoid"
-    normalised = args["moe_router_topk"] > 1 if sigmoid else not args["moe_router_pre_softmax"]
+    normalizes_topk = args["moe_router_topk"] > 1 if sigmoid else not args["moe_router_pre_softmax"]
     return _copy(args, _EXPERTS) | {
         "moe_ffn_hidden_size": args["moe_ffn_hidden_size"] or args["ffn_hidden_size"],
         "moe_shared_expert_intermediate_size": args["moe_shared_expert_intermediate_size"] or None,
         "moe_layer_freq": tuple(map(int, sparse or frequency)),
-        "normalised": normalised,
+        "normalizes_topk": normalizes_topk,
         "moe_router_dtype": args.get("moe_router_dtype"),
         "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
         **({name: args.get(name) for name in _GROUPS} if groups > 1 else {}),
@@ -209,7 +204,7 @@ def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
     return _llama3(args) if args.get("use_rope_scaling") else None
 
 
-def _given(args: Mapping[str, Any], kind: type[Scaling]) -> dict[str, Any]:
+def _given(args: Mapping[str, Any], kind: type[RopeScaling]) -> dict[str, Any]:
     """Return the fields of ``kind`` whose arguments are set."""
     found = {ours: args.get(name) for ours, name in kind.arguments.items()}
     return {ours: value for ours, value in found.items() if value is not None}
@@ -289,7 +284,7 @@ def _expert_arguments(model: Architecture) -> dict[str, Any]:
     names = (*_EXPERTS, *_GROUPS, "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
     return {name: getattr(model, name) for name in names} | {
         "moe_layer_freq": 1 if model.is_uniform else list(model.moe_layer_freq),
-        "moe_router_pre_softmax": softmax and not model.normalised,
+        "moe_router_pre_softmax": softmax and not model.normalizes_topk,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": model.moe_router_dtype,
     }

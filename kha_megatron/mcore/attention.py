@@ -19,9 +19,9 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 from torch.nn import Module
 
-from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadSizes, HeadTensor, Mechanism, Projection
+from kha_megatron.heads import HeadSizes, HeadTensor, Knock, Mechanism, Projection
+from kha_megatron.heads.config import AttentionKind, HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage, apply_stage
 from kha_megatron.heads.registry import observe_output_gate
@@ -30,10 +30,10 @@ from kha_megatron.mcore.head_ranks import HeadRanks, layers_per_attention
 from kha_megatron.mcore.hooks import ProjectionHook
 from kha_megatron.mcore.knocking import KnockingHeads, MechanismWeight, MechanismWeights
 from kha_megatron.mcore.qkv import QKVSplit
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.qkv import QKVLayout
-from kha_megatron.model.rules import build_head_facts, check_layout
+from kha_megatron.model.rules import check_layout
 
 type Output = tuple[Tensor, Tensor | None]
 """Output and bias of a linear layer. Megatron adds the bias later."""
@@ -42,11 +42,11 @@ type Output = tuple[Tensor, Tensor | None]
 class KnockedAttention(Attention):
     """Mixin that adds KHA and other head mechanisms to Megatron's attention classes."""
 
-    kind: AttentionKind | None = None  # KHAConfig.attention
+    kind: AttentionKind | None = None  # HeadsConfig.attention
     first_projection = "linear_qkv"  # the input norm may be fused into it
-    kha: KHAConfig
+    kha: HeadsConfig
 
-    def _add_knocking(self, kha: KHAConfig) -> None:
+    def _add_knocking(self, kha: HeadsConfig) -> None:
         """Build the modules of all mechanisms. Must be called after Megatron's constructor."""
         self.kha = kha
         self._carried: dict[str, Tensor] = {}  # activations needed by later stages
@@ -54,40 +54,43 @@ class KnockedAttention(Attention):
             self.config,
             self.pg_collection,
             is_training=lambda: self.training,
-            adds_loss=any(mechanism.adds_loss for mechanism in kha.other_mechanisms),
+            adds_loss=any(mechanism.adds_loss for mechanism in kha.mechanisms),
         )
         sizes = ModelConfig.from_config(self.config, kha).head_sizes
         self.value_dim = sizes.dim("value")
-        self._add_matrices(sizes)
         self._add_mechanisms(sizes)
         self.projection_hooks: list[ProjectionHook] = []
         if self._acts_at("output"):
             hook = ProjectionHook(self, "linear_proj", self._before_projection, before=True)
             self.projection_hooks.append(hook)
 
-    def _add_matrices(self, sizes: HeadSizes) -> None:
-        """Build the matrices of KHA, by projection."""
-        self.knockings: dict[Projection, KnockingHeads] = {}
-        for tensor in self.kha.knock.tensors(sizes):
-            projection = tensor.heads
-            build = partial(KnockingHeads, variant=self.kha.variants[projection])
-            self.knockings[projection] = self._add_weight(tensor, build)
-
     def _add_mechanisms(self, sizes: HeadSizes) -> None:
-        """Build the weights of all other mechanisms, except for a gate that Megatron applies."""
+        """Build the weights of all mechanisms, except for a gate that Megatron applies."""
+        self.knockings: dict[Projection, KnockingHeads] = {}
         self.mechanisms: list[tuple[Mechanism, MechanismWeights]] = []
         self.input_projections: list[str] = []
-        kha = _without_stock_gate(self.kha, self.config)
-        layer = (self.layer_number - 1) // layers_per_attention(self.config)
-        for mechanism in kha.other_mechanisms:
+        for mechanism in _without_stock_gate(self.kha, self.config).mechanisms:
             tensors = mechanism.tensors(sizes)
-            weights = self._add_mechanism_weights(tensors)
-            layer_mechanism = mechanism.for_layer(layer)
-            self.mechanisms.append((layer_mechanism, weights))
-            if layer_mechanism.acts_at("core"):
-                self.core_attention.set_mechanism(layer_mechanism, weights)
+            if isinstance(mechanism, Knock):
+                self._add_knock(mechanism, tensors)
+            else:
+                self._add_mechanism(mechanism, tensors)
         if self.input_projections:
             self.normed_input = NormedInput(self, self.first_projection)
+
+    def _add_knock(self, knock: Knock, tensors: Iterable[HeadTensor]) -> None:
+        for tensor in tensors:
+            projection = tensor.heads
+            build = partial(KnockingHeads, variant=knock.variants[projection])
+            self.knockings[projection] = self._add_weight(tensor, build)
+
+    def _add_mechanism(self, mechanism: Mechanism, tensors: Iterable[HeadTensor]) -> None:
+        weights = self._add_mechanism_weights(tensors)
+        layer = (self.layer_number - 1) // layers_per_attention(self.config)
+        layer_mechanism = mechanism.for_layer(layer)
+        self.mechanisms.append((layer_mechanism, weights))
+        if layer_mechanism.acts_at("core"):
+            self.core_attention.set_mechanism(layer_mechanism, weights)
 
     def _add_mechanism_weights(self, tensors: Iterable[HeadTensor]) -> MechanismWeights:
         weights = MechanismWeights()
@@ -187,7 +190,7 @@ class KnockedAttention(Attention):
         return x
 
 
-def _without_stock_gate(kha: KHAConfig, config: TransformerConfig) -> KHAConfig:
+def _without_stock_gate(kha: HeadsConfig, config: TransformerConfig) -> HeadsConfig:
     if config.attention_output_gate:
         return kha.without_output_gate()
     return kha
@@ -205,7 +208,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         *args: Any,
-        kha: KHAConfig,
+        kha: HeadsConfig,
         **kwargs: Any,
     ) -> None:
         kha = kha.with_output_gate(config.attention_output_gate)
@@ -359,14 +362,14 @@ _UNSUPPORTED: dict[str | None, tuple[str, ...]] = {
 """Fields of ``TransformerConfig`` that an attention kind does not support."""
 
 
-def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
+def check_config(config: TransformerConfig, kha: HeadsConfig, *, layers: int = 0) -> None:
     """Raise ConfigError if ``config`` and ``kha`` cannot be combined.
 
     Args:
         layers (int): Number of layers in the model (0 if unknown).
     """
     model = ModelConfig.from_config(config, kha)
-    facts = replace(build_head_facts(model), layers=layers)
+    facts = replace(model.head_facts, layers=layers)
     kha.check(facts)
     check_layout(model, Layout.from_config(config))
     if config.fused_single_qkv_rope:
@@ -395,16 +398,16 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
             )
 
 
-def _is_supported_by_qk_clip(model: ModelConfig, kha: KHAConfig) -> bool:
-    for matrix in (kha.query, kha.key):
-        if matrix not in (None, "linear"):
+def _is_supported_by_qk_clip(model: ModelConfig, kha: HeadsConfig) -> bool:
+    for projection in ("query", "key"):
+        if kha.variants.get(projection) not in (None, "linear"):
             return False
     if model.multi_latent_attention:
         return True
     return model.qkv.is_stock and not model.qkv.extra
 
 
-def describe_model(models: list[Any], kha: KHAConfig) -> str:
+def describe_model(models: list[Any], kha: HeadsConfig) -> str:
     """Summarize the KHA layers of a model in one line, e.g. for logging::
 
         knocks value=mlp in 12 of 12 layers: 589,824 parameters added
@@ -449,7 +452,7 @@ def _attention_layers(models: list[Any]) -> list[Attention]:
     return attentions
 
 
-def _is_as_requested(attention: Attention, kha: KHAConfig) -> bool:
+def _is_as_requested(attention: Attention, kha: HeadsConfig) -> bool:
     kha = kha.with_output_gate(attention.config.attention_output_gate)
     if isinstance(attention, KnockedAttention):
         return attention.kha == kha and attention.kind == kha.attention

@@ -18,8 +18,8 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.utils import get_pg_rank
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore import patches
 from kha_megatron.mcore.attention import check_config
 from kha_megatron.mcore.layers import (
@@ -33,7 +33,7 @@ from kha_megatron.mcore.settings import named_config, publish
 type Spec = ModuleSpec | TransformerBlockSubmodules
 
 
-def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
+def with_kha(spec: Spec, kha: HeadsConfig) -> Spec:
     """Return a copy of a layer spec or block spec with KHA in all self-attention layers.
 
     Local (non-TE) norms and core attentions are replaced as well, to support sequence and context
@@ -54,12 +54,12 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     return copies[id(spec)]
 
 
-def _has_attention(layer: ModuleSpec, kha: KHAConfig) -> bool:
+def _has_attention(layer: ModuleSpec, kha: HeadsConfig) -> bool:
     is_layer = isinstance(layer.submodules, TransformerLayerSubmodules)
     return is_layer and can_knock(layer.submodules, kha)
 
 
-def _copy_layer(layer: ModuleSpec, kha: KHAConfig) -> ModuleSpec:
+def _copy_layer(layer: ModuleSpec, kha: HeadsConfig) -> ModuleSpec:
     """Copy a layer spec, and add KHA if the layer has attention."""
     submodules = layer.submodules
     if _has_attention(layer, kha):
@@ -70,14 +70,14 @@ def _copy_layer(layer: ModuleSpec, kha: KHAConfig) -> ModuleSpec:
 
 
 def kha_layer_spec(
-    config: Any, kha: KHAConfig, vp_stage: int | None = None, pp_rank: int | None = None
+    config: Any, kha: HeadsConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Spec:
     """Build the ``transformer_layer_spec`` for a ``GPTModel`` with KHA.
 
     Args:
         config (TransformerConfig): Model config. You can also pass the ``GPTModelConfig`` of
             Megatron's training package.
-        kha (KHAConfig): Head mechanisms to add.
+        kha (HeadsConfig): Head mechanisms to add.
         vp_stage (int, optional): Virtual pipeline stage.
         pp_rank (int, optional): Pipeline rank. Read from ``parallel_state`` by default.
 

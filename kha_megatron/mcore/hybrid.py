@@ -40,8 +40,8 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore import patches
 from kha_megatron.mcore.added_loss import LossScale
 from kha_megatron.mcore.attention import check_config
@@ -58,7 +58,7 @@ _FUSED_NORMS = {
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
 
-def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
+def kha_hybrid_stack_spec(kha: HeadsConfig | str) -> ModuleSpec:
     """Build the ``hybrid_stack_spec`` for a ``HybridModel`` (``kha`` can be a spec name)."""
     return ModuleSpec(
         module=KHAHybridStack, submodules=HybridStackSubmodules(), params={"kha": kha}
@@ -72,7 +72,7 @@ class KHAHybridStack(HybridStack):
     ``submodules``. ``HybridModel`` reads them again for multi-token prediction, after building
     this stack.
 
-    ``kha`` is a KHAConfig or the name of a spec (see :mod:`kha_megatron.mcore.settings`).
+    ``kha`` is a HeadsConfig or the name of a spec (see :mod:`kha_megatron.mcore.settings`).
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class KHAHybridStack(HybridStack):
         config: TransformerConfig,
         submodules: HybridStackSubmodules,
         *,
-        kha: KHAConfig | str,
+        kha: HeadsConfig | str,
         post_layer_norm: bool = True,
         pg_collection: ProcessGroupCollection,
         layer_type_list: Sequence[str] | None = None,
@@ -148,14 +148,14 @@ class KHALatentLayer(TransformerLayer):
         config: TransformerConfig,
         submodules: TransformerLayerSubmodules,
         *args: Any,
-        kha: KHAConfig,
+        kha: HeadsConfig,
         **kwargs: Any,
     ) -> None:
         super().__init__(config, knock_layer(submodules, kha), *args, **kwargs)
 
 
 def _check_layers(
-    config: TransformerConfig, kha: KHAConfig, layers: Sequence[str], offset: int
+    config: TransformerConfig, kha: HeadsConfig, layers: Sequence[str], offset: int
 ) -> None:
     latent = config.multi_latent_attention
     other_attention = Symbols.ATTENTION if latent else Symbols.MLA
@@ -197,7 +197,7 @@ _UNSUPPORTED = ("heterogeneous_block_specs", "experimental_attention_variant", "
 """Fields of ``TransformerConfig`` that change the layers of a GPTModel only."""
 
 
-def _check_options(config: TransformerConfig, kha: KHAConfig) -> None:
+def _check_options(config: TransformerConfig, kha: HeadsConfig) -> None:
     check_config(config, kha)
     for option in _UNSUPPORTED:
         value = getattr(config, option)
@@ -214,7 +214,7 @@ def _check_options(config: TransformerConfig, kha: KHAConfig) -> None:
         )
 
 
-def hybrid_submodules(config: TransformerConfig, kha: KHAConfig) -> HybridStackSubmodules:
+def hybrid_submodules(config: TransformerConfig, kha: HeadsConfig) -> HybridStackSubmodules:
     """Build the layer specs of a hybrid stack with KHA in its attention layers."""
     if uses_transformer_engine(config):
         submodules = _engine_submodules(config)

@@ -14,8 +14,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore.all_heads import AllHeadsAttention
 from kha_megatron.mcore.attention import KHASelfAttention
 from kha_megatron.mcore.gta import KHAGroupedTiedAttention, separate_input_norm
@@ -49,7 +49,7 @@ def uses_transformer_engine(config: TransformerConfig) -> bool:
     return config.transformer_impl == "transformer_engine"
 
 
-def knocked_attention(module: Any, kha: KHAConfig) -> type | None:
+def knocked_attention(module: Any, kha: HeadsConfig) -> type | None:
     """Return the class that adds KHA to an attention class, or None if there is no such class."""
     if kha.attention == "gta":
         return KHAGroupedTiedAttention if module is SelfAttention else None
@@ -58,13 +58,13 @@ def knocked_attention(module: Any, kha: KHAConfig) -> type | None:
     return _LATENT.get(module)
 
 
-def can_knock(layer: TransformerLayerSubmodules, kha: KHAConfig) -> bool:
+def can_knock(layer: TransformerLayerSubmodules, kha: HeadsConfig) -> bool:
     """Return whether :func:`knock_layer` can add ``kha`` to a layer."""
     attention = layer.self_attention
     return isinstance(attention, ModuleSpec) and bool(knocked_attention(attention.module, kha))
 
 
-def knock_layer(layer: TransformerLayerSubmodules, kha: KHAConfig) -> TransformerLayerSubmodules:
+def knock_layer(layer: TransformerLayerSubmodules, kha: HeadsConfig) -> TransformerLayerSubmodules:
     """Return a copy of a layer's submodules with KHA in its self-attention.
 
     Local norms and core attentions are replaced as well, to support sequence and context
@@ -81,7 +81,7 @@ def knock_layer(layer: TransformerLayerSubmodules, kha: KHAConfig) -> Transforme
     return replace(layer, self_attention=_knock(layer.self_attention, kha))
 
 
-def _knock(attention: ModuleSpec, kha: KHAConfig) -> ModuleSpec:
+def _knock(attention: ModuleSpec, kha: HeadsConfig) -> ModuleSpec:
     submodules: Any = support_parallelism(attention.submodules)
     if any(mechanism.acts_at("core") for mechanism in kha.mechanisms):
         submodules = replace(submodules, core_attention=AllHeadsAttention)

@@ -70,8 +70,8 @@ def test_round_trip(ranks, name):
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
             "'rope_type': 'linear'",
         ),
-        (CONFIGS["sigmoid"] | {"norm_topk_prob": False}, "normalised=False"),
-        (CONFIGS["sigmoid"] | {"num_experts_per_tok": 1}, "normalised=True"),
+        (CONFIGS["sigmoid"] | {"norm_topk_prob": False}, "normalizes_topk=False"),
+        (CONFIGS["sigmoid"] | {"num_experts_per_tok": 1}, "normalizes_topk=True"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -13,7 +13,7 @@ from kha_megatron.checkpoint.integrity import write_hashes
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.data import DataReport
 from kha_megatron.errors import CheckpointError, ConfigError, DataError
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.config import ModelConfig
 from tests.checkpoint.saved import save
 from tests.faults import fuzz
 

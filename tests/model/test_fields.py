@@ -7,9 +7,9 @@ import pytest
 
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.config import ModelConfig, parse_layer_frequency
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model_config import ModelConfig, parse_layer_frequency
 from kha_megatron.model.run import TABLE, Run, parse, parse_arguments, render
 from kha_megatron.recipes import RECIPES, get_recipe
 

@@ -13,8 +13,8 @@ it: the named specs, a patch of Megatron, and an error message for invalid names
 
 import sys
 
-from kha_megatron.config import CONFIG_VARIABLE, PRESETS, KHAConfig, is_preset_name
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import CONFIG_VARIABLE, PRESETS, HeadsConfig, is_preset_name
 from kha_megatron.mcore.compat import megatron_imports
 
 with megatron_imports():
@@ -58,7 +58,7 @@ def _check_spec_name(words: list[str]) -> None:
         if name in globals():
             return
         try:
-            KHAConfig.from_preset(name.removesuffix("_hybrid"))
+            HeadsConfig.from_preset(name.removesuffix("_hybrid"))
         except ConfigError as error:
             sys.exit(
                 f"error: Invalid layer spec {name!r} in {__name__}. {error} The spec "
