@@ -76,7 +76,12 @@ class AllHeadsAttention(GatheredDotProductAttention):
         )
         return self._shard_heads(output.permute(2, 0, 1, 3), queries)
 
-    def _with_causal(self, mask: Tensor | None, queries: int, keys: int) -> Tensor:
+    def _with_causal(
+        self,
+        mask: Tensor | None,
+        queries: int,
+        keys: int,
+    ) -> Tensor:
         """Add the causal mask to a mask that does not depend on the query."""
         if mask is not None and mask.shape[-2] == queries:
             return mask  # includes the causal mask

@@ -287,7 +287,9 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
 
 
 def _set_key_width(
-    submodules: SelfAttentionSubmodules, config: TransformerConfig, width: int
+    submodules: SelfAttentionSubmodules,
+    config: TransformerConfig,
+    width: int,
 ) -> SelfAttentionSubmodules:
     """Change the head dim of queries and keys in core attention and QK-norms.
 
@@ -362,7 +364,12 @@ _UNSUPPORTED: dict[str | None, tuple[str, ...]] = {
 """Fields of ``TransformerConfig`` that an attention kind does not support."""
 
 
-def check_config(config: TransformerConfig, kha: HeadsConfig, *, layers: int = 0) -> None:
+def check_config(
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    *,
+    layers: int = 0,
+) -> None:
     """Raise ConfigError if ``config`` and ``kha`` cannot be combined.
 
     Args:

@@ -51,7 +51,9 @@ def compute_bias_update(loads: Tensor, update: Update) -> Tensor:
 
 
 def balance_experts(
-    models: list[torch.nn.Module], update: Update, report: Report | None = None
+    models: list[torch.nn.Module],
+    update: Update,
+    report: Report | None = None,
 ) -> None:
     """Replace Megatron's update of the expert biases. Must be called on all ranks."""
     rate = get_model_config(models[0]).moe_router_bias_update_rate

@@ -140,7 +140,10 @@ def _recorder(largest: Tensor, index: int) -> Callable:
 
 
 def _check(
-    models: list[_Model], watched: list[_Watched], largest: Tensor, summed_by: str | None
+    models: list[_Model],
+    watched: list[_Watched],
+    largest: Tensor,
+    summed_by: str | None,
 ) -> None:
     gradients = []
     for weight in _weights(models):
@@ -254,7 +257,10 @@ def _bad_parameters(models: list[_Model]) -> Iterator[_Finding]:
 
 
 def _first_finding(
-    models: list[_Model], watched: list[_Watched], largest: Tensor, summed_by: str | None
+    models: list[_Model],
+    watched: list[_Watched],
+    largest: Tensor,
+    summed_by: str | None,
 ) -> _Finding | None:
     findings = list(_bad_parameters(models))
     for entry, peak in zip(watched, largest.tolist(), strict=True):

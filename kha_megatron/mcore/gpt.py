@@ -70,7 +70,10 @@ def _copy_layer(layer: ModuleSpec, kha: HeadsConfig) -> ModuleSpec:
 
 
 def kha_layer_spec(
-    config: Any, kha: HeadsConfig, vp_stage: int | None = None, pp_rank: int | None = None
+    config: Any,
+    kha: HeadsConfig,
+    vp_stage: int | None = None,
+    pp_rank: int | None = None,
 ) -> Spec:
     """Build the ``transformer_layer_spec`` for a ``GPTModel`` with KHA.
 
@@ -95,7 +98,10 @@ def kha_layer_spec(
 
 
 def _stock_spec(
-    config: Any, transformer: TransformerConfig, vp_stage: int | None, pp_rank: int | None
+    config: Any,
+    transformer: TransformerConfig,
+    vp_stage: int | None,
+    pp_rank: int | None,
 ) -> Spec:
     use_te = uses_transformer_engine(transformer)
     if config is not transformer and use_te:

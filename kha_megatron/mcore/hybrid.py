@@ -155,7 +155,10 @@ class KHALatentLayer(TransformerLayer):
 
 
 def _check_layers(
-    config: TransformerConfig, kha: HeadsConfig, layers: Sequence[str], offset: int
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    layers: Sequence[str],
+    offset: int,
 ) -> None:
     latent = config.multi_latent_attention
     other_attention = Symbols.ATTENTION if latent else Symbols.MLA
@@ -282,7 +285,9 @@ def _local_norm(config: TransformerConfig) -> LayerNormBuilder:
 
 
 def _local_attention(
-    config: TransformerConfig, backend: BackendSpecProvider, norm: LayerNormBuilder
+    config: TransformerConfig,
+    backend: BackendSpecProvider,
+    norm: LayerNormBuilder,
 ) -> ModuleSpec:
     query_key_norm: LayerNormBuilder = IdentityOp
     if config.qk_l2_norm:
@@ -300,7 +305,9 @@ def _local_attention(
 
 
 def _local_latent_attention(
-    config: TransformerConfig, backend: BackendSpecProvider, norm: LayerNormBuilder
+    config: TransformerConfig,
+    backend: BackendSpecProvider,
+    norm: LayerNormBuilder,
 ) -> ModuleSpec:
     latent_norm = norm if config.qk_layernorm else IdentityOp
     submodules = MLASelfAttentionSubmodules(

@@ -83,6 +83,13 @@ def watch_heads(
     wrap_grad_finalization(models, measured)
 
 
+class _Metric(NamedTuple):
+    """A metric of one layer."""
+
+    name: str
+    layer: int
+
+
 class _Sum(NamedTuple):
     """A running total and the number of its terms."""
 
@@ -94,15 +101,18 @@ class _Instruments:
     """Hooks that accumulate a sum and a count per metric and layer."""
 
     def __init__(
-        self, models: Sequence[_Model], kha: HeadsConfig, is_due: Callable[[], bool]
+        self,
+        models: Sequence[_Model],
+        kha: HeadsConfig,
+        is_due: Callable[[], bool],
     ) -> None:
         self.config = get_model_config(models[0])
         self.kha = kha
         self.is_due = is_due
-        device = torch.cuda.current_device()
-        self.empty_sum = _Sum(torch.zeros((), dtype=torch.float64, device=device), 0.0)
-        self.sums: dict[tuple[str, int], _Sum] = {}  # by name and layer
-        self.measured: set[tuple[int, str]] = set()
+        zero = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+        self.empty_sum = _Sum(zero, 0.0)
+        self.sums: dict[_Metric, _Sum] = {}
+        self.measured: set[_Metric] = set()
         self.attentions: dict[int, Any] = {}
         for model in models:
             for layer in model.decoder.layers:
@@ -116,8 +126,12 @@ class _Instruments:
     def _watch(self, layer: int, attention: Any) -> None:
         def add_sink(module: _Model, inputs: tuple[Any, ...]) -> None:
             query, key, *_ = inputs
-            if self._has_plain_scores(query) and self._is_first_call(module, layer, _SINK):
-                self._add_sink(layer, attention, query[:, 0], key[:, 0])
+            if not self._has_plain_scores(query):
+                return
+            if self._is_first_call(module, layer, _SINK):
+                sequence_query = query[:, 0]
+                sequence_key = key[:, 0]
+                self._add_sink(layer, attention, sequence_query, sequence_key)
 
         def add_figure(name: str, figure: Callable[[], Tensor]) -> None:
             if self._is_first_call(attention, layer, name):
@@ -133,19 +147,26 @@ class _Instruments:
 
     def _is_first_call(self, module: _Model, layer: int, name: str) -> bool:
         """Whether this is the first microbatch of the step (and not a recomputation)."""
-        if not module.training or not self.is_due() or (layer, name) in self.measured:
+        metric = _Metric(name, layer)
+        if not module.training or not self.is_due() or metric in self.measured:
             return False
-        self.measured.add((layer, name))
+        self.measured.add(metric)
         return True
 
     @torch.no_grad()
     def _add_gate(
-        self, layer: int, projection: str, knocking: KnockingHeads, inputs: Any, output: Tensor
+        self,
+        layer: int,
+        projection: str,
+        knocking: KnockingHeads,
+        inputs: Any,
+        output: Tensor,
     ) -> None:
         if not inputs or not self._is_first_call(knocking, layer, projection):
             return
-        matrix = knocking.weight[MATRICES[knocking.variant].index("gate")]
-        gate = 2 * torch.sigmoid((inputs[0] @ matrix).float())
+        index = MATRICES[knocking.variant].index("gate")
+        logits = inputs[0] @ knocking.weight[index]
+        gate = 2 * torch.sigmoid(logits.float())
         total = gate.sum(dtype=torch.float64)
         squares = gate.square().sum(dtype=torch.float64)
         self._add(layer, f"{_OPENNESS}/{projection}", total, gate.numel())
@@ -160,7 +181,13 @@ class _Instruments:
         )
 
     @torch.no_grad()
-    def _add_sink(self, layer: int, attention: Any, query: Tensor, key: Tensor) -> None:
+    def _add_sink(
+        self,
+        layer: int,
+        attention: Any,
+        query: Tensor,
+        key: Tensor,
+    ) -> None:
         """Add one sequence's attention-sink statistics to the running totals."""
         group = attention.pg_collection.cp
         length = len(query) * group.size()
@@ -168,8 +195,8 @@ class _Instruments:
         query_positions = sink_queries(length, query.device)
         if not len(query_positions):
             return
-        is_here = (local_positions == query_positions.unsqueeze(-1)).to(query.dtype)
-        queries = torch.einsum("ns,shd->nhd", is_here, query)
+        is_here = local_positions == query_positions.unsqueeze(-1)
+        queries = torch.einsum("ns,shd->nhd", is_here.to(query.dtype), query)
         dist.all_reduce(queries, group=group)  # zeros except on the rank that has the token
         scale = getattr(attention, "softmax_scale", None) or self.config.softmax_scale
         scale = scale or query.shape[-1] ** -0.5
@@ -177,21 +204,32 @@ class _Instruments:
         dist.all_reduce(first, group=group)
         totals = [torch.empty_like(local_total) for _ in range(group.size())]
         dist.all_gather(totals, local_total, group=group)
-        log_shares = first - torch.stack(totals).logsumexp(0)
-        self._add_shares(layer, log_shares.exp().mean(-1).double(), attention.tp_group.rank())
+        total = torch.stack(totals).logsumexp(0)
+        shares = (first - total).exp()
+        head_shares = shares.mean(-1).double()
+        self._add_shares(layer, head_shares, attention.tp_group.rank())
 
     def _add_shares(self, layer: int, shares: Tensor, tp_rank: int) -> None:
         """Add the average attention to the first token of each head on this rank."""
-        self._add(layer, f"{_SINK}/mean", shares.sum(), len(shares))
+        local_heads = len(shares)
+        first_head = tp_rank * local_heads
+        self._add(layer, f"{_SINK}/mean", shares.sum(), local_heads)
         # the names must be the same on all ranks, so other ranks' heads get a count of zero
-        first_head = tp_rank * len(shares)
         for head in range(self.config.num_attention_heads):
-            is_local = 0 <= head - first_head < len(shares)
-            share = shares[head - first_head] if is_local else shares.new_zeros(())
-            self._add(layer, f"{_SINK}/head-{head}", share, float(is_local))
+            local_head = head - first_head
+            name = f"{_SINK}/head-{head}"
+            if 0 <= local_head < local_heads:
+                self._add(layer, name, shares[local_head], 1)
+            else:
+                self._add(layer, name, shares.new_zeros(()), 0)
 
     @torch.no_grad()
-    def _add_figure(self, layer: int, name: str, figure: Callable[[], Tensor]) -> None:
+    def _add_figure(
+        self,
+        layer: int,
+        name: str,
+        figure: Callable[[], Tensor],
+    ) -> None:
         values = figure().double()
         if not values.dim():
             self._add(layer, name, values, 1)
@@ -200,8 +238,12 @@ class _Instruments:
             self._add(layer, f"{name}/head-{head}", value, 1)
 
     def _add(self, layer: int, name: str, total: Tensor, count: float) -> None:
-        previous = self.sums.get((name, layer), self.empty_sum)
-        self.sums[name, layer] = _Sum(previous.total + total, previous.count + count)
+        metric = _Metric(name, layer)
+        previous = self.sums.get(metric, self.empty_sum)
+        self.sums[metric] = _Sum(
+            previous.total + total,
+            previous.count + count,
+        )
 
     @torch.no_grad()
     def read(self) -> dict[str, float]:
@@ -210,47 +252,60 @@ class _Instruments:
             for projection, knocking in _knockings(attention):
                 self._add_distances(layer, projection, knocking)
         self.measured.clear()
-        keys = self._gather_keys()
-        if not keys:  # layers without matrices in a CUDA graph
+        metrics = self._gather_metrics()
+        if not metrics:  # layers without matrices in a CUDA graph
             return {}
-        local_sums = [self.sums.get(key, self.empty_sum) for key in keys]
+        local_sums = [self.sums.get(metric, self.empty_sum) for metric in metrics]
         totals = torch.stack([local_sum.total for local_sum in local_sums])
         counts = totals.new_tensor([local_sum.count for local_sum in local_sums])
         sums = torch.stack([totals, counts], dim=-1)
         dist.all_reduce(sums)  # replicas add equal values, so means do not change
         self.sums.clear()
         means = {}
-        for (name, layer), (total, count) in zip(keys, sums.tolist(), strict=True):
+        for metric, (total, count) in zip(metrics, sums.tolist(), strict=True):
             if count != 0:
-                means[f"{name}/layer-{layer}"] = total / count
-        for name in means:
-            if name.startswith(_SPREAD):  # still the mean of squares
-                openness = means[name.replace(_SPREAD, _OPENNESS)]
-                variance = means[name] - openness**2
-                means[name] = max(variance, 0.0) ** 0.5  # rounding may make it negative
-        return means
+                means[f"{metric.name}/layer-{metric.layer}"] = total / count
+        return _with_spreads(means)
 
-    def _add_distances(self, layer: int, projection: str, knocking: KnockingHeads) -> None:
+    def _add_distances(
+        self,
+        layer: int,
+        projection: str,
+        knocking: KnockingHeads,
+    ) -> None:
         weight = knocking.weight.detach()
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
         distances = measure(weight, knocking.variant)[:, 2]
-        for matrix, distance in zip(MATRICES[knocking.variant], distances, strict=True):
-            self._add(layer, f"{_DISTANCE}/{projection}-{matrix}", distance, 1)
+        matrices = MATRICES[knocking.variant]
+        for matrix, distance in zip(matrices, distances, strict=True):
+            name = f"{_DISTANCE}/{projection}-{matrix}"
+            self._add(layer, name, distance, 1)
 
-    def _gather_keys(self) -> list[tuple[str, int]]:
-        """Return the names and layers of all sums, in the same order on all ranks.
+    def _gather_metrics(self) -> list[_Metric]:
+        """Return all metrics in the same order on all ranks.
 
         Only pipeline stages can have different ones.
         """
         stages: list[Any] = [None] * mpu.get_pipeline_model_parallel_world_size()
         group = mpu.get_pipeline_model_parallel_group()
         dist.all_gather_object(stages, list(self.sums), group=group)
-        keys: set[tuple[str, int]] = set()
-        for stage_keys in stages:
-            keys.update(stage_keys)
-        return sorted(keys, key=lambda key: (key[1], key[0]))
+        metrics: set[_Metric] = set()
+        for stage_metrics in stages:
+            metrics.update(stage_metrics)
+        return sorted(metrics)
+
+
+def _with_spreads(means: dict[str, float]) -> dict[str, float]:
+    """Turn the mean squares of gates into standard deviations."""
+    for name in means:
+        if name.startswith(_SPREAD):
+            openness = means[name.replace(_SPREAD, _OPENNESS)]
+            variance = means[name] - openness**2
+            means[name] = max(variance, 0.0) ** 0.5  # rounding may make it negative
+    return means
 
 
 def _knockings(attention: Attention) -> list[tuple[Projection, KnockingHeads]]:
-    return list(getattr(attention, "knockings", {}).items())
+    knockings = getattr(attention, "knockings", {})
+    return list(knockings.items())

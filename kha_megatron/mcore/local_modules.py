@@ -106,7 +106,12 @@ class GatheredDotProductAttention(DotProductAttention):
             return self._attend_causally(query, key, value)
         return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
 
-    def _attend_causally(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def _attend_causally(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
         """Use PyTorch's attention, which needs ``[batch, heads, sequence, head_dim]``."""
         output = torch.nn.functional.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
