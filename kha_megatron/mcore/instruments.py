@@ -94,7 +94,7 @@ class _Sum(NamedTuple):
     """A running total and the number of its terms."""
 
     total: Tensor
-    count: float
+    terms: float
 
 
 class _Instruments:
@@ -237,12 +237,12 @@ class _Instruments:
         for head, value in enumerate(values.view(-1)):
             self._add(layer, f"{name}/head-{head}", value, 1)
 
-    def _add(self, layer: int, name: str, total: Tensor, count: float) -> None:
+    def _add(self, layer: int, name: str, total: Tensor, terms: float) -> None:
         metric = _Metric(name, layer)
         previous = self.sums.get(metric, self.empty_sum)
         self.sums[metric] = _Sum(
             previous.total + total,
-            previous.count + count,
+            previous.terms + terms,
         )
 
     @torch.no_grad()
@@ -257,7 +257,7 @@ class _Instruments:
             return {}
         local_sums = [self.sums.get(metric, self.empty_sum) for metric in metrics]
         totals = torch.stack([local_sum.total for local_sum in local_sums])
-        counts = totals.new_tensor([local_sum.count for local_sum in local_sums])
+        counts = totals.new_tensor([local_sum.terms for local_sum in local_sums])
         sums = torch.stack([totals, counts], dim=-1)
         dist.all_reduce(sums)  # replicas add equal values, so means do not change
         self.sums.clear()
