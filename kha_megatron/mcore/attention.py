@@ -32,6 +32,7 @@ from kha_megatron.mcore.knocking import KnockingHeads, MechanismWeight, Mechanis
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
+from kha_megatron.model.megatron import model_from_config
 from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rules import check_layout
 
@@ -57,7 +58,7 @@ class KnockedAttention(Attention):
             adds_loss=any(mechanism.adds_loss for mechanism in kha.mechanisms),
         )
 
-        sizes = ModelConfig.from_config(self.config, kha).head_sizes
+        sizes = model_from_config(self.config, kha).head_sizes
         self.value_dim = sizes.dim("value")
         for mechanism in _without_stock_gate(kha, self.config).mechanisms:
             tensors = mechanism.tensors(sizes)
@@ -186,7 +187,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
     ) -> None:
         kha = kha.with_output_gate(config.attention_output_gate)
         check_config(config, kha, layers=config.num_layers // layers_per_attention(config))
-        model = ModelConfig.from_config(config, kha)
+        model = model_from_config(config, kha)
         layout = model.qkv
         if kha.own_projections:
             submodules = _set_key_width(submodules, config, model.normed_dim)
@@ -309,7 +310,7 @@ def check_config(config: TransformerConfig, kha: HeadsConfig, *, layers: int = 0
     Args:
         layers (int): Number of layers in the model (0 if unknown).
     """
-    model = ModelConfig.from_config(config, kha)
+    model = model_from_config(config, kha)
     kha.check(replace(model.head_facts, layers=layers))
     check_layout(model, Layout.from_config(config))
     if config.fused_single_qkv_rope:
@@ -363,7 +364,7 @@ def describe_model(models: list[Any], kha: HeadsConfig) -> str:
             wrong += 1
         if isinstance(attention, KnockedAttention):
             knocked += bool(kha.mechanisms)
-            sizes = ModelConfig.from_config(attention.config).head_sizes
+            sizes = model_from_config(attention.config).head_sizes
             added += attention.kha.parameters(sizes)
 
     counts = [knocked, len(attentions), added, wrong]
