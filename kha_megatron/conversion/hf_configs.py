@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.conversion.architecture import HF_KEYS, LATENT, ROWS, STYLE, Architecture
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
 from kha_megatron.conversion.hf_fields import (
     COMMON,
@@ -25,6 +25,7 @@ from kha_megatron.conversion.hf_fields import (
 from kha_megatron.errors import CheckpointError, KHAError, in_one_line
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAModelConfig, read_kha
+from kha_megatron.model.config import HF_KEYS, LATENT, MODEL_FIELDS, STYLE
 from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS
 from kha_megatron.model.rope import Llama3Scaling, Yarn
 
@@ -130,7 +131,7 @@ def _check_latent_heads(config: PreTrainedConfig) -> None:
 
 def _check_integers(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
-        if name not in HF_KEYS or ROWS[name].kind is not int:
+        if name not in HF_KEYS or MODEL_FIELDS[name].kind is not int:
             continue
         is_missing = value is None and name not in COMMON
         if type(value) is not int and not is_missing:

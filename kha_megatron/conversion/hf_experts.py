@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.conversion.architecture import HF_KEYS, Architecture
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.errors import CheckpointError
+from kha_megatron.model.config import HF_KEYS
 
 _OFF = {
     "moe_router_topk_scaling_factor": 1.0,

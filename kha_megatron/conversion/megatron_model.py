@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint, other_names
 from kha_megatron.checkpoint.torch_dist import Record
-from kha_megatron.conversion.megatron_arguments import rope_scaling_factor
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import check_version
+from kha_megatron.model.megatron import rope_scaling_factor
 
 
 class Outputs(NamedTuple):

@@ -23,7 +23,6 @@ from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
-from kha_megatron.conversion.megatron_arguments import STOCK_SCALING, command_line, to_arguments
 from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
 from kha_megatron.conversion.table import MODEL, megatron_name, tensor_slots
@@ -31,6 +30,7 @@ from kha_megatron.conversion.transforms import cast, upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.config import ModelConfig
+from kha_megatron.model.megatron import STOCK_SCALING, command_line, to_arguments
 
 _CORE_ATTENTION = "self_attention.core_attention"
 _TOKENIZER = "tokenizer"

@@ -32,6 +32,7 @@ from kha_megatron.mcore.knocking import KnockingHeads, MechanismWeight, Mechanis
 from kha_megatron.mcore.qkv import QKVSplit
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
+from kha_megatron.model.megatron import model_from_config
 from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rules import check_layout
 
@@ -56,7 +57,7 @@ class KnockedAttention(Attention):
             is_training=lambda: self.training,
             adds_loss=any(mechanism.adds_loss for mechanism in kha.mechanisms),
         )
-        sizes = ModelConfig.from_config(self.config, kha).head_sizes
+        sizes = model_from_config(self.config, kha).head_sizes
         self.value_dim = sizes.dim("value")
         self._add_mechanisms(sizes)
         self.projection_hooks: list[ProjectionHook] = []
@@ -214,7 +215,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         kha = kha.with_output_gate(config.attention_output_gate)
         attention_layers = config.num_layers // layers_per_attention(config)
         check_config(config, kha, layers=attention_layers)
-        model = ModelConfig.from_config(config, kha)
+        model = model_from_config(config, kha)
         layout = model.qkv
         if kha.own_projections:
             submodules = _set_key_width(submodules, config, model.normed_dim)
@@ -375,7 +376,7 @@ def check_config(
     Args:
         layers (int): Number of layers in the model (0 if unknown).
     """
-    model = ModelConfig.from_config(config, kha)
+    model = model_from_config(config, kha)
     facts = replace(model.head_facts, layers=layers)
     kha.check(facts)
     check_layout(model, Layout.from_config(config))
@@ -433,7 +434,7 @@ def describe_model(models: list[Any], kha: HeadsConfig) -> str:
             wrong += 1
         if isinstance(attention, KnockedAttention):
             knocked += bool(kha.mechanisms)
-            sizes = ModelConfig.from_config(attention.config).head_sizes
+            sizes = model_from_config(attention.config).head_sizes
             added += attention.kha.parameters(sizes)
 
     counts = [knocked, len(attentions), added, wrong]

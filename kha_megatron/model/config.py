@@ -2,15 +2,15 @@
 
 import ast
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from kha_megatron.errors import ConfigError, show_value
 from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor
-from kha_megatron.heads.config import LATENT_HEADS, HeadsConfig
-from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, flag, read_arguments, read_attributes
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, Field, flag, rows
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rope import RopeScaling
@@ -175,63 +175,6 @@ class ModelConfig:
         object.__setattr__(self, "kha", kha)
         object.__setattr__(self, "attention_output_gate", gated)
         kha.check(self.head_facts)
-
-    @classmethod
-    def from_arguments(
-        cls, arguments: Mapping[str, Any], kha: HeadsConfig | None = None
-    ) -> Self | None:
-        """Build the config from Megatron's arguments. Returns None if model sizes are missing.
-
-        In hybrid models, ``num_layers`` is the number of pairs of attention and MLP. It is None if
-        the layer pattern has other layers, and so are ``ffn_hidden_size`` and ``mtp_num_layers``.
-        """
-        given = read_arguments(cls, arguments)
-        heads, hidden = given["num_attention_heads"], given["hidden_size"]
-        hybrid = bool(given["hybrid_layer_pattern"])
-        if not (heads and hidden and (given["num_layers"] or hybrid)):
-            return None
-        if not arguments.get("group_query_attention"):
-            given["num_query_groups"] = heads
-        elif given["num_query_groups"] is None:
-            given["num_query_groups"] = 1  # Megatron's default
-        if not given["kv_channels"]:
-            given["kv_channels"] = max(1, hidden // heads)
-        if not given["ffn_hidden_size"]:
-            swiglu = given["swiglu"]
-            given["ffn_hidden_size"] = int(hidden * 8 / 3 / 64) * 64 if swiglu else 4 * hidden
-        if arguments.get("device") == "cpu" and "transformer_impl" not in arguments:
-            given["transformer_impl"] = "local"  # Transformer Engine requires a GPU
-        given["num_experts"] = given["num_experts"] or None
-        given["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
-        if hybrid and (pattern := LayerPattern.parse(given["hybrid_layer_pattern"])):
-            given |= {"num_layers": len(pattern.moe), "moe_layer_freq": pattern.moe}
-            given |= {"mtp_num_layers": pattern.predictions or None}
-            given["multi_latent_attention"] = pattern.latent
-        elif hybrid:
-            given |= {"num_layers": None, "ffn_hidden_size": None, "moe_layer_freq": 1}
-            given["mtp_num_layers"] = None
-        if kha is None:
-            kha = HeadsConfig(
-                attention=arguments.get("kha_attention"),
-                latent_heads=arguments.get("kha_latent_heads", LATENT_HEADS),
-            )
-        return cls(**given, kha=kha)
-
-    @classmethod
-    def from_config(cls, config: Any, kha: HeadsConfig | None = None) -> Self:
-        """Build the config from a ``TransformerConfig`` (there is no vocab size in it).
-
-        ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
-        ``ffn_hidden_size`` and ``mtp_num_layers`` are None as well.
-        """
-        given = read_attributes(cls, config) | {"gpt_model": not config.is_hybrid_model}
-        if kha is not None:
-            given["kha"] = kha
-        if config.is_hybrid_model:
-            given |= {"num_layers": None, "ffn_hidden_size": None, "mtp_num_layers": None}
-        if config.pipeline_model_parallel_layout is not None:
-            given["num_layers"] = None
-        return cls(**given)
 
     @property
     def attention_type(self) -> AttentionType:
@@ -400,3 +343,20 @@ class ModelConfig:
                 if setting not in _TRAINING_ONLY:
                     settings[f"kha {name}.{setting}"] = chosen
         return settings
+
+
+MODEL_FIELDS: dict[str, Field] = {row.field: row for row in rows(ModelConfig)}
+"""Lookup table from field names to Megatron and Hugging Face names."""
+HF_KEYS: dict[str, str] = {name: row.hf for name, row in MODEL_FIELDS.items() if row.hf}
+
+STYLE: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "hidden_dropout": 0.0,
+}
+"""Settings that all supported models have in common."""
+
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""These fields are only used for latent attention (MLA and GLA)."""

@@ -12,6 +12,7 @@ from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import rows
+from kha_megatron.model.megatron import model_from_arguments
 
 _ATTENTION = "self_attention.linear_proj.weight"
 _SIZES = (
@@ -97,7 +98,7 @@ def check_same_tensors(path: Path, saved: Mapping[str, Any], given: Mapping[str,
         saved: Megatron's arguments in the checkpoint.
         given: Megatron's arguments of this run. If some are missing, we use Megatron's defaults.
     """
-    before, now = ModelConfig.from_arguments(saved), ModelConfig.from_arguments(given)
+    before, now = model_from_arguments(saved), model_from_arguments(given)
     if not (before and now):
         return
     for flag, (old, new) in _compared_sizes(before, now).items():

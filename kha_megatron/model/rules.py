@@ -14,6 +14,7 @@ from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import read_arguments
 from kha_megatron.model.layout import Batch, Layout, divisors
+from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.run import Training
 
 _READ_SIZES_FROM_FILE = (
@@ -30,7 +31,7 @@ def check_arguments(
     arguments: Mapping[str, Any], world_size: int | None, kha: HeadsConfig | None = None
 ) -> None:
     """Check the layout, batch and optimizer in Megatron's arguments."""
-    model = ModelConfig.from_arguments(arguments, kha)
+    model = model_from_arguments(arguments, kha)
     if model is None or any(arguments.get(name) for name in _READ_SIZES_FROM_FILE):
         return
     layout, batch = Layout.from_arguments(arguments, world_size), Batch.from_arguments(arguments)
@@ -69,7 +70,7 @@ def check_attention(arguments: Mapping[str, Any], kha: HeadsConfig) -> None:
 
     Note: if the arguments do not include the model size, only the ranks can check the mechanisms.
     """
-    ModelConfig.from_arguments(arguments, kha)
+    model_from_arguments(arguments, kha)
     added = kha.without_output_gate().mechanisms
     if arguments.get("kha_upcycle") and not (added and all(m.is_exact_at_start for m in added)):
         raise ConfigError(

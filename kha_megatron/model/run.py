@@ -21,6 +21,7 @@ from kha_megatron.heads.config import INIT_SEED, LATENT_HEADS, HeadsConfig
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import Field, flag, read_arguments, rows
 from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.pattern import check_no_gpt_arguments
 
 Arguments = dict[str, tuple[str, ...]]
@@ -299,7 +300,7 @@ class Run:
     def model(self) -> ModelConfig | None:
         """None if there are no model sizes on the command line."""
         sizes = {"vocab_size": self.vocab_size} if self.vocab_size else {}
-        return ModelConfig.from_arguments(self.arguments | sizes, self.kha)
+        return model_from_arguments(self.arguments | sizes, self.kha)
 
     def layout(self, ranks: int | None) -> Layout:
         return Layout.from_arguments(self.arguments, ranks)
@@ -339,7 +340,7 @@ def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: If an argument only works with GPTModel.
     """
-    model = ModelConfig.from_arguments(arguments)
+    model = model_from_arguments(arguments)
     if model and model.gpt_model and model.hybrid_layer_pattern:
         raise ConfigError("--gpt-model cannot be combined with --hybrid-layer-pattern.")
     if model is None or model.gpt_model or model.hybrid_layer_pattern:

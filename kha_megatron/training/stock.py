@@ -8,7 +8,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadSizes
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.model.config import ModelConfig
+from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.rules import check_attention
 from kha_megatron.model.run import HEAD_FIELDS
 from kha_megatron.training.arguments import add_model_arguments, kha_from_args
@@ -102,6 +102,6 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
 
 def _kha_and_sizes(args: argparse.Namespace) -> tuple[HeadsConfig, HeadSizes]:
     """Get the KHA config (without the output gate, which Megatron counts itself) and head sizes."""
-    kha, model = HeadsConfig.from_entries(vars(args)), ModelConfig.from_arguments(vars(args))
+    kha, model = HeadsConfig.from_entries(vars(args)), model_from_arguments(vars(args))
     assert model is not None, "Megatron has validated its sizes"
     return (kha or HeadsConfig()).without_output_gate(), model.head_sizes

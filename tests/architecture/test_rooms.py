@@ -12,7 +12,7 @@ import pytest
 import kha_megatron
 
 PACKAGE = Path(kha_megatron.__file__).parent
-EVERYONE = {"config", "errors", "heads", "announcements"}
+EVERYONE = {"errors", "heads", "announcements"}
 FREE = {
     "heads",
     *("model", "checkpoint", "mcore", "data", "documents", "training", "hf"),
@@ -20,7 +20,7 @@ FREE = {
 }
 NOTHING = frozenset()
 ARROWS = {
-    **dict.fromkeys(("", "config", "errors", "announcements", "heads"), NOTHING),
+    **dict.fromkeys(("", "errors", "announcements", "heads"), NOTHING),
     **dict.fromkeys(("model", "checkpoint", "hf", "documents"), NOTHING),
     "__main__": {"cli"},
     "mcore": {"model", "checkpoint"},
@@ -30,13 +30,13 @@ ARROWS = {
     "recipes": {"model", "checkpoint", "data"},
     "plan": {"model"},
     "compare": {"recipes", "plan", "model", "checkpoint", "mcore"},
-    "bridge": {"hf", "mcore", "conversion"},
+    "bridge": {"hf", "mcore", "conversion", "model"},
     "serving": {"hf"},
     "testing": {"mcore", "hf", "conversion"},
     "cli": FREE - {"cli", "bridge", "serving", "testing", "training"},
 }
 OUTSIDE = {
-    **dict.fromkeys(("", "config", "errors", "announcements", "model", "plan"), NOTHING),
+    **dict.fromkeys(("", "errors", "announcements", "model", "plan"), NOTHING),
     "heads": {"torch", "triton"},
     "checkpoint": {"torch", "numpy", "safetensors", "huggingface_hub", "psutil"},
     "documents": {"pyarrow"},
@@ -79,7 +79,7 @@ def test_arrows(path):
             target = room_of(name)
             allowed = {"", room} | EVERYONE | ARROWS[room]
             if room == "checkpoint":  # knows no model
-                allowed -= {"config", "heads"}
+                allowed -= {"heads"}
             assert target in allowed, f"{room or 'package'} must not import {target}"
         elif room in OUTSIDE:
             known = top in sys.stdlib_module_names or top in OUTSIDE[room]

@@ -5,14 +5,14 @@ import pytest
 from kha_megatron import announcements
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion.hf_configs import to_hf_config
-from kha_megatron.conversion.megatron_arguments import SUPPORTED_ARGUMENTS, from_arguments
 from kha_megatron.errors import CheckpointError, KHAError
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.megatron import SUPPORTED_ARGUMENTS, model_from_checkpoint
 
 
 def hf_config(args, kha, rows):
     """Return the ``kha`` configuration of a Megatron model."""
-    return to_hf_config(from_arguments(args, kha, rows), "kha")
+    return to_hf_config(model_from_checkpoint(args, kha, rows), "kha")
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +103,6 @@ def test_megatrons_own_scripts_ignore_the_factor(ranks, args):
 def test_hybrid_layer_patterns(args):
     for pattern in ("M*M*", "*-*", "-*-*", "*-*E|*", "**", 7):
         with pytest.raises(CheckpointError, match="hybrid_layer_pattern="):
-            from_arguments(args | {"hybrid_layer_pattern": pattern}, HeadsConfig(), 51)
-    model = from_arguments(args | {"hybrid_layer_pattern": "*-*E|*E"}, HeadsConfig(), 51)
+            model_from_checkpoint(args | {"hybrid_layer_pattern": pattern}, HeadsConfig(), 51)
+    model = model_from_checkpoint(args | {"hybrid_layer_pattern": "*-*E|*E"}, HeadsConfig(), 51)
     assert (model.num_layers, model.moe_layer_freq) == (3, (0, 1, 1))

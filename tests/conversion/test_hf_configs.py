@@ -14,10 +14,10 @@ from kha_megatron.conversion.hf_configs import (
     stock_type,
     to_hf_config,
 )
-from kha_megatron.conversion.megatron_arguments import from_arguments, to_arguments
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import Gate
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
 from tests.conversion.models import CONFIGS, YARN, edit_config, edit_tensors, make
 
 REFUSED = {
@@ -110,7 +110,7 @@ def test_windows_of_the_whole_sequence_are_accepted(raw):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_megatron_arguments_keep_the_architecture(raw, name):
     model = from_hf_config(raw[name])
-    assert from_arguments(to_arguments(model), model.kha, 51) == model
+    assert model_from_checkpoint(to_arguments(model), model.kha, 51) == model
 
 
 SAME = {("llama", "mistral"), ("mistral", "llama")}

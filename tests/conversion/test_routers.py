@@ -9,8 +9,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from kha_megatron.conversion.hf_configs import fill_missing_tensors, from_hf_config, to_hf_config
-from kha_megatron.conversion.megatron_arguments import to_arguments
 from kha_megatron.hf.modeling_kha import KHARouter
+from kha_megatron.model.megatron import to_arguments
 from tests.conversion.models import SIZES
 
 TOKENS, EXPERTS = 9, 8

@@ -7,8 +7,8 @@ from typing import Any
 
 from kha_megatron.heads import CollaborativeHeads, Gate, Knock
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
+from kha_megatron.model.megatron import model_from_config
 
 MIXED = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
 OTHERS = (
@@ -74,7 +74,7 @@ def built(layout: Layout, kha: HeadsConfig, *, tied: bool = True, **overrides: A
             )
         )
     model = replace(
-        ModelConfig.from_config(config),
+        model_from_config(config),
         padded_vocab_size=models.VOCAB,
         untie_embeddings_and_output_weights=not tied,
     )

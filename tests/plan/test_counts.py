@@ -6,6 +6,7 @@ import pytest
 
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.config import ModelConfig
+from kha_megatron.model.megatron import model_from_config
 from kha_megatron.plan.counts import (
     compute_flops,
     count_attention,
@@ -97,7 +98,7 @@ def ran(kha, settings, predictions):
 
     sizes = {name: getattr(config, name) for name in ("num_layers", "ffn_hidden_size")}
     sizes |= {"padded_vocab_size": models.VOCAB, "mtp_num_layers": predictions}
-    plain = replace(ModelConfig.from_config(config), **sizes)
+    plain = replace(model_from_config(config), **sizes)
     assert torch.is_grad_enabled()
     flops = counted(False), counted(True)
     return flops, sum(p.numel() for p in model.parameters()), plain, models.SEQUENCE, models.BATCH
