@@ -14,24 +14,50 @@ from torch.nn.functional import pad
 from kha_megatron.announcements import announce
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
-from kha_megatron.conversion.rows import QKVRow, TensorSlot, VocabularyRow, head_row
 from kha_megatron.conversion.sources import PADDING, ModelSource
-from kha_megatron.conversion.table import ATTENTION_OUTPUT, EXPERT_BIAS, SHARED_EXPERT
+from kha_megatron.conversion.tensor_mappings import (
+    HeadMapping,
+    NormMapping,
+    QKVMapping,
+    TensorSlot,
+    VocabularyMapping,
+    head_mapping,
+)
+from kha_megatron.conversion.tensor_names import (
+    ATTENTION_OUTPUT,
+    EXPERT_BIAS,
+    SHARED_EXPERT,
+    SHARED_EXPERT_GATE,
+    layer_mappings,
+)
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import HeadFacts, HeadTensor, Knock, Mechanism
 from kha_megatron.heads.initial import initial_weight
 from kha_megatron.heads.knock import PROJECTIONS, fold
 
 _KNOCKED = {
-    "q_proj": "query",
-    "q_b_proj": "query",
-    "k_proj": "key",
-    "v_proj": "value",
-    "kv_proj": "value",
+    "self_attn.q_proj.weight": "query",
+    "self_attn.q_proj.bias": "query",
+    "self_attn.q_b_proj.weight": "query",
+    "self_attn.k_proj.weight": "key",
+    "self_attn.k_proj.bias": "key",
+    "self_attn.v_proj.weight": "value",
+    "self_attn.v_proj.bias": "value",
+    "self_attn.kv_proj.weight": "value",
+    "self_attn.kv_proj.bias": "value",
 }
-"""Which projection an HF module computes."""
-_DOUBLED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "output"}
-"""Maps HF modules to names in ``Mechanism.projections_to_double``."""
+"""Tensors that compute the input of a KHA matrix."""
+_DOUBLED = {
+    "self_attn.q_proj.weight": "query",
+    "self_attn.q_proj.bias": "query",
+    "self_attn.k_proj.weight": "key",
+    "self_attn.k_proj.bias": "key",
+    "self_attn.v_proj.weight": "value",
+    "self_attn.v_proj.bias": "value",
+    "self_attn.o_proj.weight": "output",
+}
+"""Names of these tensors in ``Mechanism.projections_to_double``."""
+_OPTIONAL_IN_MOE = (EXPERT_BIAS, *SHARED_EXPERT, SHARED_EXPERT_GATE)
 
 
 def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = False) -> ModelSource:
@@ -42,10 +68,11 @@ def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = Fals
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         tensors = source.read(slot, meta=meta)
-        if slot.row is EXPERT_BIAS:
+        if slot.mapping is EXPERT_BIAS:
             return tensors
+        names = slot.hf_names(source.model)
         rounded_tensors = []
-        for name, tensor in zip(slot.hf_names(source.model), tensors, strict=True):
+        for name, tensor in zip(names, tensors, strict=True):
             rounded = tensor.to(dtype)
             rounded_tensors.append(rounded)
             if allow_overflow:
@@ -92,29 +119,33 @@ def _fold_knock(source: ModelSource) -> ModelSource:
             f"Only linear KHA can be folded, but the model in {source.path} uses {knock}. Please "
             "export the model with --architecture kha."
         )
-    matrices = {tensor.heads: head_row(tensor) for tensor in knock.tensors(model.head_sizes)}
+    matrices = {}
+    for parameter in knock.tensors(model.head_sizes):
+        matrices[parameter.heads] = head_mapping(parameter)
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         tensors = source.read(slot, meta=meta)
         if meta or slot.layer is None:
             return tensors
+        names = slot.mapping.hf_names(model)
         folded = []
-        for name, tensor in zip(slot.row.hf_names(model), tensors, strict=True):
+        for name, tensor in zip(names, tensors, strict=True):
             for rows in _knocked_rows(name, model):
-                if rows.projection in matrices:
-                    matrix = TensorSlot(matrices[rows.projection], slot.layer)
-                    (weight,) = source.read(matrix)
-                    tensor = fold(
-                        tensor,
-                        weight.T[None],
-                        head_rows=rows.per_head,
-                        start=rows.start,
-                    )
+                matrix = matrices.get(rows.projection)
+                if matrix is None:
+                    continue
+                (weight,) = source.read(TensorSlot(matrix, slot.layer))
+                tensor = fold(
+                    tensor,
+                    weight.T[None],
+                    head_rows=rows.per_head,
+                    start=rows.start,
+                )
             folded.append(tensor)
         return folded
 
-    kha = model.kha.without(Knock.name)
-    return replace(source, model=replace(model, kha=kha), read=read)
+    without_knock = replace(model, kha=model.kha.without(Knock.name))
+    return replace(source, model=without_knock, read=read)
 
 
 @dataclass(frozen=True)
@@ -129,20 +160,20 @@ class _KnockedRows:
 
 
 def _knocked_rows(name: str, model: Architecture) -> list[_KnockedRows]:
-    module = name.split(".")[1]
-    if module == "kv_b_proj":
+    if name.startswith("self_attn.kv_b_proj."):
         per_head = model.qk_head_dim + model.v_head_dim
         return [
             _KnockedRows("key", per_head, start=0),
             _KnockedRows("value", per_head, start=model.qk_head_dim),
         ]
-    if module not in _KNOCKED:
+    if name not in _KNOCKED:
         return []
+    projection = _KNOCKED[name]
     if model.multi_latent_attention:
         per_head = model.qk_head_dim + model.qk_pos_emb_head_dim
     else:
         per_head = model.kv_channels
-    return [_KnockedRows(_KNOCKED[module], per_head, start=0)]
+    return [_KnockedRows(projection, per_head, start=0)]
 
 
 def _fold_projections(source: ModelSource, mechanism: Mechanism) -> ModelSource:
@@ -156,34 +187,42 @@ def _fold_projections(source: ModelSource, mechanism: Mechanism) -> ModelSource:
     value_dim = model.kv_channels
     key_dim = mechanism.own_dim or 0
     head_dim = max(key_dim, value_dim)
+    rotary_features = int(value_dim * model.rotary_percent)
     folded = replace(
         model,
         kha=model.kha.without(mechanism.name),
         kv_channels=head_dim,
-        rotary_percent=_rotary_percent(int(value_dim * model.rotary_percent), head_dim),
+        rotary_percent=_rotary_percent(rotary_features, head_dim),
     )
     if obstacle := _find_obstacle_to_folding(model, folded, key_dim):
         raise CheckpointError(
             f"{mechanism} in {source.path} cannot be converted to standard heads: {obstacle}. "
             "Please use --architecture kha."
         )
-    rows = {tensor.name: head_row(tensor) for tensor in mechanism.tensors(model.head_sizes)}
+    parameters = {}
+    for parameter in mechanism.tensors(model.head_sizes):
+        parameters[parameter.name] = head_mapping(parameter)
+    scale = (head_dim / key_dim) ** 0.5
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         tensors = source.read(slot, meta=meta)
-        if slot.row is ATTENTION_OUTPUT:
-            return [_pad_heads(tensors[0], model.num_attention_heads, head_dim, dim=1)]
-        if not isinstance(slot.row, QKVRow):
+        if slot.mapping is ATTENTION_OUTPUT:
+            (weight,) = tensors
+            return [_pad_heads(weight, model.num_attention_heads, head_dim, dim=1)]
+        if not isinstance(slot.mapping, QKVMapping):
             return tensors
         weights = {}
-        for name, row in rows.items():
-            (weights[name],) = source.read(TensorSlot(row, slot.layer), meta=meta)
+        for name, mapping in parameters.items():
+            parameter_slot = TensorSlot(mapping, slot.layer)
+            (weights[name],) = source.read(parameter_slot, meta=meta)
         projections = dict(zip(model.qkv.parts, tensors, strict=True))
-        projections |= mechanism.fold(weights, model.head_sizes, (head_dim / key_dim) ** 0.5)
+        projections |= mechanism.fold(weights, model.head_sizes, scale)
+        layout = folded.qkv
         padded = []
-        for name, part in folded.qkv.parts.items():
-            heads = folded.qkv.groups * part.heads
-            padded.append(_pad_heads(projections[name], heads, part.features))
+        for name, part in layout.parts.items():
+            heads = layout.groups * part.heads
+            weight = _pad_heads(projections[name], heads, part.features)
+            padded.append(weight)
         return padded
 
     return replace(source, model=folded, read=read)
@@ -197,7 +236,9 @@ def _rotary_percent(rotary_features: int, head_dim: int) -> float:
 
 
 def _find_obstacle_to_folding(
-    model: Architecture, folded: Architecture, key_dim: int
+    model: Architecture,
+    folded: Architecture,
+    key_dim: int,
 ) -> str | None:
     """Return why the heads of ``model`` cannot be padded as in ``folded``, or None."""
     value_dim = model.kv_channels
@@ -208,7 +249,8 @@ def _find_obstacle_to_folding(
     for mechanism in folded.kha.mechanisms:
         if reason := mechanism.unsupported_reason(facts):
             return reason
-    if set(folded.head_tensors) - set(model.head_tensors):
+    changed_parameters = set(folded.head_tensors) - set(model.head_tensors)
+    if changed_parameters:
         return (
             f"the parameters of {folded.kha} have head dim {value_dim}, but folded heads have "
             f"{folded.kv_channels}"
@@ -219,12 +261,14 @@ def _find_obstacle_to_folding(
 def _pad_heads(tensor: Tensor, heads: int, features: int, dim: int = 0) -> Tensor:
     """Zero-pad all heads to size ``features`` along ``dim``."""
     split = tensor.unflatten(dim, (heads, -1))
-    zeros = features - split.shape[dim + 1]
+    feature_dim = dim + 1
+    zeros = features - split.shape[feature_dim]
     if not zeros:
         return tensor
-    unpadded_dims = split.dim() - dim - 2
-    padded = pad(split, (0, 0) * unpadded_dims + (0, zeros))
-    return padded.flatten(dim, dim + 1)
+    unpadded_dims = split.dim() - 1 - feature_dim
+    padding = (0, 0) * unpadded_dims + (0, zeros)
+    padded = pad(split, padding)
+    return padded.flatten(dim, feature_dim)
 
 
 def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
@@ -239,29 +283,31 @@ def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
     doubled: Counter[str] = Counter()
     for mechanism in kha.mechanisms:
         doubled.update(mechanism.projections_to_double())
-    new_tensors = {}
-    for tensor in model.head_tensors:
-        if tensor not in old_model.head_tensors:
-            new_tensors[head_row(tensor)] = tensor
+    new_parameters = set(model.head_tensors) - set(old_model.head_tensors)
+    new_mappings = {head_mapping(parameter) for parameter in new_parameters}
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         device = "meta" if meta else "cpu"
-        if slot.row in new_tensors:
-            initial = _initial_value(new_tensors[slot.row], device)
-            return slot.row.split(initial.to(_weights_dtype(source, slot)), model)
+        mapping = slot.mapping
+        if isinstance(mapping, HeadMapping) and mapping in new_mappings:
+            weight = _initial_value(mapping.tensor, device)
+            dtype = _weights_dtype(source, slot)
+            return mapping.split(weight.to(dtype), model)
+        old_names = mapping.hf_names(old_model)
         old_tensors = source.read(slot, meta=meta)
-        tensors = dict(zip(slot.row.hf_names(old_model), old_tensors, strict=True))
-        names = slot.row.hf_names(model)
+        tensors = dict(zip(old_names, old_tensors, strict=True))
+        names = mapping.hf_names(model)
         if len(names) > len(tensors):  # new rows in linear_qkv
-            shape = slot.row.shape(model)
-            fused = torch.empty(shape, dtype=old_tensors[0].dtype, device="meta")
-            for name, template in zip(names, slot.row.split(fused, model), strict=True):
+            dtype = old_tensors[0].dtype
+            fused = torch.empty(mapping.shape(model), dtype=dtype, device="meta")
+            templates = mapping.split(fused, model)
+            for name, template in zip(names, templates, strict=True):
                 if name not in tensors:
                     tensors[name] = torch.zeros_like(template, device=device)
         return [double(name, tensors[name]) for name in names]
 
     def double(name: str, tensor: Tensor) -> Tensor:
-        projection = _DOUBLED.get(name.split(".")[1], "")
+        projection = _DOUBLED.get(name, "")
         times = doubled[projection]
         return tensor * 2**times if times else tensor
 
@@ -304,7 +350,8 @@ def _check_upcycling(source: ModelSource, kha: KHAConfig) -> None:
 def _initial_value(tensor: HeadTensor, device: str) -> Tensor:
     weight = torch.zeros(tensor.shape, device=device)
     if device != "meta" and not tensor.reads_input:
-        initial_weight(weight if tensor.matrices else weight[None], tensor.initial)
+        matrices = weight if tensor.matrices else weight[None]
+        initial_weight(matrices, tensor.initial)
     return weight
 
 
@@ -312,20 +359,24 @@ def add_zero_tensors(source: ModelSource, model: Architecture) -> ModelSource:
     """Add all-zero expert biases and shared experts where only ``model`` has them."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
-        row = slot.row
-        if slot.layer is None or row not in (EXPERT_BIAS, *SHARED_EXPERT):
+        mapping = slot.mapping
+        if slot.layer is None or mapping not in _OPTIONAL_IN_MOE:
             return source.read(slot, meta=meta)
-        if row.when(source.model, slot.layer):
+        if mapping in layer_mappings(source.model, slot.layer):
             return source.read(slot, meta=meta)
-        dtype = torch.float32 if row is EXPERT_BIAS else _weights_dtype(source, slot)
-        zeros = torch.zeros(row.shape(model), dtype=dtype, device="meta" if meta else "cpu")
-        return row.split(zeros, model)
+        dtype = torch.float32 if mapping is EXPERT_BIAS else _weights_dtype(source, slot)
+        shape = mapping.shape(model)
+        device = "meta" if meta else "cpu"
+        zeros = torch.zeros(shape, dtype=dtype, device=device)
+        return mapping.split(zeros, model)
 
     return replace(source, model=model, read=read)
 
 
 def _weights_dtype(source: ModelSource, slot: TensorSlot) -> torch.dtype:
-    return source.read(TensorSlot(ATTENTION_OUTPUT, slot.layer), meta=True)[0].dtype
+    weight_slot = TensorSlot(ATTENTION_OUTPUT, slot.layer)
+    (weight,) = source.read(weight_slot, meta=True)
+    return weight.dtype
 
 
 def center_norms(source: ModelSource) -> ModelSource:
@@ -338,7 +389,7 @@ def center_norms(source: ModelSource) -> ModelSource:
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         tensors = source.read(slot, meta=meta)
-        if not slot.row.is_norm:
+        if not isinstance(slot.mapping, NormMapping):
             return tensors
         return [tensor.double() - 1 for tensor in tensors]
 
@@ -354,9 +405,10 @@ def center_and_round_norms(source: ModelSource) -> ModelSource:
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         exact = centered.read(slot, meta=meta)
-        if not slot.row.is_norm:
+        if not isinstance(slot.mapping, NormMapping):
             return exact
-        dtype = source.read(slot, meta=True)[0].dtype
+        (stored,) = source.read(slot, meta=True)
+        dtype = stored.dtype
         rounded = [weight.to(dtype) for weight in exact]
         if dtype != torch.float32 and any(map(_differ, exact, rounded)):
             announce(
@@ -377,7 +429,8 @@ def drop_predictions(source: ModelSource, why: str) -> ModelSource:
     """Remove the layers for multi-token prediction."""
     if source.model.predictions:
         announce(f"Ignoring the multi-token prediction layers of {source.path}: {why}.")
-    return replace(source, model=replace(source.model, mtp_num_layers=None))
+    model = replace(source.model, mtp_num_layers=None)
+    return replace(source, model=model)
 
 
 def remove_padding(source: ModelSource) -> ModelSource:
@@ -392,7 +445,9 @@ def remove_padding(source: ModelSource) -> ModelSource:
     rows = source.model.padded_vocab_size
     recorded = args.get("vocab_size") or 0
     entries = len(source.tokenizer.loaded or ())
-    multiple = math.prod(args.get(name) or 1 for name in PADDING)
+    multiple = 1
+    for name in PADDING:
+        multiple *= args.get(name) or 1
     if recorded and entries <= recorded <= rows:
         source = truncate_vocabulary(source, recorded)
     elif entries and rows < entries + multiple:
@@ -405,16 +460,21 @@ def truncate_vocabulary(source: ModelSource, rows: int) -> ModelSource:
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         tensors = source.read(slot, meta=meta)
-        if not isinstance(slot.row, VocabularyRow):
+        if not isinstance(slot.mapping, VocabularyMapping):
             return tensors
         return [tensor[:rows] for tensor in tensors]
 
-    return replace(source, model=replace(source.model, vocab_size=rows), read=read)
+    model = replace(source.model, vocab_size=rows)
+    return replace(source, model=model, read=read)
 
 
 def count_not_finite(tensor: Tensor) -> int:
     """Count NaN and Inf values (0 for meta tensors)."""
     # aminmax propagates NaN, and it is 10x faster than isfinite
-    if tensor.is_meta or not tensor.numel() or all(map(torch.isfinite, tensor.aminmax())):
+    if tensor.is_meta or not tensor.numel():
         return 0
-    return int((~tensor.isfinite()).sum())
+    smallest, largest = tensor.aminmax()
+    if smallest.isfinite() and largest.isfinite():
+        return 0
+    not_finite = ~tensor.isfinite()
+    return int(not_finite.sum())

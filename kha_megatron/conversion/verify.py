@@ -28,9 +28,8 @@ from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
-from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import ModelSource, open_source
-from kha_megatron.conversion.table import tensor_slots
+from kha_megatron.conversion.tensor_mappings import TensorSlot
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     center_norms,
@@ -339,7 +338,11 @@ def _locate_tensors(source: ModelSource) -> dict[str, _LocatedTensor]:
 
 
 def _count_parameters(located: dict[str, _LocatedTensor]) -> int:
-    return sum(math.prod(tensor.shape) for tensor in located.values() if tensor.slot.row.trained)
+    count = 0
+    for tensor in located.values():
+        if tensor.slot.mapping.trained:
+            count += math.prod(tensor.shape)
+    return count
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
@@ -397,10 +400,7 @@ def missing_copies(source: ModelSource) -> set[str]:
 
     Servers load these layers separately. transformers ignores them, and Megatron has no copies.
     """
-    expected = set[str]()
-    for slot in tensor_slots(source.model):
-        expected.update(source.files.copies(slot, source.model))
-    return expected - source.checkpoint.keys().keys()
+    return source.files.copies(source.model).keys() - source.checkpoint.keys().keys()
 
 
 def _equal_after_rounding(first: Tensor, second: Tensor) -> bool:

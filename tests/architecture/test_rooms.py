@@ -230,7 +230,7 @@ MAY_NAME = {
     "heads/__init__.py",
     "heads/registry.py",
     *(f"heads/{name}.py" for name in ("gate", "moh", "talking", "collaborative")),
-    "conversion/rows.py",  # Qwen3-Next stores the output gate inside q_proj
+    "conversion/file_format.py",  # Qwen3-Next stores the output gate inside q_proj
     # examples, and --gate for --heads
     *("cli/compare.py", "cli/convert.py", "cli/quickstart.py", "training/arguments.py"),
 }
