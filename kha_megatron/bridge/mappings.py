@@ -53,10 +53,10 @@ class VocabularyMapping(AutoMapping):
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
         # If TP > 1, padding is already handled by Megatron-Bridge.
-        rows = len(megatron_module.get_parameter("weight"))
-        padding = rows - len(hf_weights) if self.tp_size == 1 else 0
-        if padding > 0:
-            hf_weights = nn.functional.pad(hf_weights, (0, 0, 0, padding))
+        padded_weight = megatron_module.get_parameter("weight")
+        padding_rows = len(padded_weight) - len(hf_weights)
+        if self.tp_size == 1 and padding_rows > 0:
+            hf_weights = nn.functional.pad(hf_weights, (0, 0, 0, padding_rows))
         return super().hf_to_megatron(hf_weights, megatron_module)
 
     def megatron_to_hf(
@@ -65,7 +65,10 @@ class VocabularyMapping(AutoMapping):
         megatron_module: nn.Module | None,
     ) -> dict[str, Tensor]:
         gathered = super().megatron_to_hf(megatron_weights, megatron_module)
-        return {name: weight[: self.vocab_size] for name, weight in gathered.items()}
+        hf_weights = {}
+        for name, weight in gathered.items():
+            hf_weights[name] = weight[: self.vocab_size]
+        return hf_weights
 
     def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
         return type(self)(self.megatron_param, self.hf_param, self.vocab_size)
@@ -99,9 +102,10 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
     @property
     def _tensor_parallel(self) -> MegatronParamMapping[Tensor]:
         mapping = self._mapping
-        if isinstance(mapping, HeadMapping) and mapping.tensor.ranks(self.tp_size) == 1:
-            return self._replicated
-        return self._sharded
+        if not isinstance(mapping, HeadMapping):
+            return self._sharded
+        is_sharded = mapping.tensor.ranks(self.tp_size) > 1
+        return self._sharded if is_sharded else self._replicated
 
     def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
         parts = [hf_weights[name] for name in self.hf_param]
@@ -116,8 +120,9 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
         gathered = self._tensor_parallel.megatron_to_hf(megatron_weights, megatron_module)
         hf_weights = {}
         for packed in gathered.values():
+            names = self.hf_param.values()
             parts = self._mapping.split(packed, self._model)
-            for name, part in zip(self.hf_param.values(), parts, strict=True):
+            for name, part in zip(names, parts, strict=True):
                 hf_weights[name] = part.contiguous()
         return hf_weights
 
@@ -132,25 +137,27 @@ def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[A
     Note: ``config`` is None when Megatron-Bridge handles an adapter. The result does not include
     embeddings and mechanisms then.
     """
-    model = None if config is None else from_hf_config(config.to_dict())
+    model = None
     mappings: list[MegatronParamMapping[Any]] = []
     if config is not None:
+        model = from_hf_config(config.to_dict())
         mappings.append(_vocabulary_mapping(tensor_names.EMBEDDING, config))
     for mapping in _LAYER_MAPPINGS:
         if mapping in tensor_names.EXPERT:
             mappings += _expert_mappings(mapping)
-        elif _is_packed(mapping, model):
-            assert model is not None
+        elif model is not None and _is_packed(mapping, model):
             mappings.append(_packed_mapping(mapping, model))
         else:
-            mappings.append(_plain_mapping(mapping, MEGATRON + mapping.megatron))
+            megatron_param = MEGATRON + mapping.megatron
+            mappings.append(_plain_mapping(mapping, megatron_param))
     final_norm = tensor_names.FINAL_NORM
     mappings.append(AutoMapping(final_norm.megatron, final_norm.hf))
     if config is not None and not config.tie_word_embeddings:
         mappings.append(_vocabulary_mapping(tensor_names.LM_HEAD, config))
     if model is not None:
         for parameter in model.head_tensors:
-            mappings.append(_packed_mapping(head_mapping(parameter), model))
+            mapping = head_mapping(parameter)
+            mappings.append(_packed_mapping(mapping, model))
     return mappings
 
 
@@ -170,25 +177,37 @@ def _expert_mappings(mapping: TensorMapping) -> list[MegatronParamMapping[Any]]:
     ]
 
 
-def _is_packed(mapping: TensorMapping, model: Architecture | None) -> bool:
-    """Return True if head mechanisms add rows to a QKV tensor."""
-    if not isinstance(mapping, tensor_mappings.QKVMapping) or model is None:
+def _is_packed(mapping: TensorMapping, model: Architecture) -> bool:
+    """Return True for a QKV tensor that does not just consist of queries, keys and values."""
+    if not isinstance(mapping, tensor_mappings.QKVMapping):
         return False
     return list(model.qkv.parts) != ["query", "key", "value"]
 
 
 def _packed_mapping(mapping: TensorMapping, model: Architecture) -> PackedMapping:
-    names = {name: HF + name for name in mapping.hf_names(model)}
-    return PackedMapping(MEGATRON + mapping.megatron, names, mapping, model)
+    hf_param = {}
+    for name in mapping.hf_names(model):
+        hf_param[name] = HF + name
+    megatron_param = MEGATRON + mapping.megatron
+    return PackedMapping(megatron_param, hf_param, mapping, model)
 
 
 def _plain_mapping(mapping: TensorMapping, megatron_param: str) -> MegatronParamMapping[Any]:
     match mapping:
         case tensor_mappings.QKVMapping(query=query, key=key, value=value):
             assert key is not None
-            return QKVMapping(megatron_param, HF + query, HF + key, HF + value)
+            return QKVMapping(
+                megatron_param,
+                q=HF + query,
+                k=HF + key,
+                v=HF + value,
+            )
         case tensor_mappings.GatedMLPMapping(gate=gate, up=up):
-            return GatedMLPMapping(megatron_param, _with_wildcard(gate), _with_wildcard(up))
+            return GatedMLPMapping(
+                megatron_param,
+                gate=_with_wildcard(gate),
+                up=_with_wildcard(up),
+            )
         case tensor_mappings.DirectMapping(hf=hf) if mapping is tensor_names.SHARED_EXPERT_GATE:
             # AutoMapping looks at the module type, which does not work for a bare parameter
             return ReplicatedMapping(megatron_param, HF + hf)

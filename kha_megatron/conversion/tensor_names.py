@@ -20,24 +20,33 @@ from kha_megatron.conversion.tensor_mappings import (
     head_mapping,
 )
 
+
+def _hidden_vector(model: Architecture) -> tuple[int, ...]:
+    return (model.hidden_size,)
+
+
+def _vocabulary_matrix(model: Architecture) -> tuple[int, ...]:
+    return (model.padded_vocab_size, model.hidden_size)
+
+
 # Tensors outside of the layers
 
 EMBEDDING = VocabularyMapping(
     megatron="embedding.word_embeddings.weight",
     hf="model.embed_tokens.weight",
-    shape=lambda model: (model.padded_vocab_size, model.hidden_size),
+    shape=_vocabulary_matrix,
 )
 FINAL_NORM = NormMapping(
     megatron="decoder.final_layernorm.weight",
     aliases=("decoder.final_norm.weight",),
     hf="model.norm.weight",
-    shape=lambda model: (model.hidden_size,),
+    shape=_hidden_vector,
 )
 """The second name is that of HybridModel."""
 LM_HEAD = VocabularyMapping(
     megatron="output_layer.weight",
     hf="lm_head.weight",
-    shape=lambda model: (model.padded_vocab_size, model.hidden_size),
+    shape=_vocabulary_matrix,
 )
 
 # Attention: MHA, MQA and GQA
@@ -49,7 +58,7 @@ FUSED_INPUT_NORM = NormMapping(
         "self_attention.linear_qkv_down_proj.layer_norm_weight",
     ),
     hf="input_layernorm.weight",
-    shape=lambda model: (model.hidden_size,),
+    shape=_hidden_vector,
 )
 QKV = QKVMapping(
     megatron="self_attention.linear_qkv.weight",
@@ -94,7 +103,7 @@ INPUT_NORM = NormMapping(
         "self_attention.linear_qkv_down_proj.layer_norm_weight",
     ),
     hf="input_layernorm.weight",
-    shape=lambda model: (model.hidden_size,),
+    shape=_hidden_vector,
 )
 """For GTA and multi-latent attention, where Transformer Engine does not fuse this norm."""
 TIED_QKV = QKVMapping(
@@ -184,7 +193,7 @@ FUSED_MLP_NORM = NormMapping(
     megatron="mlp.linear_fc1.layer_norm_weight",
     aliases=("pre_mlp_layernorm.weight",),
     hf="post_attention_layernorm.weight",
-    shape=lambda model: (model.hidden_size,),
+    shape=_hidden_vector,
 )
 MLP = (
     GatedMLPMapping(
@@ -207,7 +216,7 @@ MLP_NORM = NormMapping(
     aliases=("mlp.linear_fc1.layer_norm_weight",),
     write_aliases=True,
     hf="post_attention_layernorm.weight",
-    shape=lambda model: (model.hidden_size,),
+    shape=_hidden_vector,
 )
 """Also for dense layers with multi-latent attention."""
 ROUTER = DirectMapping(
@@ -266,18 +275,18 @@ PREDICTION = (
     NormMapping(
         megatron="enorm.weight",
         hf="enorm.weight",
-        shape=lambda model: (model.hidden_size,),
+        shape=_hidden_vector,
     ),
     NormMapping(
         megatron="hnorm.weight",
         hf="hnorm.weight",
-        shape=lambda model: (model.hidden_size,),
+        shape=_hidden_vector,
     ),
     PREDICTION_PROJECTION,
     NormMapping(
         megatron="final_layernorm.weight",
         hf="shared_head.norm.weight",
-        shape=lambda model: (model.hidden_size,),
+        shape=_hidden_vector,
     ),
 )
 
