@@ -23,7 +23,7 @@ from kha_megatron.conversion.fused_experts import SplitExperts
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
 from kha_megatron.conversion.megatron_arguments import from_arguments
 from kha_megatron.conversion.megatron_keys import locate_tensors
-from kha_megatron.conversion.tensor_mappings import TensorSlot
+from kha_megatron.conversion.tensor_mappings import Shape, TensorSlot
 from kha_megatron.conversion.tensor_names import (
     EMBEDDING,
     LM_HEAD,
@@ -52,6 +52,7 @@ _RECOMPUTED = (
     ".attn.bias",
 )
 """Buffers saved by old versions of transformers. We ignore them."""
+Entries = Mapping[str, TensorEntry]
 
 
 class Read(Protocol):
@@ -158,7 +159,7 @@ def _open_hf(path: Path) -> ModelSource:
 def _count_predictions(
     model: Architecture,
     files: FileFormat,
-    infos: Mapping[str, TensorEntry],
+    infos: Entries,
 ) -> int:
     """Count the MTP layers that the files contain."""
     count = 0
@@ -175,13 +176,13 @@ def _expected_shapes(
     model: Architecture,
     files: FileFormat,
     limit: int,
-) -> dict[str, tuple[int, ...]]:
+) -> dict[str, Shape]:
     """Return the shapes of the tensors in the files of a model by name.
 
     At most ``limit`` slots are included. This keeps us from running out of memory if the config is
     corrupted.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     for slot in islice(tensor_slots(model), limit):
         names = files.names(slot, model)
         shape = slot.mapping.shape(model)
@@ -195,14 +196,14 @@ def _expected_shapes(
     return shapes
 
 
-def _meta_tensor(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
+def _meta_tensor(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _find_copies(
     model: Architecture,
     files: FileFormat,
-    infos: Mapping[str, TensorEntry],
+    infos: Entries,
 ) -> dict[str, str]:
     """Map copies of the embedding and LM head to their originals, if the files contain both."""
     copies = files.copies(model)
@@ -215,7 +216,7 @@ def _find_copies(
     return present
 
 
-def _unused_experts(infos: Mapping[str, TensorEntry]) -> set[str]:
+def _unused_experts(infos: Entries) -> set[str]:
     """Return empty tensors, which models without shared experts may still have for them."""
     unused = set()
     for name, info in infos.items():
@@ -265,7 +266,7 @@ def _check_tensors(
     path: Path,
     config: str,
     infos: Mapping[str, Any],
-    expected: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, Shape],
     missing: Iterable[str],
     unexpected: Iterable[str],
 ) -> None:

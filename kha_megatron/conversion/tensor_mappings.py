@@ -17,7 +17,7 @@ from torch import Tensor
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.heads import HeadTensor
 
-Shape = Callable[[Architecture], tuple[int, ...]]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -29,7 +29,7 @@ class TensorMapping(ABC):
 
     megatron: str
     """Megatron name without ``decoder.layers.{i}.``."""
-    shape: Shape
+    shape: Callable[[Architecture], Shape]
     """Shape of the Megatron tensor."""
     aliases: tuple[str, ...] = ()
     """Other names that Megatron may use for the tensor."""

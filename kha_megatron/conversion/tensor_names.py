@@ -14,6 +14,7 @@ from kha_megatron.conversion.tensor_mappings import (
     LatentHeadsMapping,
     NormMapping,
     QKVMapping,
+    Shape,
     TensorMapping,
     TensorSlot,
     VocabularyMapping,
@@ -21,11 +22,11 @@ from kha_megatron.conversion.tensor_mappings import (
 )
 
 
-def _hidden_vector(model: Architecture) -> tuple[int, ...]:
+def _hidden_vector(model: Architecture) -> Shape:
     return (model.hidden_size,)
 
 
-def _vocabulary_matrix(model: Architecture) -> tuple[int, ...]:
+def _vocabulary_matrix(model: Architecture) -> Shape:
     return (model.padded_vocab_size, model.hidden_size)
 
 

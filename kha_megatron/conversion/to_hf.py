@@ -17,6 +17,7 @@ from kha_megatron.checkpoint.staging import as_json, staged_folder
 from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
+from kha_megatron.conversion.folding import fold_heads
 from kha_megatron.conversion.hf_configs import (
     can_predict,
     fill_missing_tensors,
@@ -36,10 +37,9 @@ from kha_megatron.conversion.transforms import (
     cast,
     center_and_round_norms,
     drop_predictions,
-    fold_heads,
     remove_padding,
-    upcycle_heads,
 )
+from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, ConfigError
 
 MAX_SHARD_BYTES = 5 * 10**9

@@ -28,7 +28,8 @@ from kha_megatron.conversion.megatron_keys import is_stacked, stack_of, written_
 from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
 from kha_megatron.conversion.tensor_mappings import TensorSlot
 from kha_megatron.conversion.tensor_names import EMBEDDING, tensor_slots
-from kha_megatron.conversion.transforms import cast, upcycle_heads
+from kha_megatron.conversion.transforms import cast
+from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
 from kha_megatron.model.model_config import ModelConfig
 

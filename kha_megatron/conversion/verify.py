@@ -26,6 +26,7 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
+from kha_megatron.conversion.folding import fold_heads
 from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
 from kha_megatron.conversion.sources import ModelSource, open_source
@@ -35,10 +36,9 @@ from kha_megatron.conversion.transforms import (
     center_norms,
     count_not_finite,
     drop_predictions,
-    fold_heads,
     truncate_vocabulary,
-    upcycle_heads,
 )
+from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, in_one_line
 from kha_megatron.hf.modeling_kha import find_caches
 
