@@ -61,41 +61,31 @@ class FileFormat(NamedTuple):
 
     def write(self, slot: TensorSlot, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
         """Convert the tensors of a slot to the format of the files."""
-        tensors = list(parts)
-        gate_index = self._find_gate(slot, model)
-        if gate_index is None:
-            return tensors
-        query = tensors[0]
-        gate = tensors.pop(gate_index)
+        if not self._fuses_gate(slot, model):
+            return list(parts)
+        query, gate, *others = parts
         blocks = self._count_blocks(model)
         query_blocks = query.unflatten(0, (blocks, -1))
         gate_blocks = gate.unflatten(0, (blocks, -1))
         fused = torch.cat([query_blocks, gate_blocks], dim=1)
-        tensors[0] = fused.flatten(0, 1)
-        return tensors
+        return [fused.flatten(0, 1), *others]
 
     def read(self, slot: TensorSlot, model: Architecture, stored: Sequence[Tensor]) -> list[Tensor]:
         """Inverse of :meth:`write`."""
-        tensors = list(stored)
-        gate_index = self._find_gate(slot, model)
-        if gate_index is None:
-            return tensors
+        if not self._fuses_gate(slot, model):
+            return list(stored)
+        fused, *others = stored
         blocks = self._count_blocks(model)
-        fused = tensors[0].unflatten(0, (blocks, -1))
         query_rows = model.num_attention_heads * model.kv_channels
-        query, gate = fused.tensor_split([query_rows // blocks], dim=1)
-        tensors[0] = query.flatten(0, 1)
-        tensors.insert(gate_index, gate.flatten(0, 1))
-        return tensors
+        fused_blocks = fused.unflatten(0, (blocks, -1))
+        query, gate = fused_blocks.tensor_split([query_rows // blocks], dim=1)
+        return [query.flatten(0, 1), gate.flatten(0, 1), *others]
 
-    def _find_gate(self, slot: TensorSlot, model: Architecture) -> int | None:
-        """Return the index of the gate in the tensors of a slot, if the files fuse it."""
+    def _fuses_gate(self, slot: TensorSlot, model: Architecture) -> bool:
+        """Return True if the files store query and gate, the first two tensors, as one."""
         if self.gate_in_query is None:
-            return None
-        names = slot.names_in_layer(model)
-        if _GATE not in names:
-            return None
-        return names.index(_GATE)
+            return False
+        return _GATE in slot.names_in_layer(model)
 
     def _count_blocks(self, model: Architecture) -> int:
         """Return the number of alternating blocks of query and gate in ``q_proj``."""

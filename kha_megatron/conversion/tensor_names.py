@@ -95,7 +95,7 @@ ATTENTION_OUTPUT = DirectMapping(
     shape=lambda model: (model.hidden_size, model.num_attention_heads * model.kv_channels),
 )
 
-# Grouped-tied attention (GTA). Each head starts with its rotary half in both formats.
+# Grouped-tied attention (GTA, only ``kha``). Each head starts with its rotary half in both formats.
 
 INPUT_NORM = NormMapping(
     megatron="input_layernorm.weight",
@@ -129,9 +129,9 @@ TIED_ROTARY_KEY = DirectMapping(
     shape=lambda model: (model.kv_channels // 2, model.hidden_size),
 )
 
-# Multi-latent attention (MLA and GLA). Both formats use the same order within a head: features
-# without position first, then rotary or value features. RoPE is interleaved, i.e. it rotates
-# adjacent features.
+# Multi-latent attention: MLA (``deepseek_v3`` and ``kha``) and GLA (only ``kha``). Both formats
+# use the same order within a head: features without position first, then rotary or value features.
+# RoPE is interleaved, i.e. it rotates adjacent features.
 
 
 def _query_rows(model: Architecture) -> int:
