@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.sources import ModelSource
 from kha_megatron.conversion.tensor_mappings import QKVMapping, TensorSlot, head_mapping
 from kha_megatron.conversion.tensor_names import ATTENTION_OUTPUT
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import HeadFacts, Knock, Mechanism
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import fold
 
 _KNOCKED = {
@@ -29,10 +29,10 @@ _KNOCKED = {
 """Tensors that compute the input of a KHA matrix."""
 
 
-def fold_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
+def fold_heads(source: ModelSource, kha: HeadsConfig) -> ModelSource:
     """Fold KHA-Linear and ``own_projections`` into the QKV weights of a stock model."""
     with_projections = []
-    for mechanism in kha.other_mechanisms:
+    for mechanism in kha.mechanisms:
         if mechanism.own_projections and mechanism.is_foldable:
             with_projections.append(mechanism)
     if not (kha.variants or with_projections):
@@ -53,7 +53,8 @@ def _fold_knock(source: ModelSource) -> ModelSource:
     This is possible for queries and keys too, because QK-norm and RoPE come after KHA.
     """
     model = source.model
-    knock = model.kha.knock
+    knock = model.kha.get(Knock)
+    assert knock is not None
     if not knock.is_foldable:
         raise CheckpointError(
             f"Only linear KHA can be folded, but the model in {source.path} uses {knock}. Please "
@@ -84,7 +85,7 @@ def _fold_knock(source: ModelSource) -> ModelSource:
             folded.append(tensor)
         return folded
 
-    without_knock = replace(model, kha=model.kha.without(Knock.name))
+    without_knock = replace(model, kha=model.kha.without(Knock))
     return replace(source, model=without_knock, read=read)
 
 
@@ -130,7 +131,7 @@ def _fold_projections(source: ModelSource, mechanism: Mechanism) -> ModelSource:
     rotary_features = int(value_dim * model.rotary_percent)
     folded = replace(
         model,
-        kha=model.kha.without(mechanism.name),
+        kha=model.kha.without(type(mechanism)),
         kv_channels=head_dim,
         rotary_percent=_rotary_percent(rotary_features, head_dim),
     )

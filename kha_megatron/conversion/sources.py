@@ -16,12 +16,10 @@ from torch import Tensor
 from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.file_format import STANDARD, FileFormat
 from kha_megatron.conversion.fused_experts import SplitExperts
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
-from kha_megatron.conversion.megatron_arguments import from_arguments
 from kha_megatron.conversion.megatron_keys import locate_tensors
 from kha_megatron.conversion.tensor_mappings import Shape, TensorSlot
 from kha_megatron.conversion.tensor_names import (
@@ -32,6 +30,8 @@ from kha_megatron.conversion.tensor_names import (
 )
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.megatron import model_from_checkpoint
 
 FLOAT_DTYPES = {
     "float32": torch.float32,
@@ -233,15 +233,15 @@ def _open_megatron(path: Path) -> ModelSource:
     if embedding not in infos:
         raise CheckpointError(f"Tensor {embedding} not found in {path}. Is this a GPT checkpoint?")
     padded_vocab_size = infos[embedding].shape[0]
-    kha = KHAConfig.from_entries(args) or KHAConfig()
-    model = from_arguments(args, kha, padded_vocab_size)
+    heads = HeadsConfig.from_entries(args) or HeadsConfig()
+    model = model_from_checkpoint(args, heads, padded_vocab_size)
     located = locate_tensors(infos, model)
     expected = {}
     for slot, location in located.slots.items():
         shape = slot.mapping.shape(model)
         stacked_dims = len(location.index)
         if slot.expert is not None:
-            shape = (model.num_experts, *shape)
+            shape = (model.experts, *shape)
             stacked_dims -= 1
         stack = infos[location.key].shape[:stacked_dims]
         expected[location.key] = (*stack, *shape)

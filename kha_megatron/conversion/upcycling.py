@@ -6,12 +6,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.sources import ModelSource
 from kha_megatron.conversion.tensor_mappings import HeadMapping, TensorSlot, head_mapping
 from kha_megatron.conversion.transforms import weights_dtype
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.heads import HeadTensor, Projection
+from kha_megatron.heads import HeadTensor, Knock, Projection
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.initial import initial_weight
 
 _DOUBLED = {
@@ -26,7 +26,7 @@ _DOUBLED = {
 """Names of these tensors in ``Mechanism.projections_to_double``."""
 
 
-def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
+def upcycle_heads(source: ModelSource, kha: HeadsConfig) -> ModelSource:
     """Add head mechanisms to a trained model. The outputs stay exactly the same.
 
     KHA matrices start as the identity, and input projections as zero. A sigmoid gate is then 1/2,
@@ -69,14 +69,14 @@ def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
     return replace(source, model=model, read=read)
 
 
-def _check_upcycling(source: ModelSource, kha: KHAConfig) -> None:
+def _check_upcycling(source: ModelSource, kha: HeadsConfig) -> None:
     """Raise an error if head mechanisms cannot be added without changing the outputs."""
     trained = source.model.kha
     added = {mechanism.name for mechanism in kha.mechanisms}
     if not added:
         raise ConfigError(
             "No head mechanism to add. Please pass --kha-preset, --kha-query, --kha-key, "
-            "--kha-value, --gate or --heads."
+            "--kha-value or --heads."
         )
     doubled = _count_doublings(kha)
     for mechanism in trained.mechanisms:
@@ -95,7 +95,7 @@ def _check_upcycling(source: ModelSource, kha: KHAConfig) -> None:
             )
 
 
-def _count_doublings(kha: KHAConfig) -> Counter[str]:
+def _count_doublings(kha: HeadsConfig) -> Counter[str]:
     """Count for each projection how many mechanisms need it to be doubled."""
     counts: Counter[str] = Counter()
     for mechanism in kha.mechanisms:
@@ -103,10 +103,10 @@ def _count_doublings(kha: KHAConfig) -> Counter[str]:
     return counts
 
 
-def _setting_of(projection: Projection, kha: KHAConfig) -> str:
+def _setting_of(projection: Projection, kha: HeadsConfig) -> str:
     """Return the setting that adds a mechanism to a projection."""
     setting: str = projection
-    for mechanism in kha.other_mechanisms:
+    for mechanism in kha.without(Knock).mechanisms:
         setting = mechanism.setting_of(projection) or setting
     return setting
 

@@ -22,7 +22,6 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
@@ -40,6 +39,7 @@ from kha_megatron.conversion.transforms import (
 )
 from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, in_one_line
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf.modeling_kha import find_caches
 
 BATCH, LENGTH = 2, 64
@@ -279,15 +279,15 @@ def _fold_or_upcycle(
     Returns:
         Both models, and whether ``larger`` was folded.
     """
-    smaller_names = _mechanism_names(smaller.model.kha)
-    added = larger.model.kha.without(*smaller_names)
+    smaller_mechanisms = map(type, smaller.model.kha.mechanisms)
+    added = larger.model.kha.without(*smaller_mechanisms)
     if added.is_foldable:
         return fold_heads(larger, added), smaller, True
-    added = replace(added, init="identity")
+    added = added.updated(init="identity")
     return larger, upcycle_heads(smaller, added), False
 
 
-def _mechanism_names(kha: KHAConfig) -> set[str]:
+def _mechanism_names(kha: HeadsConfig) -> set[str]:
     return {mechanism.name for mechanism in kha.mechanisms}
 
 

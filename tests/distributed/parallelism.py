@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from tests.distributed.pieces import Result, as_array, fill, gathered, pieces
 from tests.versions import on_this_cp_rank
 
@@ -74,7 +75,7 @@ class Case:
     """A run. ``khas`` are trained one after the other in the same process groups."""
 
     layout: Layout
-    khas: tuple[KHAConfig, ...]
+    khas: tuple[HeadsConfig, ...]
     model: str = "dense"
     groups: int = 4
     tied: bool = False
@@ -121,7 +122,10 @@ class Case:
             if f.name not in ("layout", "khas", "model", "steps") and value not in (f.default, {}):
                 words.append(f.name if value is True else f"{f.name}={value}")
         words = [word for word in words if "{" not in word]
-        words += sorted({mechanism.name for kha in self.khas for mechanism in kha.other_mechanisms})
+        names = set()
+        for kha in self.khas:
+            names.update(mechanism.name for mechanism in kha.without(Knock).mechanisms)
+        words += sorted(names)
         for options in (self.config, self.savings, self.ddp):
             words += [k if v is True else f"{k}={v}" for k, v in options.items()]
         return ", ".join(words)
@@ -151,7 +155,7 @@ def train(case: Case, mutate: Callable[[], Any] | None = None) -> list[Result]:
 
 
 class _Run:
-    def __init__(self, case: Case, kha: KHAConfig, *, filled: bool = True) -> None:
+    def __init__(self, case: Case, kha: HeadsConfig, *, filled: bool = True) -> None:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module
 
@@ -326,7 +330,7 @@ def _transformer_config(case: Case) -> Any:
     return models.transformer_config(**settings | case.config | case.savings)
 
 
-def _build(config: Any, case: Case, kha: KHAConfig) -> list[Any]:
+def _build(config: Any, case: Case, kha: HeadsConfig) -> list[Any]:
     """Build the model chunks of this rank, one for each virtual stage."""
     from megatron.core import parallel_state as ps
     from megatron.core.enums import ModelType

@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.kernels import fused
 from kha_megatron.mcore import cpu
 from tests.distributed import models
@@ -36,7 +36,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def build(
-    kha: KHAConfig, impl: str, dtype: torch.dtype, *, moe: bool, head: bool = True, **changes: Any
+    kha: HeadsConfig, impl: str, dtype: torch.dtype, *, moe: bool, head: bool = True, **changes: Any
 ) -> GPTModel:
     """Build a GPTModel of ``impl`` on this rank's device; ``head`` adds output layer and loss."""
     te = impl == "transformer_engine"
@@ -137,7 +137,7 @@ class Errors(NamedTuple):
 
 
 def errors(
-    kha: KHAConfig,
+    kha: HeadsConfig,
     impl: str,
     dtype: torch.dtype,
     look: Callable[[GPTModel], dict[str, torch.Tensor]],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAForCausalLM, read_kha
 from tests.hf.conftest import MIXED, MOE, load, make_model, tokens
 from tests.hf.test_uses import MODELS, VARIATIONS
@@ -28,7 +28,7 @@ def test_round_trip_is_exact(name, tmp_path):
     assert type(loaded) is KHAForCausalLM
     assert loaded.dtype == dtype
     settings = {k[4:]: v for k, v in sizes.items() if k.startswith("kha_")}
-    assert read_kha(loaded.config) == KHAConfig.from_dict(kha | settings)
+    assert read_kha(loaded.config) == HeadsConfig.from_dict(kha | settings)
     state = model.state_dict()
     assert loaded.state_dict().keys() == state.keys()
     for key, tensor in loaded.state_dict().items():

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import MixtureOfHeads
+from kha_megatron.heads.config import HeadsConfig
 from tests.distributed.pieces import assemble, fill, pieces
 from tests.mcore import twins
 
@@ -38,7 +39,7 @@ def draw(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build(
-    kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any]
+    kha: HeadsConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return this rank's layer in float64, filled, and the options of its forward pass."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -55,7 +56,7 @@ def build(
         **sizes,
     )
     layer = models.attention(config, kha, layer_number=2).double()
-    if kha.moh:  # as Megatron's schedules do
+    if kha.get(MixtureOfHeads):  # as Megatron's schedules do
         scale = torch.tensor([twins.LOSS_SCALE])
         layer.config.experimental_attention_variant_loss_scale_func(scale)
     fill([layer])
@@ -69,7 +70,7 @@ def build(
 
 
 @torch.no_grad()
-def decoded(kha: KHAConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def decoded(kha: HeadsConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs for seven tokens ``[7, b, h]`` at once, and from Megatron's static cache."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
@@ -87,7 +88,7 @@ def decoded(kha: KHAConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tenso
 
 
 def on_rank(
-    kha: KHAConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any], mutate: Any = None
+    kha: HeadsConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any], mutate: Any = None
 ) -> tuple[Any, ...]:
     """This rank's part of a :class:`Pass`; ``mutate`` gives a context that breaks something."""
     from megatron.core import parallel_state
@@ -130,7 +131,7 @@ def put_together(ranks: list[tuple[Any, ...]], tokens: int) -> Pass:
 
 def differences(
     ranks: Any,
-    kha: KHAConfig,
+    kha: HeadsConfig,
     tp: int = 1,
     sp: bool = False,
     *,

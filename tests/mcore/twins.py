@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import HeadSizes
+from kha_megatron.heads import CollaborativeHeads, Gate, HeadSizes, MixtureOfHeads, TalkingHeads
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.qkv import QKVLayout
 from tests import oracle
 
@@ -15,17 +15,17 @@ Weights = dict[str, Tensor]
 
 
 def twin(
-    kha: KHAConfig, sizes: dict[str, Any], hidden: Tensor, weights: Weights
+    kha: HeadsConfig, sizes: dict[str, Any], hidden: Tensor, weights: Weights
 ) -> tuple[Tensor, Tensor | float]:
     """Return the output ``[B, S, K]`` for ``hidden`` of the same shape, and the added loss."""
     matrices = {p: list(weights[f"knock_{p}.weight"]) for p in kha.variants}
-    if kha.moh:
+    if kha.get(MixtureOfHeads):
         return _mixture(kha, sizes, hidden, weights, matrices)
     if kha.attention == "gta":
         return _tied(kha, sizes, hidden, weights, matrices), 0.0
     if sizes.get("multi_latent_attention"):
         return _latent(kha, sizes, hidden, weights, matrices), 0.0
-    if kha.talking or kha.collaborative:
+    if kha.get(TalkingHeads) or kha.get(CollaborativeHeads):
         return _mixed(kha, sizes, hidden, weights), 0.0
     return _attention(kha, sizes, hidden, weights, matrices), 0.0
 
@@ -60,14 +60,15 @@ def _attention(kha, sizes, hidden, weights, matrices, weigh=None):
         head_dim=head_dim,
         rotary_base=BASE,
         weigh=weigh,
-        gate=kha.gate,
+        gate=kha.get(Gate),
         gate_weights=gates,
         **_norms(sizes, weights),
     )
 
 
 def _mixture(kha, sizes, hidden, weights, matrices):
-    routing, losses = kha.moh, []
+    routing = kha.get(MixtureOfHeads)
+    losses = []
     shared, active = routing.shared, routing.active
     if routing.share:  # 75 % of 8: 6 heads, half of them shared
         shared, active = 3, 3
@@ -99,10 +100,11 @@ def _mixed(kha, sizes, hidden, weights):
     projections = [blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:]]
     projections = [x.flatten(0, 2) for x in projections]
     options = {}
-    if kha.collaborative:
+    if kha.get(CollaborativeHeads):
         projections[:2] = [weights[f"collaborative_{name}.weight"] for name in ("query", "key")]
         options["mixing"] = weights["collaborative_mixing.weight"]
-    for name in kha.talking.mixings if kha.talking else ():
+    talking = kha.get(TalkingHeads)
+    for name in talking.mixings if talking else ():
         options[name] = weights[f"talking_{name}.weight"]
     return oracle.mixed_attention(
         hidden,
@@ -155,7 +157,7 @@ def _latent(kha, sizes, hidden, weights, matrices):
         heads=heads,
         rotary_base=BASE,
         w_query_latent=None if direct else weights["linear_q_down_proj.weight"].T,
-        gate=kha.gate,
+        gate=kha.get(Gate),
         gate_weights={"output": weights.get("gate_output.weight")},
         **_norms(sizes, weights, "kv"),
     )

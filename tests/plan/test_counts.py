@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
+from kha_megatron.model.megatron import model_from_config
 from kha_megatron.plan.counts import (
     compute_flops,
     count_attention,
@@ -20,7 +21,7 @@ from kha_megatron.recipes.tables import TABLES
 from tests.plan.built import EXPERTS, MIXED, OTHERS
 
 LATENT = {"multi_latent_attention": True}
-LINEAR = KHAConfig.from_preset("kha_linear")
+LINEAR = HeadsConfig.from_preset("kha_linear")
 
 
 def test_the_papers_worked_example():
@@ -28,7 +29,7 @@ def test_the_papers_worked_example():
     length, d, n = 2048, 1024, 32
     recipe = get_recipe("equation12")
     for preset in ("kha_mlp", "kha_linear"):
-        result = compute_flops(recipe.run.model, KHAConfig.from_preset(preset), length)
+        result = compute_flops(recipe.run.model, HeadsConfig.from_preset(preset), length)
         assert result.attention == 8 * length * d**2 + 4 * length**2 * d
         assert result.layers == 26 * length * d**2 + 4 * length**2 * d
         assert result.kha == 6 * length * d**2 // n
@@ -97,7 +98,7 @@ def ran(kha, settings, predictions):
 
     sizes = {name: getattr(config, name) for name in ("num_layers", "ffn_hidden_size")}
     sizes |= {"padded_vocab_size": models.VOCAB, "mtp_num_layers": predictions}
-    plain = replace(ModelConfig.from_config(config), **sizes)
+    plain = replace(model_from_config(config), **sizes)
     assert torch.is_grad_enabled()
     flops = counted(False), counted(True)
     return flops, sum(p.numel() for p in model.parameters()), plain, models.SEQUENCE, models.BATCH
@@ -110,7 +111,7 @@ def ran(kha, settings, predictions):
         *(pytest.param(kha, {}, 0, marks=pytest.mark.whole) for kha in (MIXED, *OTHERS)),
         (MIXED, EXPERTS, 1),
         (LINEAR, LATENT, 2),
-        (KHAConfig(), LATENT | {"q_lora_rank": None, "qk_layernorm": False}, 0),
+        (HeadsConfig(), LATENT | {"q_lora_rank": None, "qk_layernorm": False}, 0),
     ],
 )
 def test_flops_and_parameters_of_real_models(kha, settings, predictions, ranks):
@@ -130,11 +131,11 @@ LATENT_MODEL = replace(MODEL, multi_latent_attention=True, **WIDTHS)
 
 
 def test_tied_and_grouped_latent_by_their_definition():
-    tied = count_attention(replace(MODEL, kha_attention="gta"))
+    tied = count_attention(replace(MODEL, kha=HeadsConfig(attention="gta")))
     query, state, rotary, output = 40 * 48, 40 * 3 * 8, 40 * 4, 48 * 40
     assert tied.weights == query + state + rotary + output
     assert tied.cache == 3 * 8 + 4
-    groups = count_latent_attention(replace(LATENT_MODEL, kha_attention="gla", kha_latent_heads=2))
+    groups = count_latent_attention(replace(LATENT_MODEL, kha=HeadsConfig(attention="gla")))
     whole = count_latent_attention(LATENT_MODEL)
     # each half of the latent is widened for half of the heads only
     assert whole.weights - groups.weights == 5 * 6 * (8 + 6)
