@@ -7,7 +7,6 @@ all layers of a GPTModel have the same tensors, each tensor is stacked over the 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kha_megatron.checkpoint.megatron import LAYERS
 from kha_megatron.checkpoint.torch_dist import StoredTensor
@@ -47,7 +46,8 @@ def _layer_index(name: str, layer: int, model: Architecture) -> int:
     return 2 * layer + 1
 
 
-class TensorLocation(NamedTuple):
+@dataclass(frozen=True)
+class TensorLocation:
     """Where a checkpoint stores a tensor."""
 
     key: str
@@ -84,7 +84,7 @@ def locate_tensors(infos: Mapping[str, StoredTensor], model: Architecture) -> Lo
         location = stored[present[0]]
         if slot.expert is not None:
             index = (*location.index, slot.expert)
-            location = location._replace(index=index)
+            location = TensorLocation(location.key, index)
         slots[slot] = location
     return LocatedTensors(slots, missing, unexpected)
 

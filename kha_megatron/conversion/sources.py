@@ -248,12 +248,12 @@ def _open_megatron(path: Path) -> ModelSource:
     _check_tensors(path, "training arguments", infos, expected, located.missing, located.unexpected)
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
-        key, index = located.slots[slot]
+        location = located.slots[slot]
         if meta:
             shape = slot.mapping.shape(model)
-            tensor = _meta_tensor(shape, infos[key].dtype)
+            tensor = _meta_tensor(shape, infos[location.key].dtype)
         else:
-            tensor = checkpoint.tensor(key, index)
+            tensor = checkpoint.tensor(location.key, location.index)
         return slot.mapping.split(tensor, model)
 
     padding = {}
