@@ -292,7 +292,7 @@ MAY_NAME = {
     "heads/registry.py",
     "heads/config.py",  # Megatron's own output gate
     *(f"heads/{name}.py" for name in ("gate", "moh", "talking", "collaborative")),
-    "conversion/rows.py",  # Qwen3-Next stores the output gate inside q_proj
+    "conversion/file_format.py",  # Qwen3-Next stores the output gate inside q_proj
     "conversion/hf_families.py",  # architectures with an output gate
     # examples
     *("cli/compare.py", "cli/convert.py", "cli/quickstart.py", "training/arguments.py"),
