@@ -50,7 +50,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converte
 ArchitectureName = Annotated[
     str | None,
     typer.Option(
-        help="Architecture of the exported model. Use kha for models with KHA or other head "
+        help="ModelConfig of the exported model. Use kha for models with KHA or other head "
         "mechanisms, or the name of a transformers architecture (e.g. qwen3 or deepseek_v3) for "
         "models without them. auto selects an architecture that fits the model. By default, "
         "`convert fold` uses auto, and all other commands use kha."
@@ -228,7 +228,8 @@ def upcycle(
     Examples:
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
-      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated --heads gate.output=element
+      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated \\
+        --heads gate.output=element
     """
     kha = HeadsConfig.from_options(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
@@ -250,10 +251,10 @@ def upcycle(
         plan = to_megatron.plan_import(model, gpt_model=gpt_model, **options)
     tokens = None
     if text is not None:
-        length = min(_LENGTH, plan.source.model.max_position_embeddings)
+        length = min(_LENGTH, plan.source.model.max_length)
         content = read_beginning(text, _ROWS * _LENGTH)
         tokens = plan.source.tokenizer.tokenize(content, _ROWS, length)
-        if (largest := int(tokens.max())) >= (size := plan.source.model.vocab_size):
+        if (largest := int(tokens.max())) >= (size := plan.source.model.vocabulary):
             raise ConfigError(
                 f"Token ID {largest} from the tokenizer is out of range for the vocabulary size "
                 f"{size}. Pass the model's tokenizer with --tokenizer."
@@ -332,7 +333,7 @@ def _write(
     ) as bar:
         task = bar.add_task("", total=plan.size)
         written = plan.write(out, workers=workers, on_bytes=partial(bar.advance, task))
-    tokenizer, rows = plan.source.tokenizer, plan.source.model.vocab_size
+    tokenizer, rows = plan.source.tokenizer, plan.source.model.vocabulary
     entries = len(tokenizer.loaded) if tokenizer.loaded is not None else rows
     if tokenizer.origin is None:
         log.print("No tokenizer was saved, because the source has no Hugging Face tokenizer.")

@@ -5,9 +5,8 @@ import dataclasses
 
 import pytest
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.config import parse_layer_frequency
+from kha_megatron.model.config import ModelConfig, parse_layer_frequency
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.megatron import model_from_arguments
@@ -45,7 +44,7 @@ def _parsed(commands):
 def test_table_agrees_with_megatrons_parser(ranks):
     actions = ranks(_actions, 1)[0]
     assert len({row.argument for row in TABLE}) == len({row.flag for row in TABLE}) == len(TABLE)
-    for row in {*TABLE, *rows(Architecture)}:
+    for row in {*TABLE, *rows(ModelConfig)}:
         argument, default, alone, const = actions[row.flag]
         assert row.argument == argument, row.flag
         if row.field not in REQUIRED:
