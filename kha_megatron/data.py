@@ -176,7 +176,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
         if not folder.is_dir():  # transformers would look for the name in its cache of the Hub
             raise FileNotFoundError("no such directory")
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False, local_files_only=True
+            str(folder),
+            trust_remote_code=False,
+            local_files_only=True,
         )
         if not tokenizer.is_fast or tokenizer.eos_token_id is None:
             raise ValueError("it needs a tokenizer.json, and an eos_token in tokenizer_config.json")
@@ -212,7 +214,9 @@ def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
 
 
 def _hash_files(
-    folder: Path, sizes: Mapping[str, int], on_progress: "OnProgress"
+    folder: Path,
+    sizes: Mapping[str, int],
+    on_progress: "OnProgress",
 ) -> dict[str, str]:
     advance = _meter(on_progress, "hashing", sum(sizes.values()))
     digests = {}
@@ -329,7 +333,11 @@ def prepare(
         sampled = None
         if fast is None:
             fast, sampled = _train_tokenizer(
-                texts, json_key, vocab_size or DEFAULT_VOCAB_SIZE, tokenizer_sample, on_progress
+                texts,
+                json_key,
+                vocab_size or DEFAULT_VOCAB_SIZE,
+                tokenizer_sample,
+                on_progress,
             )
         fast.save_pretrained(str(staged / TOKENIZER))
         tokenizing = _meter(on_progress, "tokenizing", size_of_text)
@@ -384,7 +392,11 @@ def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
 
 
 def _train_tokenizer(
-    texts: Sequence[Source], json_key: str, vocab_size: int, sample: int, on_progress: OnProgress
+    texts: Sequence[Source],
+    json_key: str,
+    vocab_size: int,
+    sample: int,
+    on_progress: OnProgress,
 ) -> "tuple[PreTrainedTokenizerFast, int]":
     """Train a byte-level BPE tokenizer on a sample of about ``sample`` bytes.
 
@@ -602,7 +614,9 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def check_same_tokenizer(
-    path: Path, saved: Mapping[str, Any], arguments: Mapping[str, Any]
+    path: Path,
+    saved: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> None:
     """Raise DataError if a run is resumed with another tokenizer (extra tokens are fine)."""
     saved_tokenizer = Path(saved.get("tokenizer_model") or "")

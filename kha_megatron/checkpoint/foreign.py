@@ -97,14 +97,18 @@ _WEIGHTS = (
         "save_pretrained.",
     ),
     _Format(
-        "a NeMo checkpoint", ("*.nemo", "model_config.yaml", "context/model.yaml"), _SAVE_AS_HF
+        "a NeMo checkpoint",
+        ("*.nemo", "model_config.yaml", "context/model.yaml"),
+        _SAVE_AS_HF,
     ),
     _Format("an ONNX model", ("*.onnx", "onnx/*.onnx"), "Download the original model."),
     _Format("an OpenVINO model", ("openvino_model.xml",), "Download the original model."),
     _Format("a pickle file of PyTorch", ("*.ckpt", "*.pth", "model*.pt"), _SAVE_AS_HF),
 )
 _NO_CONFIG = _Format(
-    "safetensors files but no config.json", ("model*.safetensors",), "Add the model's config.json."
+    "safetensors files but no config.json",
+    ("model*.safetensors",),
+    "Add the model's config.json.",
 )
 _SUBDIRECTORIES = _Format(
     "Hugging Face models in subdirectories",
@@ -117,7 +121,9 @@ _MEGATRON_FSDP = _Format(
     "Only --ckpt-format torch_dist can be converted.",
 )
 _TORCH_DCP = _Format(
-    "a distributed checkpoint of PyTorch (DCP), e.g. of torchtitan", (METADATA,), _SAVE_AS_HF
+    "a distributed checkpoint of PyTorch (DCP), e.g. of torchtitan",
+    (METADATA,),
+    _SAVE_AS_HF,
 )
 
 

@@ -45,7 +45,10 @@ class HFCheckpoint:
     """An open Hugging Face model. ``config`` is the parsed ``config.json``."""
 
     def __init__(
-        self, path: Path, config: dict[str, Any], tensors: dict[str, tuple[Path, TensorEntry]]
+        self,
+        path: Path,
+        config: dict[str, Any],
+        tensors: dict[str, tuple[Path, TensorEntry]],
     ) -> None:
         self.path = path
         self.config = config

@@ -36,7 +36,11 @@ class HFWriter:
     """
 
     def __init__(
-        self, folder: Path, tensors: Sequence[TensorEntry], *, max_shard_bytes: int
+        self,
+        folder: Path,
+        tensors: Sequence[TensorEntry],
+        *,
+        max_shard_bytes: int,
     ) -> None:
         self.folder = folder
         self._entries = {entry.name: entry for entry in tensors}

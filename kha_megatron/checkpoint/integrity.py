@@ -27,7 +27,13 @@ _THREADS_TO_WRITE = 16
 _THREADS_TO_VERIFY = 2  # per rank; all ranks on a node do this at the same time
 
 
-def write_and_hash(write: Callable, rank: int, buckets: Any, *args: Any, **kwargs: Any) -> None:
+def write_and_hash(
+    write: Callable,
+    rank: int,
+    buckets: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Write the shards of a rank, and store their hashes for :func:`write_hashes`.
 
     This is a function of the module so that it can be sent to another process.
@@ -163,7 +169,11 @@ def verify_hashes(folder: str | Path) -> None:
         raise CheckpointError(messages[0])
 
 
-def _verify_files(folder: Path, digests: Mapping[str, str], names: Sequence[str]) -> str | None:
+def _verify_files(
+    folder: Path,
+    digests: Mapping[str, str],
+    names: Sequence[str],
+) -> str | None:
     """Verify some of the files. Return the error message if one is missing or corrupted."""
 
     def verify(name: str) -> None:

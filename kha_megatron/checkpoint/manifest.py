@@ -18,7 +18,9 @@ _FORMAT = 1
 
 
 def write_manifest(
-    folder: Path, source: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    folder: Path,
+    source: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Write ``manifest.json`` to a Hugging Face model directory.
 

@@ -42,7 +42,13 @@ _MAX_OWNER_BYTES = 2**16
 class Ownership:
     """Returned by :func:`claim`. Call :meth:`check` to see if we still own the directory."""
 
-    def __init__(self, directory: Path, descriptor: int, run_id: str, is_locked: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        descriptor: int,
+        run_id: str,
+        is_locked: bool,
+    ) -> None:
         self.directory = directory
         self.run_id = run_id
         self._descriptor = descriptor
@@ -121,7 +127,10 @@ def claim(directory: Path) -> Ownership:
 
 
 def _refuse_running_owner(
-    directory: Path, descriptor: int, owner: dict[str, Any], is_locked: bool | None
+    directory: Path,
+    descriptor: int,
+    owner: dict[str, Any],
+    is_locked: bool | None,
 ) -> None:
     """Raise OutputError if another process still writes to ``directory``."""
     if is_locked or _is_requeued(owner):

@@ -308,7 +308,11 @@ def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str,
     return tensors, objects
 
 
-def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, locations: Any) -> StoredTensor:
+def _stored_tensor(
+    key: str,
+    entry: metadata.TensorStorageMetadata,
+    locations: Any,
+) -> StoredTensor:
     """Collect a tensor's chunks and make sure that they cover it exactly."""
     dtype = entry.properties.dtype
     shape = _sizes(entry.size)

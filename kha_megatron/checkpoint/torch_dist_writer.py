@@ -58,7 +58,12 @@ class TorchDistWriter:
             shard.close()
 
     def write(
-        self, key: str, tensor: Tensor, *, shape: tuple[int, ...], offsets: tuple[int, ...]
+        self,
+        key: str,
+        tensor: Tensor,
+        *,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...],
     ) -> None:
         """Write a chunk of a global tensor.
 

@@ -153,7 +153,10 @@ def _last_committed(commits: Mapping[int, "_Commit"]) -> int | None:
 
 
 def _newest_since_tracker(
-    commits: Mapping[int, "_Commit"], named: int, *, tracker_time: int
+    commits: Mapping[int, "_Commit"],
+    named: int,
+    *,
+    tracker_time: int,
 ) -> int:
     """Return the last iteration that was committed after the tracker file was written.
 

@@ -24,7 +24,12 @@ TOKENS = 512
 
 
 def measure_attention(
-    checkpoint: Path, text: str, *, tokens: int | None, tokenizer: Path | None, device: str
+    checkpoint: Path,
+    text: str,
+    *,
+    tokens: int | None,
+    tokenizer: Path | None,
+    device: str,
 ) -> "tuple[int, list[LayerStatistics]]":
     """Run a model on the first tokens of a text, and return their number and statistics per layer.
 
@@ -87,7 +92,12 @@ def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterat
         yield table
 
 
-def plot_attention(layers: "Sequence[LayerStatistics]", out_png: Path, *, title: str) -> None:
+def plot_attention(
+    layers: "Sequence[LayerStatistics]",
+    out_png: Path,
+    *,
+    title: str,
+) -> None:
     """Plot attention statistics by layer: those of each head as heatmaps, the rest as curves."""
     maps = {
         "attention to the first token": [x.sinks for x in layers],

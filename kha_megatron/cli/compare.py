@@ -122,7 +122,11 @@ def compare(
         raise typer.Exit(1)
 
 
-def _print_report(planned: trials.Comparison, failures: dict[str, str], as_json: bool) -> None:
+def _print_report(
+    planned: trials.Comparison,
+    failures: dict[str, str],
+    as_json: bool,
+) -> None:
     page = planned.folder / REPORT
     if any(trial.result for trial in planned.trials):
         report = json.loads((planned.folder / NUMBERS).read_text())

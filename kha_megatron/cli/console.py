@@ -33,7 +33,11 @@ def print_json(content: Any) -> None:
 def number_table(*columns: str, title: str | None = None, names: int = 1) -> Table:
     """Create a table for numbers: right-aligned, except for the first ``names`` columns."""
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
     )
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < names else "right", no_wrap=True)

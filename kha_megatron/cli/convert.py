@@ -297,7 +297,10 @@ def update_code(
 
 
 def convert(
-    checkpoint: Path, out: Path, *, overwrite: bool = False
+    checkpoint: Path,
+    out: Path,
+    *,
+    overwrite: bool = False,
 ) -> "tuple[Conversion, Verification]":
     """Run ``convert to-hf`` with default options. Used by the quickstart."""
     from kha_megatron.conversion import to_hf
@@ -314,7 +317,11 @@ def _verify(plan: "Plan", out: Path, workers: int | None = None) -> "Verificatio
 
 
 def _write(
-    plan: "Plan", out: Path, workers: int | None, overwrite: bool, verify: bool
+    plan: "Plan",
+    out: Path,
+    workers: int | None,
+    overwrite: bool,
+    verify: bool,
 ) -> "Conversion":
     if verify:
         check_version()

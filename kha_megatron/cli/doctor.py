@@ -121,7 +121,12 @@ def supported_versions() -> dict[str, str]:
     return versions
 
 
-def _package(name: str, present: str, absent: str, install: str | None = None) -> Component:
+def _package(
+    name: str,
+    present: str,
+    absent: str,
+    install: str | None = None,
+) -> Component:
     versions = supported_versions().get(name, "")
     try:  # Megatron may be imported from a source tree instead of the installed package
         found = installed_version() if name == "megatron-core" else version_of(name)

@@ -82,7 +82,11 @@ def inspect(
     layers: list[LayerStatistics] = []
     if content is not None:
         used, layers = measure_attention(
-            checkpoint, content, tokens=tokens, tokenizer=tokenizer, device=device
+            checkpoint,
+            content,
+            tokens=tokens,
+            tokenizer=tokenizer,
+            device=device,
         )
     numbers = [
         {"layer": layer, "projection": projection} | asdict(diagnostics)

@@ -155,7 +155,11 @@ def move_earlier_run(run: Path) -> None:
     console.log.print(f"Moved the earlier training to {backup}.", markup=False)
 
 
-def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> recipes.LaunchResult:
+def _train(
+    recipe: recipes.Recipe,
+    output: Path,
+    overrides: list[str],
+) -> recipes.LaunchResult:
     run = output / "run"
     move_earlier_run(run)
     job = recipes.prepare_job(recipe, data=output / "data", output=run, overrides=overrides)

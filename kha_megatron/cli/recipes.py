@@ -43,7 +43,11 @@ def list_recipes(
 
 
 @recipes_app.command("show")
-def show_recipe(recipe: RecipeName, heads_from: HeadsFrom = None, as_json: AsJSON = False) -> None:
+def show_recipe(
+    recipe: RecipeName,
+    heads_from: HeadsFrom = None,
+    as_json: AsJSON = False,
+) -> None:
     """Show a recipe and its Megatron arguments.
 
     Examples:

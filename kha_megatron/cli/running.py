@@ -106,7 +106,11 @@ def _report(error: Exception) -> int:
     text = f"{sys.argv}\nkha-megatron {__version__}, Python {sys.version}\n\n"
     text += "".join(traceback.format_exception(error))
     with tempfile.NamedTemporaryFile(
-        "w", prefix="kha-megatron-", suffix=".txt", errors="backslashreplace", delete=False
+        "w",
+        prefix="kha-megatron-",
+        suffix=".txt",
+        errors="backslashreplace",
+        delete=False,
     ) as file:
         file.write(text)
     console.error(

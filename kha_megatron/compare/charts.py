@@ -49,7 +49,13 @@ class Line:
     points: Sequence[Point]
 
 
-def draw_line_chart(lines: Sequence[Line], *, title: str, y_label: str, zero: bool = False) -> str:
+def draw_line_chart(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    y_label: str,
+    zero: bool = False,
+) -> str:
     """Draw a line chart and return it as an ``<svg>`` element.
 
     The title is not visible. We use it as a label for screen readers and as a seed for element ids,
@@ -100,7 +106,9 @@ def _y_range(points: Sequence[Point], zero: bool) -> tuple[float, float]:
 
 
 def draw_matrices(
-    weights: "Mapping[tuple[int, Projection], Tensor]", kha: HeadsConfig, folder: Path
+    weights: "Mapping[tuple[int, Projection], Tensor]",
+    kha: HeadsConfig,
+    folder: Path,
 ) -> None:
     """Plot all KHA matrices to PNG files, e.g. ``value_up.png``.
 
@@ -123,7 +131,11 @@ def draw_matrices(
 
 
 def draw_matrix_grid(
-    matrices: "Mapping[int, Tensor]", out_png: Path, *, title: str, diverging: bool = False
+    matrices: "Mapping[int, Tensor]",
+    out_png: Path,
+    *,
+    title: str,
+    diverging: bool = False,
 ) -> None:
     """Plot one matrix per layer in a grid, similar to Figure 3 in the paper.
 

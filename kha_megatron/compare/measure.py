@@ -75,7 +75,9 @@ def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict
             if weight_projection != projection:
                 continue
             for matrix, diagnostics in zip(
-                MATRICES[variant], diagnose(weight, variant), strict=True
+                MATRICES[variant],
+                diagnose(weight, variant),
+                strict=True,
             ):
                 layers = layers_by_matrix.setdefault(matrix, [])
                 layers.append({"layer": layer} | asdict(diagnostics))

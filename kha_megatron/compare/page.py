@@ -77,7 +77,11 @@ def summarize(report: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def format_estimate(estimate: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
+def format_estimate(
+    estimate: Mapping[str, Any] | None,
+    digits: int,
+    sign: str = "",
+) -> str:
     """Format the fields of an ``Estimate``, e.g. as ``1.23 ± 0.04``."""
     if estimate is None:
         return "–"

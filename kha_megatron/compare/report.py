@@ -102,7 +102,10 @@ def _installed_versions() -> dict[str, str]:
 
 
 def _describe_trial(
-    trial: Trial, results: Results, reference: str, failures: Mapping[str, str]
+    trial: Trial,
+    results: Results,
+    reference: str,
+    failures: Mapping[str, str],
 ) -> dict[str, Any]:
     variant = trial.variant.name
     entry: dict[str, Any] = {"variant": variant, "seed": trial.seed}
@@ -193,7 +196,9 @@ def _describe_speed(finished: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _differences_from(
-    reference: str, finished: Sequence[Mapping[str, Any]], results: Results
+    reference: str,
+    finished: Sequence[Mapping[str, Any]],
+    results: Results,
 ) -> list[list[float | None]]:
     """Subtract the losses of the reference, for all seeds with which it has been trained."""
     histories = []

@@ -83,7 +83,11 @@ class _Search:
     """Searches directories. Files that were found once are skipped in later calls."""
 
     def __init__(
-        self, globs: Sequence[str], exclude: Sequence[str], output: str, skipped: Skipped
+        self,
+        globs: Sequence[str],
+        exclude: Sequence[str],
+        output: str,
+        skipped: Skipped,
     ) -> None:
         self.globs = globs
         self.exclude = exclude
@@ -115,7 +119,11 @@ class _Search:
                 yield _File(path, status.st_size)
 
     def _reason_to_skip(
-        self, path: Path, real: str, is_folder: bool, is_source: bool
+        self,
+        path: Path,
+        real: str,
+        is_folder: bool,
+        is_source: bool,
     ) -> str | None:
         if real == self.output:
             return "excluded"
@@ -166,7 +174,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _without_metadata(
-    files: Sequence[_File], skips_text: bool, skipped: Skipped
+    files: Sequence[_File],
+    skips_text: bool,
+    skipped: Skipped,
 ) -> dict[Path, int]:
     """Check the formats of files and, if ``skips_text`` is set, skip text next to rows."""
     text: list[Path] = []

@@ -147,7 +147,11 @@ def _missing(what: str, key: str, names: Iterable[str]) -> DataError:
     return DataError(f"{what} {key!r}. Pass one of these names with --json-key: {found:.200}.")
 
 
-def _wrong_type(where: str, type_name: str, names_with_text: Sequence[str]) -> DataError:
+def _wrong_type(
+    where: str,
+    type_name: str,
+    names_with_text: Sequence[str],
+) -> DataError:
     remedy = "Convert it to strings"
     if names_with_text:
         found = ", ".join(names_with_text)

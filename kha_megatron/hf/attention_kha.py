@@ -202,7 +202,10 @@ class KHAHeads(KHAModule):
         return projections
 
     def apply_heads(
-        self, stage: Stage, input_projections: dict[str, Tensor], **tensors: Tensor
+        self,
+        stage: Stage,
+        input_projections: dict[str, Tensor],
+        **tensors: Tensor,
     ) -> list[Tensor]:
         """
         Run all mechanisms that act at `stage`.
@@ -315,7 +318,11 @@ def split_heads(flat: Tensor, head_dim: int) -> Tensor:
     return flat.squeeze(1).unflatten(-1, (-1, head_dim)).transpose(1, 2)
 
 
-def pad_to_same_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pad_to_same_dim(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """
     Pad the features of all heads with zeros, because FlashAttention requires the same head dim.
 
@@ -350,7 +357,13 @@ def _eager_forward(
         )
     drop = partial(nn.functional.dropout, p=dropout) if dropout else None
     output, scores = mechanism.attend(
-        query, key, value, weights, scale=scaling, mask=mask, dropout=drop
+        query,
+        key,
+        value,
+        weights,
+        scale=scaling,
+        mask=mask,
+        dropout=drop,
     )
     return output.transpose(1, 2).contiguous(), scores
 
@@ -368,7 +381,9 @@ class KHABaseAttention(KHAHeads):
         cache = pop_cache(kwargs)
         input_projections = self.read_input(hidden_states)
         query, key, value = self.project_heads(
-            hidden_states, input_projections, position_embeddings
+            hidden_states,
+            input_projections,
+            position_embeddings,
         )
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -414,7 +429,10 @@ class KHABaseAttention(KHAHeads):
         raise NotImplementedError
 
     def normalize_and_rotate(
-        self, query: Tensor, key: Tensor, position_embeddings: CosSin
+        self,
+        query: Tensor,
+        key: Tensor,
+        position_embeddings: CosSin,
     ) -> tuple[Tensor, Tensor]:
         """Apply QK-norm and RoPE to tensors of shape `(batch_size, seq_len, num_heads, head_dim)`.
 
@@ -590,7 +608,10 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         return key, tied
 
     def embed_cached_positions(
-        self, cached: Tensor, cache: Cache, position_ids: Tensor | None
+        self,
+        cached: Tensor,
+        cache: Cache,
+        position_ids: Tensor | None,
     ) -> CosSin:
         """Compute the position embeddings of all tokens in the cache."""
         positions = torch.arange(cached.shape[-2], device=cached.device)[None]
@@ -653,7 +674,9 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
         compressed = self.kv_a_proj_with_mqa(hidden_states)[:, None]
         latent, rotary_key = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
         rotary_query, rotary_key = apply_rotary_pos_emb_interleave(
-            rotary_query, rotary_key, *position_embeddings
+            rotary_query,
+            rotary_key,
+            *position_embeddings,
         )
         query = torch.cat([self.q_knock(plain_query), rotary_query], dim=-1)
         return query, self.kv_a_layernorm(latent), rotary_key

@@ -78,13 +78,23 @@ def measure_layers(model: Any, ids: Tensor) -> list[LayerStatistics]:
     return found
 
 
-def _measure_sinks(figures: LayerStatistics, module: nn.Module, inputs: Any, result: Any) -> None:
+def _measure_sinks(
+    figures: LayerStatistics,
+    module: nn.Module,
+    inputs: Any,
+    result: Any,
+) -> None:
     weights = result[1]
     if weights is not None and weights.shape[-1] > 1:
         figures.sinks = weights[0, :, 1:, 0].float().mean(-1).tolist()
 
 
-def _measure_output(figures: LayerStatistics, layer: nn.Module, inputs: Any, result: Any) -> None:
+def _measure_output(
+    figures: LayerStatistics,
+    layer: nn.Module,
+    inputs: Any,
+    result: Any,
+) -> None:
     hidden = (result[0] if isinstance(result, tuple) else result)[0].float().abs()
     figures.peak = hidden.max().item()
     token, feature = torch.unravel_index(hidden.argmax(), hidden.shape)
@@ -93,7 +103,11 @@ def _measure_output(figures: LayerStatistics, layer: nn.Module, inputs: Any, res
 
 
 def _measure_gate(
-    figures: LayerStatistics, head_dim: int, module: nn.Module, inputs: Any, result: Tensor
+    figures: LayerStatistics,
+    head_dim: int,
+    module: nn.Module,
+    inputs: Any,
+    result: Tensor,
 ) -> None:
     score = result.unflatten(-1, (-1, 2 * head_dim))[..., head_dim:].float().sigmoid()
     observe_output_gate(lambda: score, _Recorder(figures))

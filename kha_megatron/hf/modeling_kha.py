@@ -53,7 +53,9 @@ SHARED_BY_HEADS = "replicated_with_grad_allreduce"
 
 # Checkpoints store each expert separately (as in Qwen3-MoE), while the model fuses them.
 register_checkpoint_conversion_mapping(
-    KHAModelConfig.model_type, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True
+    KHAModelConfig.model_type,
+    get_checkpoint_conversion_mapping("qwen2_moe"),
+    overwrite=True,
 )
 
 
@@ -148,7 +150,10 @@ def pop_cache(arguments: dict[str, Any]) -> Cache | None:
 
 
 def update_paged_cache(
-    layer: Any, key: Tensor, value: Tensor, arguments: dict[str, Any]
+    layer: Any,
+    key: Tensor,
+    value: Tensor,
+    arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """
     Update the paged cache of continuous batching, and return all keys and values.

@@ -80,7 +80,10 @@ def dry_run(job: Job) -> Command:
 
 
 def launch_job(
-    job: Job, *, on_step: Callable[[Step], None] | None = None, stop: threading.Event | None = None
+    job: Job,
+    *,
+    on_step: Callable[[Step], None] | None = None,
+    stop: threading.Event | None = None,
 ) -> LaunchResult:
     """Run a job on this machine and wait for it. Can be called from several threads.
 
@@ -179,7 +182,10 @@ def _executor(job: Job, *, launch_id: str) -> Any:
 
 
 def _follow(
-    experiment: Any, log: Path, launch_id: str, stop: threading.Event | None
+    experiment: Any,
+    log: Path,
+    launch_id: str,
+    stop: threading.Event | None,
 ) -> Iterator[Step]:
     with log.open("rb") as file:
         finished = False

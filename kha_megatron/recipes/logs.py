@@ -87,7 +87,11 @@ def find_failure_in_log(log: Path) -> Failure:
     )
     lines = _without_prefixes(own_lines) if own_lines else _last_lines(log)
     return Failure(
-        cause.rank, cause.exit_code, log, _without_usage(lines, cause.exit_code), cause.host
+        cause.rank,
+        cause.exit_code,
+        log,
+        _without_usage(lines, cause.exit_code),
+        cause.host,
     )
 
 

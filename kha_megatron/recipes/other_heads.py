@@ -36,7 +36,13 @@ def _gated(description: str, shape: ModelSize, attention: dict[str, Any]) -> Bas
     return Baseline(description, shape, SCHEDULE_100B, attention, vocab_size=151936)
 
 
-def _moh(description: str, shape: ModelSize, heads: int, rate: float, warm_up: int) -> Baseline:
+def _moh(
+    description: str,
+    shape: ModelSize,
+    heads: int,
+    rate: float,
+    warm_up: int,
+) -> Baseline:
     attention = {"num_attention_heads": heads, "kv_channels": shape.hidden // heads}
     # 4M tokens per step (Table C). The vocabulary size is derived from Tables 4 and A.
     start = {"lr_warmup_iters": warm_up, "lr_warmup_init": 1e-7}

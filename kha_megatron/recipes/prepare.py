@@ -242,7 +242,13 @@ def _takes_indices(directory: Path) -> bool:
     return False
 
 
-def _check_directories(run: Run, load: str | None, output: Path | None, *, resume: bool) -> None:
+def _check_directories(
+    run: Run,
+    load: str | None,
+    output: Path | None,
+    *,
+    resume: bool,
+) -> None:
     """Check that we do not overwrite an earlier run or load an incomplete checkpoint."""
     source = Path(load).absolute() if load else None
     if source is not None:

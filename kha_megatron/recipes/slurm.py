@@ -93,7 +93,10 @@ def dry_submission(job: Job) -> Submission:
 
 
 def submit(
-    job: Job, *, detach: bool = False, on_step: Callable[[Step], None] | None = None
+    job: Job,
+    *,
+    detach: bool = False,
+    on_step: Callable[[Step], None] | None = None,
 ) -> SubmitResult:
     """Submit a job (or a chain of jobs) to Slurm, and wait unless ``detach`` is set.
 
@@ -206,7 +209,11 @@ def _follow(job: Any, on_step: Callable[[Step], None] | None) -> _JobEnd:
         time.sleep(_POLL_SECONDS)
 
 
-def _report_steps(log: str, position: int, on_step: Callable[[Step], None] | None) -> int:
+def _report_steps(
+    log: str,
+    position: int,
+    on_step: Callable[[Step], None] | None,
+) -> int:
     """Report all training steps in a log from a position on. Return the new position."""
     with open(log, "rb") as file:
         file.seek(position)
@@ -268,7 +275,11 @@ def _query(job_id: str) -> dict[str, str]:
 def _run(*command: str) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
         )
     except subprocess.TimeoutExpired:
         reason = f"no answer within {_ANSWER_SECONDS} s"

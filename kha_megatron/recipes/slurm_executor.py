@@ -50,7 +50,12 @@ _CPUS = ("cpus_per_task", "cpus_per_gpu")
 _MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu")
 
 
-def create_executor(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> Any:
+def create_executor(
+    slurm: Slurm,
+    environment: Mapping[str, str],
+    *,
+    device: str,
+) -> Any:
     """Return the executor of a job.
 
     GPU jobs get whole nodes, unless the user sets ``exclusive`` or the number of CPUs. On clusters
@@ -129,7 +134,12 @@ def add_protection(executor: Any, slurm: Slurm) -> None:
     executor.retries = 0  # see run_ranks
 
 
-def _choose_resources(slurm: Slurm, values: Mapping[str, Any], *, device: str) -> dict[str, Any]:
+def _choose_resources(
+    slurm: Slurm,
+    values: Mapping[str, Any],
+    *,
+    device: str,
+) -> dict[str, Any]:
     """Return the CPUs, GPUs and memory that are not in ``values``."""
     chosen = _sbatch_options(values)
     if device == "cpu":

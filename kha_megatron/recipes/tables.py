@@ -101,7 +101,11 @@ def _table_3() -> Iterator[Recipe]:
     for name, (attention, what, variant, active, plain, knocked) in _TABLE_3.items():
         note = _LATENT_NOTE if attention is _LATENT else ""
         base = Baseline(
-            f"A0.8B-6.6B MoE with {what}", MODEL_SIZES[_NAME], SCHEDULE_100B, attention, note=note
+            f"A0.8B-6.6B MoE with {what}",
+            MODEL_SIZES[_NAME],
+            SCHEDULE_100B,
+            attention,
+            note=note,
         )
         for kind, loss in (("baseline", plain), (variant, knocked)):
             yield base.recipe(f"table3/{name}-{kind}", VARIANTS[kind], active=active, loss=loss)
@@ -120,7 +124,10 @@ def _table_5() -> Iterator[Recipe]:
         base = Baseline(text, MODEL_SIZES[name], SCHEDULE_100B)
         for kind, loss in losses.items():
             yield base.recipe(
-                f"table5/{name}-{kind}", VARIANTS[kind], **base.shape.parameters, loss=loss
+                f"table5/{name}-{kind}",
+                VARIANTS[kind],
+                **base.shape.parameters,
+                loss=loss,
             )
 
 

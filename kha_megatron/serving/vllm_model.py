@@ -47,7 +47,13 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
     Note that they support neither quantization nor LoRA.
     """
 
-    def __init__(self, config: Any, cache_config: Any, quant_config: Any, prefix: str) -> None:
+    def __init__(
+        self,
+        config: Any,
+        cache_config: Any,
+        quant_config: Any,
+        prefix: str,
+    ) -> None:
         # Glm4MoeAttention defaults to 0.5.
         config.rope_parameters.setdefault("partial_rotary_factor", 1.0)
         super().__init__(
@@ -80,7 +86,11 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
             for part in qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
         )
         query, key, value = self.apply_heads(
-            "qkv", seen, query=self.q_knock(query), key=self.k_knock(key), value=self.v_knock(value)
+            "qkv",
+            seen,
+            query=self.q_knock(query),
+            key=self.k_knock(key),
+            value=self.v_knock(value),
         )
         if self.use_qk_norm:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
@@ -112,7 +122,10 @@ class KHASparseMLP(nn.Module):
         self.shared_expert_gate = self.shared_experts = None
         if config.shared_expert_gate:
             self.shared_expert_gate = ReplicatedLinear(
-                config.hidden_size, 1, bias=False, prefix=f"{prefix}.shared_expert_gate"
+                config.hidden_size,
+                1,
+                bias=False,
+                prefix=f"{prefix}.shared_expert_gate",
             )
         if config.shared_expert_intermediate_size:
             self.shared_experts = Qwen3MoeMLP(
@@ -138,7 +151,11 @@ class KHASparseMLP(nn.Module):
         )
 
     def _choose(
-        self, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+        self,
+        hidden_states: Tensor,
+        gating_output: Tensor,
+        topk: int,
+        renormalize: bool,
     ) -> tuple[Tensor, Tensor]:
         weights, experts = self.gate.choose(gating_output)
         return weights, experts.to(torch.int32)
@@ -154,7 +171,10 @@ class KHADecoderLayer(Qwen3MoeDecoderLayer):
         config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
         self.hidden_size = config.hidden_size
         self.self_attn = KHAAttention(
-            config, vllm_config.cache_config, quant_config, f"{prefix}.self_attn"
+            config,
+            vllm_config.cache_config,
+            quant_config,
+            f"{prefix}.self_attn",
         )
         if config.mlp_layer_types[extract_layer_index(prefix)] == "sparse":
             self.mlp = KHASparseMLP(config, quant_config, f"{prefix}.mlp")
