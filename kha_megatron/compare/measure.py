@@ -30,21 +30,22 @@ def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
         - ``uncounted``: error message, replaces the counts if the model is not supported
     """
     model = replace(run, vocab_size=vocab_size).model
-    kernels = {"unfused": model and run.kha.unfused_reason(model.head_sizes)}
+    unfused = model and run.kha.unfused_reason(model.head_sizes)
     try:
         model = get_countable_model(model)
     except ConfigError as error:
-        return kernels | {"uncounted": str(error)}
+        return {"unfused": unfused, "uncounted": str(error)}
     length = run.arguments["seq_length"]
     counts = count_model(model, run.kha)
-    work = compute_flops(model, run.kha, length)
-    skippable = work.skippable_projections + work.skippable_scores
-    return kernels | {
+    flops = compute_flops(model, run.kha, length)
+    skippable = flops.skippable_projections + flops.skippable_scores
+    return {
+        "unfused": unfused,
         "total": counts.total,
         "active": counts.active,
         "kha": counts.kha,
-        "flops": 3 * work.forward / length,
-        "kha_flops": 3 * work.kha / length,
+        "flops": 3 * flops.forward / length,
+        "kha_flops": 3 * flops.kha / length,
         "spared_flops": 3 * skippable / length,
     }
 
@@ -53,7 +54,9 @@ def describe_device(run: Run) -> str:
     """Describe the hardware for the report, e.g. ``8 x NVIDIA H100 80GB HBM3``."""
     if run.training.device == "cpu" or not torch.cuda.is_available():
         return f"CPU, {os.cpu_count()} cores"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    count = torch.cuda.device_count()
+    name = torch.cuda.get_device_name(0)
+    return f"{count} x {name}"
 
 
 def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict[str, Any]]:
@@ -74,13 +77,10 @@ def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict
         for (layer, weight_projection), weight in sorted(weights.items()):
             if weight_projection != projection:
                 continue
-            for matrix, diagnostics in zip(
-                MATRICES[variant],
-                diagnose(weight, variant),
-                strict=True,
-            ):
+            diagnostics = diagnose(weight, variant)
+            for matrix, matrix_diagnostics in zip(MATRICES[variant], diagnostics, strict=True):
                 layers = layers_by_matrix.setdefault(matrix, [])
-                layers.append({"layer": layer} | asdict(diagnostics))
+                layers.append({"layer": layer} | asdict(matrix_diagnostics))
         for matrix, layers in layers_by_matrix.items():
             entry = {
                 "projection": projection,

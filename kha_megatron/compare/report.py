@@ -34,9 +34,17 @@ class _Metric:
     """Return the loss of a trial, given its ``result.json``."""
 
 
+def _read_final_loss(result: Mapping[str, Any]) -> float:
+    return compute_final_loss(result["losses"])
+
+
+def _read_held_out_loss(result: Mapping[str, Any]) -> float | None:
+    return result.get("held_out")
+
+
 _METRICS = (
-    _Metric("loss", "delta", lambda result: compute_final_loss(result["losses"])),
-    _Metric("held_out", "held_out_delta", lambda result: result.get("held_out")),
+    _Metric(key="loss", difference_key="delta", read=_read_final_loss),
+    _Metric(key="held_out", difference_key="held_out_delta", read=_read_held_out_loss),
 )
 
 NO_EFFECT = "no effect: every loss is equal"
@@ -68,12 +76,14 @@ def build_report(
         trials.append(_describe_trial(trial, results, reference, failures or {}))
     floors = {}
     for metric in _METRICS:
-        if null_differences := _known(trials, NULL, metric.difference_key):
+        null_differences = _collect_numbers(trials, NULL, metric.difference_key)
+        if null_differences:
             floors[metric.key] = estimate_noise(null_differences)
     variants = []
     for variant in comparison.variants:
         entry = {"name": variant.name, "knocks": str(variant.kha)}
-        variants.append(entry | _describe_variant(variant.name, results, reference, trials, floors))
+        entry |= _describe_variant(variant.name, results, reference, trials, floors)
+        variants.append(entry)
     return {
         "recipe": comparison.recipe.name,
         "description": comparison.recipe.description,
@@ -112,21 +122,20 @@ def _describe_trial(
     result = results.get((variant, trial.seed))
     if result is None:
         return entry | {"state": failures.get(trial.name, "not trained yet")}
-    reference_result = None
-    if variant != reference:
-        reference_result = results.get((reference, trial.seed))
+    reference_result = results.get((reference, trial.seed))
     for metric in _METRICS:
         loss = metric.read(result)
-        reference_loss = metric.read(reference_result) if reference_result else None
+        reference_loss = None
+        if reference_result is not None and variant != reference:
+            reference_loss = metric.read(reference_result)
         entry[metric.key] = loss
         entry[metric.difference_key] = _subtract(loss, reference_loss)
     missing = result["losses"].count(None)
-    return entry | {
-        "state": f"finished, {missing} losses missing" if missing else "finished",
-        "spikes": [asdict(spike) for spike in _spikes(result["losses"])],
-        "seconds_per_step": result["seconds_per_step"],
-        "starts": result["starts"],
-    }
+    entry["state"] = f"finished, {missing} losses missing" if missing else "finished"
+    entry["spikes"] = [asdict(spike) for spike in _find_spikes(result)]
+    entry["seconds_per_step"] = result["seconds_per_step"]
+    entry["starts"] = result["starts"]
+    return entry
 
 
 def _subtract(loss: float | None, reference_loss: float | None) -> float | None:
@@ -135,10 +144,18 @@ def _subtract(loss: float | None, reference_loss: float | None) -> float | None:
     return loss - reference_loss
 
 
-def _known(trials: Sequence[Mapping[str, Any]], name: str, key: str) -> list[float]:
+def _collect_numbers(
+    trials: Sequence[Mapping[str, Any]],
+    variant: str,
+    key: str,
+) -> list[float]:
     """Return a number of all trials of a variant that have it."""
-    values = [trial.get(key) for trial in trials if trial["variant"] == name]
-    return [value for value in values if value is not None]
+    numbers = []
+    for trial in trials:
+        number = trial.get(key)
+        if trial["variant"] == variant and number is not None:
+            numbers.append(number)
+    return numbers
 
 
 def _describe_variant(
@@ -148,13 +165,16 @@ def _describe_variant(
     trials: Sequence[Mapping[str, Any]],
     floors: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    finished = [result for (variant, _), result in sorted(results.items()) if variant == name]
+    finished = []
+    for (variant, _), result in sorted(results.items()):
+        if variant == name:
+            finished.append(result)
     entry: dict[str, Any] = {"seeds": len(finished)}
     if not finished:
         return entry
     entry |= _describe_spikes(finished)
     entry |= _describe_speed(finished)
-    entry["curve"] = _curve([average_bins(result["losses"]) for result in finished])
+    entry["curve"] = _average_curves([result["losses"] for result in finished])
     first = finished[0]
     entry["cost"] = first["cost"]
     entry["matrices"] = first["matrices"]
@@ -163,12 +183,14 @@ def _describe_variant(
     if name != reference:
         histories = _differences_from(reference, finished, results)
     if histories:
-        entry["delta_curve"] = _curve([average_bins(history) for history in histories])
-    has_no_effect = bool(histories) and name != NULL and all(map(_is_zero, histories))
+        entry["delta_curve"] = _average_curves(histories)
+    has_no_effect = _have_no_effect(histories) and name != NULL
     for metric in _METRICS:
-        if losses := _known(trials, name, metric.key):
+        losses = _collect_numbers(trials, name, metric.key)
+        if losses:
             entry[metric.key] = asdict(estimate(losses))
-        if differences := _known(trials, name, metric.difference_key):
+        differences = _collect_numbers(trials, name, metric.difference_key)
+        if differences:
             delta = estimate(differences)
             verdict = find_verdict(name, delta, floors.get(metric.key))
             if has_no_effect:
@@ -180,7 +202,8 @@ def _describe_variant(
 def _describe_spikes(finished: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     heights = []
     for result in finished:
-        heights += [spike.height for spike in _spikes(result["losses"])]
+        for spike in _find_spikes(result):
+            heights.append(spike.height)
     return {
         "spikes_per_run": len(heights) / len(finished),
         "highest_spike": max(heights, default=None),
@@ -188,11 +211,13 @@ def _describe_spikes(finished: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _describe_speed(finished: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    times = [result["seconds_per_step"] for result in finished if result["seconds_per_step"]]
-    return {
-        "seconds_per_step": median(times) if times else None,
-        "seconds_range": [min(times), max(times)] if times else None,
-    }
+    times = []
+    for result in finished:
+        if result["seconds_per_step"]:
+            times.append(result["seconds_per_step"])
+    if not times:
+        return {"seconds_per_step": None, "seconds_range": None}
+    return {"seconds_per_step": median(times), "seconds_range": [min(times), max(times)]}
 
 
 def _differences_from(
@@ -204,20 +229,30 @@ def _differences_from(
     histories = []
     for result in finished:
         reference_result = results.get((reference, result["seed"]))
-        if reference_result is not None:
-            pairs = zip(result["losses"], reference_result["losses"], strict=True)
-            histories.append([_subtract(loss, reference_loss) for loss, reference_loss in pairs])
+        if reference_result is None:
+            continue
+        differences = []
+        for loss, reference_loss in zip(result["losses"], reference_result["losses"], strict=True):
+            differences.append(_subtract(loss, reference_loss))
+        histories.append(differences)
     return histories
 
 
-def _is_zero(differences: Losses) -> bool:
+def _have_no_effect(histories: Sequence[Losses]) -> bool:
     """Whether all losses equal those of the reference. The first ones may, at the identity."""
-    known = [difference for difference in differences if difference is not None]
-    return len(known) >= _LEAST_EQUAL_LOSSES and not any(known)
+    for differences in histories:
+        known = [difference for difference in differences if difference is not None]
+        if len(known) < _LEAST_EQUAL_LOSSES or any(known):
+            return False
+    return bool(histories)
 
 
-def _spikes(losses: Losses) -> list[Spike]:
-    return find_spikes((i, loss) for i, loss in enumerate(losses, 1) if loss is not None)
+def _find_spikes(result: Mapping[str, Any]) -> list[Spike]:
+    history = []
+    for iteration, loss in enumerate(result["losses"], 1):
+        if loss is not None:
+            history.append((iteration, loss))
+    return find_spikes(history)
 
 
 def find_verdict(name: str, delta: Estimate, floor: Mapping[str, float] | None) -> str:
@@ -225,18 +260,20 @@ def find_verdict(name: str, delta: Estimate, floor: Mapping[str, float] | None) 
         return "the floor"
     if delta.half_width is None:
         return "one seed: no interval"
-    if delta.sign and floor and abs(delta.mean) <= floor["rms"]:
+    if delta.sign == 0:
+        return "no difference shown"
+    if floor and abs(delta.mean) <= floor["rms"]:
         return "below the floor"
-    return {-1: "lower", 0: "no difference shown", 1: "higher"}[delta.sign]
+    return "higher" if delta.sign > 0 else "lower"
 
 
-def _curve(histories: Sequence[Sequence[tuple[float, float | None]]]) -> list[list[float | None]]:
+def _average_curves(histories: Sequence[Losses]) -> list[list[float | None]]:
     """Average over seeds. Returns a list of ``[iteration, mean, half_width]``."""
+    binned_histories = [average_bins(history) for history in histories]
     curve: list[list[float | None]] = []
-    for points in zip(*histories, strict=True):
-        iteration, _ = points[0]
-        known = [loss for _, loss in points if loss is not None]
+    for bins in zip(*binned_histories, strict=True):
+        known = [loss_bin.loss for loss_bin in bins if loss_bin.loss is not None]
         if known:
             average = estimate(known)
-            curve.append([iteration, average.mean, average.half_width])
+            curve.append([bins[0].iteration, average.mean, average.half_width])
     return curve
