@@ -152,9 +152,12 @@ def refuse_foreign_checkpoint(path: Path) -> None:
 
 
 def _refuse_file(path: Path) -> None:
-    for known in _WEIGHTS if path.is_file() else ():
-        if any(fnmatchcase(path.name, pattern) for pattern in known.files):
-            raise CheckpointError(f"{path} is {known.name}. {known.remedy}")
+    if not path.is_file():
+        return
+    for known in _WEIGHTS:
+        for pattern in known.files:
+            if fnmatchcase(path.name, pattern):
+                raise CheckpointError(f"{path} is {known.name}. {known.remedy}")
 
 
 def _with_iterations(path: Path) -> Iterator[Path]:
@@ -164,8 +167,9 @@ def _with_iterations(path: Path) -> Iterator[Path]:
 
 def _refuse(path: Path, known: _Format) -> None:
     for pattern in known.files:
-        if found := sorted(path.glob(pattern)):
-            name = found[0].relative_to(path)
+        files = sorted(path.glob(pattern))
+        if files:
+            name = files[0].relative_to(path)
             raise CheckpointError(f"{path} contains {known.name} ({name}). {known.remedy}")
 
 

@@ -55,26 +55,27 @@ def write_hashes(folder: str | Path) -> None:
     """Write ``integrity.json``. Hashes all files that :func:`write_and_hash` has not hashed."""
     folder = Path(folder)
     digests: dict[str, str] = {}
-    collected = list(folder.glob(f"{_RANK_HASHES}*.json"))
-    for file in collected:
+    rank_files = list(folder.glob(f"{_RANK_HASHES}*.json"))
+    for file in rank_files:
         digests |= json.loads(read_regular(file, MAX_JSON_BYTES))
         file.unlink()
-    files = []
+    not_hashed = []
     for file in folder.iterdir():
-        if file.is_file() and file.name != INTEGRITY and file.name not in digests:
-            files.append(file)
-    digests |= _hash_files(files)
+        if file.is_file() and file.name not in digests and file.name != INTEGRITY:
+            not_hashed.append(file)
+    digests |= _hash_files(not_hashed)
+    content = {"algorithm": "sha256", "files": dict(sorted(digests.items()))}
     with staged_file(folder / INTEGRITY) as staged:
-        content = {"algorithm": "sha256", "files": dict(sorted(digests.items()))}
         staged.write_text(json.dumps(content, indent=2))
 
 
 def _hash_files(files: Sequence[Path]) -> dict[str, str]:
     """Return the hex digests of files by name."""
-    names = [file.name for file in files]
+    digests = {}
     with ThreadPoolExecutor(_THREADS_TO_WRITE) as pool:
-        digests = pool.map(hash_file, files)
-        return dict(zip(names, digests, strict=True))
+        for file, digest in zip(files, pool.map(hash_file, files), strict=True):
+            digests[file.name] = digest
+    return digests
 
 
 def read_hashes(folder: Path) -> dict[str, str] | None:
@@ -84,17 +85,23 @@ def read_hashes(folder: Path) -> dict[str, str] | None:
         return None
     try:
         content = json.loads(read_regular(file, MAX_JSON_BYTES))
-        files: dict[str, str] = content["files"]
-        if content["algorithm"] != "sha256" or not all(map(is_file_name, files)):
+        if content["algorithm"] != "sha256":
             raise ValueError
-        return {name: str(digest) for name, digest in files.items()}
+        digests = {}
+        for name, digest in content["files"].items():
+            if not is_file_name(name):
+                raise ValueError
+            digests[name] = str(digest)
+        return digests
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is corrupted. {_REMEDY}") from error
 
 
 def is_file_name(name: Any) -> bool:
     """Return True for plain file names. Guards against paths like ``../x``."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return not set(name) & set("/\\\0")
 
 
 def check_file(file: Path, digest: str) -> None:
@@ -125,11 +132,12 @@ class FileChecks:
         """Verify a file. If another thread is already doing that, wait for it."""
         if name not in self._digests:
             return
+        digest = self._digests[name]
         with self._lock:
             if name not in self._checks:
-                file = self._folder / name
-                self._checks[name] = self._pool.submit(check_file, file, self._digests[name])
-        self._checks[name].result()
+                self._checks[name] = self._pool.submit(check_file, self._folder / name, digest)
+            check = self._checks[name]
+        check.result()
 
 
 def verify_hashes(folder: str | Path) -> None:

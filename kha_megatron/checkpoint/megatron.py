@@ -55,7 +55,8 @@ def other_names(key: str) -> list[str]:
     prefix, norm, suffix = match.groups()
     for names in NORMS:
         if norm in names:
-            return [prefix + name + suffix for name in names if name != norm]
+            others = [name for name in names if name != norm]
+            return [prefix + name + suffix for name in others]
     return []
 
 
@@ -119,16 +120,18 @@ class MegatronCheckpoint:
 
     def layer_tensors(self, suffix: str) -> list[Tensor]:
         """Load ``decoder.layers.*.{suffix}`` of all layers that have it, in order."""
-        stacked = self._folder.tensors.get(LAYERS + suffix)
-        if stacked is not None:
-            layers = range(stacked.shape[0])
-            return [self._folder.read(LAYERS + suffix, (layer,)) for layer in layers]
-        one_layer = re.compile(re.escape(LAYERS) + r"(\d+)\." + re.escape(suffix))
+        stacked_key = LAYERS + suffix
+        if stacked_key in self._folder.tensors:
+            layers = self._folder.tensors[stacked_key].shape[0]
+            return [self._folder.read(stacked_key, (layer,)) for layer in range(layers)]
+        pattern = re.compile(re.escape(LAYERS) + r"(\d+)\." + re.escape(suffix))
         keys = {}
         for key in self._folder.tensors:
-            if match := one_layer.fullmatch(key):
-                keys[int(match[1])] = key
-        return [self._folder.read(key) for _, key in sorted(keys.items())]
+            match = pattern.fullmatch(key)
+            if match is not None:
+                layer = int(match[1])
+                keys[layer] = key
+        return [self._folder.read(keys[layer]) for layer in sorted(keys)]
 
     @cached_property
     def _common(self) -> dict[str, Any]:
@@ -136,7 +139,8 @@ class MegatronCheckpoint:
         try:
             if legacy.is_file():
                 return dict(load_plain(read_regular(legacy)))
-            return dict(self._folder.read_object("common_state/shard_0_1")[0])
+            common = self._folder.read_object("common_state/shard_0_1")
+            return dict(common[0])
         except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle can raise anything
@@ -148,7 +152,9 @@ class MegatronCheckpoint:
     @property
     def iteration(self) -> int | None:
         iteration = self._common.get("iteration")
-        return iteration if type(iteration) is int else None
+        if type(iteration) is not int:
+            return None
+        return iteration
 
     @cached_property
     def args(self) -> dict[str, Any]:

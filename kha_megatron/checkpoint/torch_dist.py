@@ -18,7 +18,7 @@ import pickletools
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,8 +128,10 @@ class Chunk:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        pairs = zip(self.offsets, self.sizes, strict=True)
-        return tuple(offset + size for offset, size in pairs)
+        ends = []
+        for offset, size in zip(self.offsets, self.sizes, strict=True):
+            ends.append(offset + size)
+        return tuple(ends)
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,8 @@ class TorchDistFolder:
         self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
         refuse_lfs_pointer(path / METADATA, CheckpointError)
         try:
-            self.tensors, self.objects = _index(_unpickle(read_regular(path / METADATA)))
+            pickled = read_regular(path / METADATA)
+            self.tensors, self.objects = _parse_metadata(_unpickle(pickled))
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
                 f"Could not read {path / METADATA} ({reason(error)}). The file is missing, "
@@ -173,11 +176,14 @@ class TorchDistFolder:
             chunks += tensor.chunks
         expected_sizes: dict[str, int] = defaultdict(int)
         for chunk in chunks:
-            expected_sizes[chunk.file] = max(expected_sizes[chunk.file], chunk.start + chunk.length)
+            end = chunk.start + chunk.length
+            expected_sizes[chunk.file] = max(expected_sizes[chunk.file], end)
         for name, expected_size in sorted(expected_sizes.items()):
             shard = self.path / name
             refuse_lfs_pointer(shard, CheckpointError)
-            size = shard.stat().st_size if shard.is_file() else 0
+            size = 0
+            if shard.is_file():
+                size = shard.stat().st_size
             if size < expected_size:
                 raise CheckpointError(
                     f"{shard} is missing or truncated: expected at least {expected_size} bytes, "
@@ -203,7 +209,8 @@ class TorchDistFolder:
             index_in_chunk = []
             for position, offset in zip(index, chunk.offsets, strict=False):
                 index_in_chunk.append(position - offset)
-            tensor = self._load(key, chunk, stored.dtype)[tuple(index_in_chunk)]
+            tensor = self._load(key, chunk, stored.dtype)
+            tensor = tensor[tuple(index_in_chunk)]
             if tensor.shape == shape:
                 return tensor
             if assembled is None:
@@ -218,12 +225,8 @@ class TorchDistFolder:
         """Find all chunks that overlap with ``tensor[index]``."""
         depth = len(index)
         if (key, depth) not in self._by_index:
-            chunks_by_index: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
-            for chunk in self.tensors[key].chunks:
-                ranges = map(range, chunk.offsets[:depth], chunk.ends[:depth])
-                for covered_index in itertools.product(*ranges):
-                    chunks_by_index[covered_index].append(chunk)
-            self._by_index[key, depth] = chunks_by_index
+            chunks = self.tensors[key].chunks
+            self._by_index[key, depth] = _group_by_index(chunks, depth)
         return self._by_index[key, depth].get(index, [])
 
     def read_object(self, key: str) -> Any:
@@ -232,24 +235,38 @@ class TorchDistFolder:
 
     def _load(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         with self._opened(key, chunk) as archive:
-            tensor = torch.load(archive, map_location="cpu", weights_only=True).detach()
-            if (tensor.shape, tensor.dtype) != (chunk.sizes, dtype):
+            tensor = torch.load(archive, map_location="cpu", weights_only=True)
+            if tensor.shape != chunk.sizes or tensor.dtype != dtype:
                 raise ValueError(f"expected {dtype} {chunk.sizes}")
-            return tensor
+            return tensor.detach()
 
     @contextmanager
     def _opened(self, key: str, chunk: Chunk) -> Iterator[IO[bytes]]:
         """Open a chunk for reading. Errors in the block are converted to CheckpointError."""
         self.checks.check(chunk.file)
+        path = self.path / chunk.file
         try:
-            with open(self.path / chunk.file, "rb", opener=open_regular) as shard:
+            with open(path, "rb", opener=open_regular) as shard:
                 view = _create_file_view(cast(io.IOBase, shard), chunk.start, chunk.length)
                 yield cast(IO[bytes], view)
         except Exception as error:
             raise CheckpointError(
-                f"Could not read {key} at byte {chunk.start} of {self.path / chunk.file} "
-                f"({reason(error)}). The file is corrupted or malicious. Load another checkpoint."
+                f"Could not read {key} at byte {chunk.start} of {path} ({reason(error)}). The file "
+                "is corrupted or malicious. Load another checkpoint."
             ) from error
+
+
+def _group_by_index(
+    chunks: Sequence[Chunk],
+    depth: int,
+) -> dict[tuple[int, ...], list[Chunk]]:
+    """Map each index of the first ``depth`` dimensions to the chunks that overlap with it."""
+    chunks_by_index: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        ranges = map(range, chunk.offsets[:depth], chunk.ends[:depth])
+        for index in itertools.product(*ranges):
+            chunks_by_index[index].append(chunk)
+    return chunks_by_index
 
 
 def load_plain(source: bytes) -> Any:
@@ -261,17 +278,22 @@ def load_plain(source: bytes) -> Any:
         trusted = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
         try:
-            records: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
-            for name in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source)):
-                if name.split(".", 1)[0] not in _OBJECT_PACKAGES:
-                    raise RefusedNameError(name)
-                class_name = name.rsplit(".", 1)[-1]
-                records.append((type(class_name, (Record,), {"name": name}), name))
-            torch.serialization.add_safe_globals(records)
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source))
+            torch.serialization.add_safe_globals([_placeholder(name) for name in names])
             return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
         finally:
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals(trusted)
+
+
+def _placeholder(name: str) -> tuple[Callable[..., Any], str]:
+    """Create a subclass of :class:`Record` for the class or function with this qualified name."""
+    package, _, _ = name.partition(".")
+    if package not in _OBJECT_PACKAGES:
+        raise RefusedNameError(name)
+    _, _, class_name = name.rpartition(".")
+    record_type = type(class_name, (Record,), {"name": name})
+    return record_type, name
 
 
 class _Unpickler(pickle.Unpickler):
@@ -284,34 +306,62 @@ class _Unpickler(pickle.Unpickler):
 
 def _unpickle(pickled: bytes) -> metadata.Metadata:
     for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name not in _MEMO:
+            continue
         # otherwise, the unpickler would allocate a memo of this size
-        if opcode.name in _MEMO and not 0 <= int(argument or 0) <= len(pickled):
+        memo_index = int(argument or 0)
+        if memo_index < 0 or memo_index > len(pickled):
             raise ValueError(f"memo index {argument} in {len(pickled)} bytes")
     return _Unpickler(io.BytesIO(pickled)).load()
 
 
-def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    """Parse ``.metadata``. If it is malformed, this can raise any kind of error."""
-    locations: dict[Any, tuple[str, int, int]] = {}
-    for stored, info in (index.storage_data or {}).items():
+@dataclass(frozen=True)
+class _Location:
+    """The bytes of a chunk or an object."""
+
+    file: str
+    start: int
+    length: int
+
+    def chunk(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Chunk:
+        return Chunk(
+            offsets=offsets,
+            sizes=sizes,
+            file=self.file,
+            start=self.start,
+            length=self.length,
+        )
+
+
+_Locations = Mapping[tuple[str, torch.Size | None], _Location]
+"""Locations by name and offsets. Objects do not have offsets."""
+
+
+def _parse_metadata(
+    index: metadata.Metadata,
+) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
+    """Return all tensors and objects by name. Can raise any error if ``index`` is malformed."""
+    locations: dict[tuple[str, torch.Size | None], _Location] = {}
+    storage_data = index.storage_data or {}
+    for stored, info in storage_data.items():
         if not is_file_name(info.relative_path):
             raise ValueError(f"shard {info.relative_path!r} is not a file name")
         start, length = _sizes(torch.Size((info.offset, info.length)))
-        locations[stored.fqn, stored.offset] = (info.relative_path, start, length)
+        locations[stored.fqn, stored.offset] = _Location(info.relative_path, start, length)
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Chunk] = {}
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
-            tensors[key] = _stored_tensor(key, entry, locations)
+            tensors[key] = _parse_tensor(key, entry, locations)
         else:
-            objects[key] = Chunk((), (), *locations[key, None])
+            objects[key] = locations[key, None].chunk()
     return tensors, objects
 
 
-def _stored_tensor(
+def _parse_tensor(
     key: str,
     entry: metadata.TensorStorageMetadata,
-    locations: Any,
+    locations: _Locations,
 ) -> StoredTensor:
     """Collect a tensor's chunks and make sure that they cover it exactly."""
     dtype = entry.properties.dtype
@@ -319,15 +369,18 @@ def _stored_tensor(
     if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no name or dtype")
     chunks = []
+    stored_elements = 0
     for box in entry.chunks:
-        chunk = Chunk(_sizes(box.offsets), _sizes(box.sizes), *locations[key, box.offsets])
-        if any(end > size for end, size in zip(chunk.ends, shape, strict=True)):
-            raise ValueError(f"a chunk of {key} lies outside of {shape}")
+        location = locations[key, box.offsets]
+        chunk = location.chunk(_sizes(box.offsets), _sizes(box.sizes))
+        for end, size in zip(chunk.ends, shape, strict=True):
+            if end > size:
+                raise ValueError(f"a chunk of {key} lies outside of {shape}")
         chunks.append(chunk)
+        stored_elements += math.prod(chunk.sizes)
     elements = math.prod(shape)
-    stored_elements = sum(math.prod(chunk.sizes) for chunk in chunks)
-    has_duplicates = len({chunk.offsets for chunk in chunks}) != len(chunks)
-    if has_duplicates or stored_elements != elements:
+    unique_offsets = {chunk.offsets for chunk in chunks}
+    if len(unique_offsets) != len(chunks) or stored_elements != elements:
         raise ValueError(f"{key} has {elements} elements, but {stored_elements} are stored")
     if _overlap(chunks):
         raise ValueError(f"chunks of {key} overlap, so that others of its elements are not stored")
@@ -341,7 +394,8 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
     the border. We treat the few patterns that cannot be separated this way (e.g. a pinwheel of five
     chunks) as overlapping. No parallel layout produces them.
     """
-    waiting = [[chunk for chunk in chunks if math.prod(chunk.sizes)]]
+    not_empty = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    waiting = [not_empty]
     while waiting:
         group = waiting.pop()
         if len(group) <= 1:
@@ -361,10 +415,11 @@ def _split(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
     groups: list[list[Chunk]] = []
     end = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dimension]):
-        if not groups or chunk.offsets[dimension] >= end:
+        start = chunk.offsets[dimension]
+        if not groups or start >= end:
             groups.append([])
         groups[-1].append(chunk)
-        end = max(end, chunk.ends[dimension])
+        end = max(end, start + chunk.sizes[dimension])
     return groups
 
 

@@ -120,7 +120,8 @@ class TorchDistWriter:
         """
         for key, tensor in self._tensors.items():
             written = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-            assert written == math.prod(tensor.size), f"{key}: {written} elements of {tensor.size}"
+            size = math.prod(tensor.size)
+            assert written == size, f"{key}: {written} elements of {tensor.size}"
         self.write_object(COMMON, dict(common))
         self.__exit__()
         metadata = Metadata(
@@ -129,10 +130,13 @@ class TorchDistWriter:
             storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
-        (self.folder / METADATA).write_bytes(pickle.dumps(metadata))
+        metadata_file = self.folder / METADATA
+        metadata_file.write_bytes(pickle.dumps(metadata))
+        source_file = self.folder / CONVERTED_FROM
         content = json.dumps({"source": dict(source)}, indent=2) + "\n"
-        (self.folder / CONVERTED_FROM).write_text(content, encoding="utf-8")
-        (self.folder / COMMIT_MARK).write_text(json.dumps(_MARK))
+        source_file.write_text(content, encoding="utf-8")
+        commit_mark = self.folder / COMMIT_MARK
+        commit_mark.write_text(json.dumps(_MARK))
         write_hashes(self.folder)
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
@@ -150,4 +154,5 @@ class TorchDistWriter:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-        self._storage[index] = _StorageInfo(Path(shard.name).name, start, shard.tell() - start)
+        length = shard.tell() - start
+        self._storage[index] = _StorageInfo(Path(shard.name).name, start, length)
