@@ -125,8 +125,8 @@ class DataReport:
             if values.pop("format") != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}")
             for item in fields(cls):
-                expected_type = item.type if item.type in (int, str) else object
-                if not isinstance(values.get(item.name), expected_type):
+                value = values.get(item.name)
+                if item.type in (int, str) and not isinstance(value, item.type):
                     raise TypeError(f"{item.name} is missing or has the wrong type")
             return cls(**values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -194,17 +194,21 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
     """Return the IDs of the special tokens that a tokenizer adds before and after each text."""
     encoded = tokenizer(string.ascii_letters, return_special_tokens_mask=True)
     ids = encoded["input_ids"]
-    is_special = encoded["special_tokens_mask"]
-    if 0 not in is_special:
+    positions_of_text = []
+    for position, is_special in enumerate(encoded["special_tokens_mask"]):
+        if not is_special:
+            positions_of_text.append(position)
+    if not positions_of_text:
         raise DataError("The tokenizer has no tokens for ASCII letters. Pass another one.")
-    start = is_special.index(0)
-    end = len(ids) - is_special[::-1].index(0)
+    start = positions_of_text[0]
+    end = positions_of_text[-1] + 1
     return ids[:start], ids[end:]
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
     """Return the largest token id plus one, or ``len(tokenizer)`` if that is larger."""
-    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    largest_id = max(tokenizer.get_vocab().values())
+    return max(len(tokenizer), largest_id + 1)
 
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
@@ -293,12 +297,15 @@ def prepare(
         DataError: If there is no text, or if a source or the tokenizer cannot be read.
         OutputError: If we cannot write to ``out``.
     """
+    if exclude is None:
+        exclude = DEFAULT_EXCLUDE
+        if sources is None:
+            exclude = (*DEFAULT_EXCLUDE, "test", "tests", "idle_test")
     if sources is None:
         sources = [standard_library()]
         globs = globs or ("*.py",)
-        exclude = (*DEFAULT_EXCLUDE, "test", "tests", "idle_test") if exclude is None else exclude
-    exclude = DEFAULT_EXCLUDE if exclude is None else exclude
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    if workers is None:
+        workers = len(os.sched_getaffinity(0))
     sources = [Path(source).absolute() for source in sources]
     out = Path(os.path.realpath(out))
     if vocab_size is not None and tokenizer:
@@ -319,12 +326,7 @@ def prepare(
     texts = select_sources(files, reader, given=sources, skipped=skipped, advance=checking)
     names = [printable(source) for source in sources]
     if not texts:
-        counts = []
-        for reason, skipped_files in skipped.items():
-            if skipped_files["count"]:
-                counts.append(f"{skipped_files['count']} {reason}")
-        listed = ", ".join(counts) or "no files"
-        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({listed}).")
+        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({_count_reasons(skipped)}).")
     size_of_text = sum(file.bytes for file in texts)
     on_progress(Progress("loading Megatron"))
     indexed_dataset_module()  # so that a broken installation fails early
@@ -375,6 +377,15 @@ def prepare(
     return report
 
 
+def _count_reasons(skipped: Skipped) -> str:
+    """List why files were skipped, e.g. ``3 empty, 1 hidden``."""
+    counts = []
+    for reason, skipped_files in skipped.items():
+        if skipped_files["count"]:
+            counts.append(f"{skipped_files['count']} {reason}")
+    return ", ".join(counts) or "no files"
+
+
 def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
@@ -410,7 +421,8 @@ def _train_tokenizer(
     share = min(1.0, sample / total)
     reader = Reader(_TRAINER_PIECE, json_key)
     advance = _meter(on_progress, "training tokenizer", total)
-    passed = taken = 0
+    passed = 0
+    taken = 0
 
     def pieces() -> Iterator[str]:
         nonlocal passed, taken
@@ -444,7 +456,8 @@ def _train_tokenizer(
     # run in a thread, because the main thread cannot handle Ctrl-C inside the library
     with ThreadPoolExecutor(1) as pool:
         try:
-            pool.submit(tokenizer.train_from_iterator, pieces(), trainer).result()
+            training = pool.submit(tokenizer.train_from_iterator, pieces(), trainer)
+            training.result()
         finally:
             stop.set()
     fast = PreTrainedTokenizerFast(
@@ -473,7 +486,8 @@ class _EncodedDocument(NamedTuple):
 def _read_documents(texts: Sequence[Source], reader: Reader) -> Iterator[_Document]:
     for file in texts:
         for number, text in enumerate(reader.read(file), 1):
-            yield _Document(text, ends_file=number == file.documents)
+            is_last = number == file.documents
+            yield _Document(text, ends_file=is_last)
 
 
 def _write_corpus(
@@ -509,15 +523,17 @@ def _write_corpus(
     def encode(document: _Document) -> _EncodedDocument:
         (encoded,) = plain.encode_batch_fast([document.text], add_special_tokens=False)
         (decoded,) = plain.decode_batch([encoded.ids], skip_special_tokens=False)
+        token_ids = [*first_ids, *encoded.ids, *last_ids]
         return _EncodedDocument(
-            token_ids=np.array([*first_ids, *encoded.ids, *last_ids], dtype=dtype),
+            token_ids=np.array(token_ids, dtype=dtype),
             is_altered=decoded != document.text,
             bytes=len(document.text.encode()),
             ends_file=document.ends_file,
         )
 
     builder = datasets.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    tokens = altered = 0
+    tokens = 0
+    altered = 0
     pool = ThreadPoolExecutor(workers)  # the library releases Python's lock
     try:
         for batch in batched(_read_documents(texts, reader), 4 * workers):
@@ -544,7 +560,8 @@ def _write_corpus(
 def lacks_data(arguments: Mapping[str, Any]) -> bool:
     """Return whether Megatron's arguments name no training data."""
     names = ["mock_data", "data_args_path", "per_split_data_args_path"]
-    names += [_argument_name(flag) for flag in BLENDS]
+    for flag in BLENDS:
+        names.append(_argument_name(flag))
     return not any(arguments.get(name) for name in names)
 
 
@@ -636,9 +653,11 @@ def check_same_tokenizer(
 
 
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
-    has_no_tokenizer = arguments.get("tokenizer_type") in (None, "NullTokenizer")
-    has_size = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")
-    return bool(arguments.get("mock_data") and has_no_tokenizer and not has_size)
+    if not arguments.get("mock_data"):
+        return False
+    if arguments.get("tokenizer_type") not in (None, "NullTokenizer"):
+        return False
+    return not arguments.get("vocab_size") and not arguments.get("use_checkpoint_args")
 
 
 def _prefixes(blend: Sequence[str]) -> Sequence[str]:
@@ -656,8 +675,9 @@ def _prefixes(blend: Sequence[str]) -> Sequence[str]:
 def count_documents(prefix: str | Path) -> int:
     try:
         with open(f"{prefix}.idx", "rb") as stream:
-            _, _, _, documents = _HEADER.unpack(stream.read(_HEADER.size))
-            return documents
+            header = stream.read(_HEADER.size)
+        _, _, _, documents = _HEADER.unpack(header)
+        return documents
     except (OSError, struct.error) as error:
         raise DataError(f"Could not read the index {prefix}.idx ({error}). {_PREPARE}") from error
 
@@ -672,9 +692,11 @@ def documents_of(split: str, documents: int) -> list[int | None]:
     """
     weights = [float(weight) for weight in re.findall(r"\d+\.?\d*|\.\d+", split)]
     total = sum(weights)
-    if not 0 < len(weights) <= len(PARTS) or not 0 < total < math.inf:
+    is_valid = len(weights) <= len(PARTS) and 0 < total < math.inf
+    if not is_valid:
         raise ConfigError(f"--split must consist of one to three weights, got {split!r}.")
-    weights += [0.0] * (len(PARTS) - len(weights))
+    missing = len(PARTS) - len(weights)
+    weights += [0.0] * missing
     counts: list[int | None] = []
     start = 0.0
     for weight in weights:
@@ -687,8 +709,10 @@ def documents_of(split: str, documents: int) -> list[int | None]:
 
 def check_split(split: str, documents: int, name: str) -> None:
     """Raise DataError if a set in ``split`` would be empty despite its positive weight."""
-    counts = documents_of(split, documents)
-    empty = [part for part, count in zip(PARTS, counts, strict=True) if count == 0]
+    empty = []
+    for part, count in zip(PARTS, documents_of(split, documents), strict=True):
+        if count == 0:
+            empty.append(part)
     if empty:
         raise DataError(
             f"--split {split} leaves no document for {' and '.join(empty)} (number of documents in "

@@ -79,7 +79,10 @@ def _text_of(row: dict[str, Any], key: str, where: str) -> str | None:
     if text is None:
         return None
     if not isinstance(text, str):
-        names_with_text = [name for name, value in row.items() if isinstance(value, str)]
+        names_with_text = []
+        for name, value in row.items():
+            if isinstance(value, str):
+                names_with_text.append(name)
         raise _wrong_type(f"{where}: field {key!r}", type(text).__name__, names_with_text)
     try:
         text.encode()  # JSON can contain half of a surrogate pair
@@ -91,7 +94,8 @@ def _text_of(row: dict[str, Any], key: str, where: str) -> str | None:
 def _read_parquet(pyarrow: Any, path: Path, file: IO[bytes], key: str) -> Iterator[Any]:
     with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as parquet:
         _check_column(pyarrow.types, path, parquet.schema_arrow, key)
-        for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=[key]):
+        batches = parquet.iter_batches(batch_size=_BATCH_ROWS, columns=[key])
+        for batch in batches:
             yield batch.column(key)
 
 
@@ -104,7 +108,8 @@ def _read_arrow(pyarrow: Any, path: Path, file: IO[bytes], key: str) -> Iterator
     _check_column(pyarrow.types, path, reader.schema, key)
     if not is_stream:
         for number in range(reader.num_record_batches):
-            yield reader.get_batch(number).column(key)
+            batch = reader.get_batch(number)
+            yield batch.column(key)
         return
     for batch in reader:
         yield batch.column(key)
@@ -118,10 +123,14 @@ def _check_column(types: Any, path: Path, schema: Any, key: str) -> None:
     if key not in schema.names:
         raise _missing(f"{printable(path)} has no column", key, schema.names)
     column_type = schema.field(key).type
-    if not _is_text(types, column_type):
-        names_with_text = [field.name for field in schema if _is_text(types, field.type)]
-        where = f"{printable(path)}: column {key!r}"
-        raise _wrong_type(where, str(column_type), names_with_text)
+    if _is_text(types, column_type):
+        return
+    names_with_text = []
+    for field in schema:
+        if _is_text(types, field.type):
+            names_with_text.append(field.name)
+    where = f"{printable(path)}: column {key!r}"
+    raise _wrong_type(where, str(column_type), names_with_text)
 
 
 def _is_text(types: Any, column_type: Any) -> bool:
@@ -143,8 +152,8 @@ def _invalid_json(where: str, error: Exception) -> DataError:
 
 
 def _missing(what: str, key: str, names: Iterable[str]) -> DataError:
-    found = ", ".join(names)
-    return DataError(f"{what} {key!r}. Pass one of these names with --json-key: {found:.200}.")
+    listed = ", ".join(names)
+    return DataError(f"{what} {key!r}. Pass one of these names with --json-key: {listed:.200}.")
 
 
 def _wrong_type(
@@ -154,6 +163,6 @@ def _wrong_type(
 ) -> DataError:
     remedy = "Convert it to strings"
     if names_with_text:
-        found = ", ".join(names_with_text)
-        remedy += f", or pass one of these names with --json-key: {found:.200}"
+        listed = ", ".join(names_with_text)
+        remedy += f", or pass one of these names with --json-key: {listed:.200}"
     return DataError(f"{where} has type {type_name:.80} instead of string. {remedy}.")
