@@ -162,7 +162,9 @@ def _refuse_file(path: Path) -> None:
 
 def _with_iterations(path: Path) -> Iterator[Path]:
     yield path
-    yield from sorted(child for child in path.iterdir() if iteration_of(child) is not None)
+    for child in sorted(path.iterdir()):
+        if iteration_of(child) is not None:
+            yield child
 
 
 def _refuse(path: Path, known: _Format) -> None:
@@ -183,5 +185,6 @@ def _refuse_distributed(path: Path) -> None:
         return
     if "checkpoint_version" in folder.objects:
         _refuse(path, _MEGATRON_FSDP)
-    if iteration_of(path) is None and not any("/shard_" in key for key in folder.objects):
+    is_written_by_megatron = any("/shard_" in key for key in folder.objects)
+    if not is_written_by_megatron and iteration_of(path) is None:
         _refuse(path, _TORCH_DCP)

@@ -67,7 +67,9 @@ class HFWriter:
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor (thread-safe). It does not have to be contiguous."""
-        assert self._entries[name] == (name, tensor.dtype, tensor.shape), name
+        entry = self._entries[name]
+        assert entry.dtype == tensor.dtype, name
+        assert entry.shape == tensor.shape, name
         data = bytes_of(tensor)
         path = self.folder / self._files[name]
         with path.open("r+b") as shard:

@@ -43,7 +43,9 @@ def write_and_hash(
         buckets: Sequence of tuples that start with the path of a shard.
     """
     write(rank, buckets, *args, **kwargs)
-    shards = [Path(bucket[0]) for bucket in buckets]
+    shards = []
+    for path, *_ in buckets:
+        shards.append(Path(path))
     digests = _hash_files(shards)
     target = shards[0].with_name(f"{_RANK_HASHES}{rank}.json")
     unfinished = target.with_suffix(".tmp")
@@ -61,10 +63,12 @@ def write_hashes(folder: str | Path) -> None:
         file.unlink()
     not_hashed = []
     for file in folder.iterdir():
-        if file.is_file() and file.name not in digests and file.name != INTEGRITY:
+        is_hashed = file.name in digests or file.name == INTEGRITY
+        if file.is_file() and not is_hashed:
             not_hashed.append(file)
     digests |= _hash_files(not_hashed)
-    content = {"algorithm": "sha256", "files": dict(sorted(digests.items()))}
+    sorted_digests = dict(sorted(digests.items()))
+    content = {"algorithm": "sha256", "files": sorted_digests}
     with staged_file(folder / INTEGRITY) as staged:
         staged.write_text(json.dumps(content, indent=2))
 
@@ -168,7 +172,8 @@ def verify_hashes(folder: str | Path) -> None:
     if digests is None:
         announce(f"Skipping verification of {folder} because it has no {INTEGRITY}.")
         return
-    error_on_this_rank = _verify_files(folder, digests, list(digests)[rank::ranks])
+    names = list(digests)
+    error_on_this_rank = _verify_files(folder, digests, names[rank::ranks])
     errors = [error_on_this_rank] * ranks
     if ranks > 1:
         dist.all_gather_object(errors, error_on_this_rank)
@@ -200,8 +205,10 @@ def _hashes_by_size(folder: Path) -> dict[str, str] | None:
     digests = read_hashes(folder)
     if digests is None:
         return None
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    names = sorted(digests, key=lambda name: sizes.get(name, 0), reverse=True)
+    sizes = dict.fromkeys(digests, 0)
+    for file in folder.iterdir():
+        sizes[file.name] = file.stat().st_size
+    names = sorted(digests, key=sizes.__getitem__, reverse=True)
     return {name: digests[name] for name in names}
 
 

@@ -38,6 +38,9 @@ HEARTBEAT_TIMEOUT = 180
 
 _MAX_OWNER_BYTES = 2**16
 
+_NOT_REGULAR = (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""Error codes for links, directories and devices."""
+
 
 class Ownership:
     """Returned by :func:`claim`. Call :meth:`check` to see if we still own the directory."""
@@ -84,8 +87,9 @@ class Ownership:
         return owner
 
     def _read_owner(self) -> dict[str, Any]:
+        file = self.directory / OWNER
         try:
-            descriptor = open_regular(self.directory / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = open_regular(file, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             return {}
         try:
@@ -210,10 +214,11 @@ def open_for_locking(file: Path) -> int:
         OutputError: If it is a link, a directory or a device. Whoever placed a link there could
             make us overwrite any file.
     """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     try:
-        return open_regular(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        return open_regular(file, flags)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+        if error.errno in _NOT_REGULAR:
             raise OutputError(f"{file} is not a regular file. Delete it.") from error
         raise
 
@@ -239,7 +244,9 @@ def _is_requeued(owner: dict[str, Any]) -> bool:
 
 
 def _is_on_another_host(owner: dict[str, Any]) -> bool:
-    return bool(owner) and owner["host"] != socket.gethostname()
+    if not owner:
+        return False
+    return bool(owner["host"] != socket.gethostname())
 
 
 def _runs_on_this_host(owner: dict[str, Any]) -> bool:

@@ -126,4 +126,5 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
     """Return the raw bytes of a CPU tensor in row-major order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()

@@ -18,7 +18,7 @@ import pickletools
 import re
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +78,10 @@ _SAFE_GLOBALS_LOCK = threading.Lock()  # `compare` reads checkpoints in several 
 
 _MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
 
+Shape = tuple[int, ...]
+Index = tuple[int, ...]
+"""Position in the first (or all) dimensions of a tensor."""
+
 
 class RefusedNameError(Exception):
     """Raised if a pickle contains a class or function that is not on the allow-list."""
@@ -120,14 +124,14 @@ def reason(error: BaseException) -> str:
 class Chunk:
     """Part of a global tensor, and where to find it in the shards."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Index
+    sizes: Shape
     file: str
     start: int
     length: int
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def ends(self) -> Index:
         ends = []
         for offset, size in zip(self.offsets, self.sizes, strict=True):
             ends.append(offset + size)
@@ -138,9 +142,12 @@ class Chunk:
 class StoredTensor:
     """A global tensor, which may be split into several chunks."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
+
+
+ChunksByIndex = dict[Index, list[Chunk]]
 
 
 class TorchDistFolder:
@@ -158,7 +165,7 @@ class TorchDistFolder:
     def __init__(self, path: Path, checks: FileChecks) -> None:
         self.path = path
         self.checks = checks
-        self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
+        self._by_index: dict[tuple[str, int], ChunksByIndex] = {}
         refuse_lfs_pointer(path / METADATA, CheckpointError)
         try:
             pickled = read_regular(path / METADATA)
@@ -190,7 +197,7 @@ class TorchDistFolder:
                     f"got {size}. Copy it again, or load another checkpoint."
                 )
 
-    def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
+    def read(self, key: str, index: Index = ()) -> Tensor:
         """Load a tensor to CPU and assemble its chunks. Thread-safe.
 
         Args:
@@ -206,28 +213,29 @@ class TorchDistFolder:
         shape = stored.shape[depth:]
         assembled = None
         for chunk in self._chunks_at(key, index):
-            index_in_chunk = []
-            for position, offset in zip(index, chunk.offsets, strict=False):
-                index_in_chunk.append(position - offset)
             tensor = self._load(key, chunk, stored.dtype)
-            tensor = tensor[tuple(index_in_chunk)]
+            for position, offset in zip(index, chunk.offsets, strict=False):
+                tensor = tensor[position - offset]
             if tensor.shape == shape:
                 return tensor
             if assembled is None:
                 assembled = torch.empty(shape, dtype=stored.dtype)
-            slices = map(slice, chunk.offsets[depth:], chunk.ends[depth:])
+            slices = []
+            for offset, end in zip(chunk.offsets[depth:], chunk.ends[depth:], strict=True):
+                slices.append(slice(offset, end))
             assembled[tuple(slices)] = tensor
         if assembled is None:
             return torch.empty(shape, dtype=stored.dtype)
         return assembled
 
-    def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[Chunk]:
+    def _chunks_at(self, key: str, index: Index) -> list[Chunk]:
         """Find all chunks that overlap with ``tensor[index]``."""
         depth = len(index)
         if (key, depth) not in self._by_index:
-            chunks = self.tensors[key].chunks
-            self._by_index[key, depth] = _group_by_index(chunks, depth)
-        return self._by_index[key, depth].get(index, [])
+            stored = self.tensors[key]
+            self._by_index[key, depth] = _group_by_index(stored.chunks, depth)
+        chunks_by_index = self._by_index[key, depth]
+        return chunks_by_index.get(index, [])
 
     def read_object(self, key: str) -> Any:
         with self._opened(key, self.objects[key]) as archive:
@@ -259,11 +267,13 @@ class TorchDistFolder:
 def _group_by_index(
     chunks: Sequence[Chunk],
     depth: int,
-) -> dict[tuple[int, ...], list[Chunk]]:
+) -> ChunksByIndex:
     """Map each index of the first ``depth`` dimensions to the chunks that overlap with it."""
-    chunks_by_index: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
+    chunks_by_index: ChunksByIndex = defaultdict(list)
     for chunk in chunks:
-        ranges = map(range, chunk.offsets[:depth], chunk.ends[:depth])
+        ranges = []
+        for offset, end in zip(chunk.offsets[:depth], chunk.ends[:depth], strict=True):
+            ranges.append(range(offset, end))
         for index in itertools.product(*ranges):
             chunks_by_index[index].append(chunk)
     return chunks_by_index
@@ -279,7 +289,8 @@ def load_plain(source: bytes) -> Any:
         torch.serialization.clear_safe_globals()
         try:
             names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source))
-            torch.serialization.add_safe_globals([_placeholder(name) for name in names])
+            placeholders = [_placeholder(name) for name in names]
+            torch.serialization.add_safe_globals(placeholders)
             return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
         finally:
             torch.serialization.clear_safe_globals()
@@ -323,7 +334,7 @@ class _Location:
     start: int
     length: int
 
-    def chunk(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Chunk:
+    def chunk(self, offsets: Index = (), sizes: Shape = ()) -> Chunk:
         return Chunk(
             offsets=offsets,
             sizes=sizes,
@@ -333,7 +344,7 @@ class _Location:
         )
 
 
-_Locations = Mapping[tuple[str, torch.Size | None], _Location]
+_Locations = dict[tuple[str, torch.Size | None], _Location]
 """Locations by name and offsets. Objects do not have offsets."""
 
 
@@ -341,13 +352,14 @@ def _parse_metadata(
     index: metadata.Metadata,
 ) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
     """Return all tensors and objects by name. Can raise any error if ``index`` is malformed."""
-    locations: dict[tuple[str, torch.Size | None], _Location] = {}
+    locations: _Locations = {}
     storage_data = index.storage_data or {}
     for stored, info in storage_data.items():
         if not is_file_name(info.relative_path):
             raise ValueError(f"shard {info.relative_path!r} is not a file name")
         start, length = _sizes(torch.Size((info.offset, info.length)))
-        locations[stored.fqn, stored.offset] = _Location(info.relative_path, start, length)
+        location = _Location(info.relative_path, start, length)
+        locations[stored.fqn, stored.offset] = location
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Chunk] = {}
     for key, entry in index.state_dict_metadata.items():
@@ -372,7 +384,9 @@ def _parse_tensor(
     stored_elements = 0
     for box in entry.chunks:
         location = locations[key, box.offsets]
-        chunk = location.chunk(_sizes(box.offsets), _sizes(box.sizes))
+        offsets = _sizes(box.offsets)
+        sizes = _sizes(box.sizes)
+        chunk = location.chunk(offsets, sizes)
         for end, size in zip(chunk.ends, shape, strict=True):
             if end > size:
                 raise ValueError(f"a chunk of {key} lies outside of {shape}")
@@ -423,7 +437,7 @@ def _split(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
     return groups
 
 
-def _sizes(value: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(value, torch.Size) or min(value, default=0) < 0:
+def _sizes(value: Sequence[int]) -> Shape:
+    if not isinstance(value, torch.Size) or any(size < 0 for size in value):
         raise TypeError("a size is not a list of numbers")
     return tuple(value)

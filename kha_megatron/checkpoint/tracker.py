@@ -74,7 +74,8 @@ class Selection(NamedTuple):
         if self.problem and self.newest:
             messages.append(f"{doing} {self.newest.name}: {TRACKER} {self.problem}")
         if self.incomplete:
-            messages.append(f"ignoring {', '.join(self.incomplete)}: incomplete checkpoint")
+            names = ", ".join(self.incomplete)
+            messages.append(f"ignoring {names}: incomplete checkpoint")
         if not messages:
             return None
         return f"{self.folder}: {'; '.join(messages)}"
@@ -109,9 +110,11 @@ def select_iteration(folder: Path) -> Selection:
     elif named not in commits:
         problem = f"names {tracker}, which is not a complete checkpoint"
     else:
-        newest = _newest_since_tracker(commits, named, tracker_time=file.stat().st_mtime_ns)
+        tracker_time = file.stat().st_mtime_ns
+        newest = _newest_since_tracker(commits, named, tracker_time=tracker_time)
         if newest != named:
-            problem = f"names {tracker}, but {saves[newest].name} was completed after that"
+            name = saves[newest].name
+            problem = f"names {tracker}, but {name} was completed after that"
     incomplete = []
     for iteration in sorted(saves.keys() - commits.keys()):
         if iteration > (newest or 0):
@@ -223,7 +226,8 @@ def record_commit(path: Path) -> None:
     latest = 0
     for save in _list_saves(path.parent).values():
         if is_complete(save):
-            latest = max(latest, _commit(save).time)
+            commit = _commit(save)
+            latest = max(latest, commit.time)
     with staged_file(path / COMMIT) as staged:
         staged.touch()
         now = staged.stat().st_mtime_ns  # same clock as for the mtime of the tracker file
@@ -273,14 +277,18 @@ def resolve(path: Path) -> Path:
             f"{path} is not a directory. Pass a Megatron --save directory, one of its iter_* "
             f"directories, or a Hugging Face model directory.{download_hint(path)}"
         )
-    is_checkpoint = (path / COMMIT_MARK).exists() or iteration_of(path) is not None
-    if is_checkpoint and not (path / TRACKER).exists():
-        return path
+    has_commit_mark = (path / COMMIT_MARK).exists()
+    if has_commit_mark or iteration_of(path) is not None:
+        is_save_directory = (path / TRACKER).exists()
+        if not is_save_directory:
+            return path
     selection = select_iteration(path)
     checkpoint = selection.newest or selection.named
     if checkpoint is None:
-        content = "no" if selection.tracker is None else f"{selection.tracker[:20]!r} in"
-        raise CheckpointError(f"{path} has {content} {TRACKER}. {choices(path)}")
+        problem = f"no {TRACKER}"
+        if selection.tracker is not None:
+            problem = f"{selection.tracker[:20]!r} in {TRACKER}"
+        raise CheckpointError(f"{path} has {problem}. {choices(path)}")
     line = selection.line("loading")
     if line:
         announce(line, once=line)
@@ -335,10 +343,14 @@ def is_complete(path: Path) -> bool:
 
 def choices(folder: Path) -> str:
     """List complete checkpoints (at most five), to be appended to an error message."""
-    complete = sorted(path.name for path in folder.iterdir() if is_complete(path))
+    complete = []
+    for path in folder.iterdir():
+        if is_complete(path):
+            complete.append(path.name)
     if not complete:
         return f"There is no complete checkpoint in {folder}."
-    return f"Complete checkpoints in {folder}: {', '.join(complete[-5:])}."
+    last_names = sorted(complete)[-5:]
+    return f"Complete checkpoints in {folder}: {', '.join(last_names)}."
 
 
 def clear_for_overwriting(path: str | Path) -> None:

@@ -82,31 +82,49 @@ def draw_line_chart(
 
 
 def _draw_line(axis: Any, line: Line) -> None:
-    xs = [point.x for point in line.points]
-    ys = [point.y for point in line.points]
+    xs = []
+    ys = []
+    lows = []
+    highs = []
+    for point in line.points:
+        xs.append(point.x)
+        ys.append(point.y)
+        lows.append(point.low)
+        highs.append(point.high)
     axis.plot(xs, ys, color=line.colour, label=line.name)
-    if any(point.half_width for point in line.points):
-        low = [point.low for point in line.points]
-        high = [point.high for point in line.points]
-        axis.fill_between(xs, low, high, color=line.colour, alpha=0.2, linewidth=0)
+    if lows != highs:
+        axis.fill_between(
+            xs,
+            lows,
+            highs,
+            color=line.colour,
+            alpha=0.2,
+            linewidth=0,
+        )
 
 
 def _y_range(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
     # The loss is very high in the beginning, so skip the first 10% of the iterations. Wide error
     # bands can increase the range by a factor of 3 at most.
-    points = [point for line in lines for point in line.points]
-    start = max(point.x for point in points) / 10
-    shown = [point for point in points if point.x >= start]
+    points: list[Point] = []
+    for line in lines:
+        points += line.points
+    last = max(point.x for point in points)
+    shown = [point for point in points if point.x >= last / 10]
     means = [point.y for point in shown]
     if zero:
         means.append(0.0)
     lowest_mean = min(means)
     highest_mean = max(means)
-    span = highest_mean - lowest_mean or abs(highest_mean) or 1.0
-    band_low = min(point.low for point in shown)
-    band_high = max(point.high for point in shown)
-    low = min(lowest_mean, max(band_low, lowest_mean - span))
-    high = max(highest_mean, min(band_high, highest_mean + span))
+    span = highest_mean - lowest_mean
+    if span == 0:
+        span = abs(highest_mean) or 1.0
+    low = min(point.low for point in shown)
+    low = max(low, lowest_mean - span)
+    low = min(low, lowest_mean)
+    high = max(point.high for point in shown)
+    high = min(high, highest_mean + span)
+    high = max(high, highest_mean)
     margin = 0.05 * span
     return low - margin, high + margin
 
@@ -171,12 +189,14 @@ def draw_matrix_grid(
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
-    for axis, (layer, matrix) in zip(axes.flat, sorted(matrices.items()), strict=False):
+    for axis, layer in zip(axes.flat, sorted(matrices), strict=False):
+        matrix = matrices[layer].float()
         is_invalid = ~matrix.isfinite()
-        values = matrix.float().masked_fill(is_invalid, math.nan)
-        image = axis.imshow(values.numpy(), cmap=colours, vmin=low, vmax=high)
+        values = matrix.masked_fill(is_invalid, math.nan).numpy()
+        image = axis.imshow(values, cmap=colours, vmin=low, vmax=high)
         axis.set_title(f"layer {layer}", fontsize=8)
-    figure.colorbar(image, ax=axes, shrink=min(1.0, 3 / rows))
+    height_of_colorbar = min(1.0, 3 / rows)
+    figure.colorbar(image, ax=axes, shrink=height_of_colorbar)
     figure.suptitle(title, fontsize=10)
     figure.savefig(out_png, format="png", dpi=120)
 
@@ -186,5 +206,6 @@ def _largest_finite_value(matrices: "Mapping[int, Tensor]") -> float:
     for matrix in matrices.values():
         finite = matrix[matrix.isfinite()]
         if finite.numel():
-            largest = max(largest, finite.abs().max().item())
+            largest_of_layer = finite.abs().max().item()
+            largest = max(largest, largest_of_layer)
     return largest

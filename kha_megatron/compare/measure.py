@@ -16,8 +16,11 @@ from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from kha_megatron.model.run import Run
 from kha_megatron.plan.counts import compute_flops, count_model, get_countable_model
 
+Entry = dict[str, Any]
+"""A JSON object in ``result.json``."""
 
-def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
+
+def compute_cost(run: Run, vocab_size: int | None) -> Entry:
     """Compute parameter counts and training FLOPs per token.
 
     Returns:
@@ -30,7 +33,9 @@ def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
         - ``uncounted``: error message, replaces the counts if the model is not supported
     """
     model = replace(run, vocab_size=vocab_size).model
-    unfused = model and run.kha.unfused_reason(model.head_sizes)
+    unfused = None
+    if model is not None:
+        unfused = run.kha.unfused_reason(model.head_sizes)
     try:
         model = get_countable_model(model)
     except ConfigError as error:
@@ -59,7 +64,7 @@ def describe_device(run: Run) -> str:
     return f"{count} x {name}"
 
 
-def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict[str, Any]]:
+def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[Entry]:
     """Compute diagnostics of the KHA matrices in a checkpoint, and plot them to ``folder``.
 
     Returns:
@@ -71,16 +76,16 @@ def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict
         return []
     weights = read_knock_weights(checkpoint)
     draw_matrices(weights, kha, folder)
-    diagnosed = []
+    entries = []
     for projection, variant in kha.variants.items():
-        layers_by_matrix: dict[str, list[dict[str, Any]]] = {}
+        layers_by_matrix: dict[str, list[Entry]] = {}
         for (layer, weight_projection), weight in sorted(weights.items()):
             if weight_projection != projection:
                 continue
-            diagnostics = diagnose(weight, variant)
-            for matrix, matrix_diagnostics in zip(MATRICES[variant], diagnostics, strict=True):
-                layers = layers_by_matrix.setdefault(matrix, [])
-                layers.append({"layer": layer} | asdict(matrix_diagnostics))
+            diagnostics_of_layer = diagnose(weight, variant)
+            for matrix, diagnostics in zip(MATRICES[variant], diagnostics_of_layer, strict=True):
+                entry = {"layer": layer} | asdict(diagnostics)
+                layers_by_matrix.setdefault(matrix, []).append(entry)
         for matrix, layers in layers_by_matrix.items():
             entry = {
                 "projection": projection,
@@ -89,5 +94,5 @@ def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict
                 "picture": f"{projection}_{matrix}.png",
                 "layers": layers,
             }
-            diagnosed.append(entry)
-    return diagnosed
+            entries.append(entry)
+    return entries

@@ -59,8 +59,8 @@ def _read_lines(report: Mapping[str, Any], key: str) -> list[Line]:
         for iteration, mean, half_width in variant[key]:
             points.append(Point(iteration, mean, half_width))
         if points:
-            line = Line(name=variant["name"], colour=f"C{index % 10}", points=points)
-            lines.append(line)
+            colour = f"C{index % 10}"
+            lines.append(Line(variant["name"], colour, points))
     return lines
 
 
@@ -72,10 +72,11 @@ def _describe_matrices(
     for variant in variants:
         trial_name = variant.get("matrices_of")
         for diagnostics in variant["matrices"]:
-            picture = pictures.get(f"{trial_name}/{diagnostics['picture']}", b"")
+            path = f"{trial_name}/{diagnostics['picture']}"
+            picture = base64.b64encode(pictures.get(path, b""))
             entry = dict(diagnostics)
             entry["name"] = variant["name"]
-            entry["png"] = base64.b64encode(picture).decode()
+            entry["png"] = picture.decode()
             described.append(entry)
     return described
 
@@ -86,10 +87,12 @@ def summarize(report: Mapping[str, Any]) -> list[str]:
     lines = []
     for variant in report["variants"]:
         for key, name in names.items():
-            if key in variant:
-                delta = variant[key]
-                difference = format_estimate(delta, 4, "+")
-                lines.append(f"{variant['name']}: {name} {difference} ({delta['verdict']})")
+            if key not in variant:
+                continue
+            delta = variant[key]
+            difference = format_estimate(delta, 4, "+")
+            verdict = delta["verdict"]
+            lines.append(f"{variant['name']}: {name} {difference} ({verdict})")
     return lines
 
 
@@ -116,7 +119,9 @@ def _format_range(limits: Sequence[float] | None) -> str:
 
 
 def _format_number(number: float | None, format_spec: str) -> str:
-    return "–" if number is None else f"{number:{format_spec}}"
+    if number is None:
+        return "–"
+    return f"{number:{format_spec}}"
 
 
 def _format_mean(layers: Sequence[Mapping[str, float | None]], key: str) -> str:

@@ -16,11 +16,21 @@ from kha_megatron.compare.statistics import (
     estimate,
     estimate_noise,
 )
-from kha_megatron.compare.trials import Comparison, Trial
+from kha_megatron.compare.trials import Comparison
 from kha_megatron.compare.variants import NULL
 from kha_megatron.mcore.compat import version_of
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")
+
+
+Result = Mapping[str, Any]
+"""Content of a trial's ``result.json``."""
+
+Results = Mapping[tuple[str, int], Result]
+"""Results by variant and seed."""
+
+Entry = dict[str, Any]
+"""Description of a trial or variant in ``report.json``."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +40,14 @@ class _Metric:
     key: str
     difference_key: str
     """Key for the difference from the reference."""
-    read: Callable[[Mapping[str, Any]], float | None]
-    """Return the loss of a trial, given its ``result.json``."""
+    read: Callable[[Result], float | None]
 
 
-def _read_final_loss(result: Mapping[str, Any]) -> float:
+def _read_final_loss(result: Result) -> float:
     return compute_final_loss(result["losses"])
 
 
-def _read_held_out_loss(result: Mapping[str, Any]) -> float | None:
+def _read_held_out_loss(result: Result) -> float | None:
     return result.get("held_out")
 
 
@@ -50,9 +59,6 @@ _METRICS = (
 NO_EFFECT = "no effect: every loss is equal"
 """Verdict for a variant with the losses of the reference in every iteration and for all seeds."""
 _LEAST_EQUAL_LOSSES = 3
-
-Results = Mapping[tuple[str, int], dict[str, Any]]
-"""Maps (variant, seed) to the content of ``result.json``."""
 
 
 def build_report(
@@ -70,10 +76,20 @@ def build_report(
         failures: Maps names of trials to error messages, if any.
         command: Command line to show in the report.
     """
+    failures = failures or {}
     reference = comparison.variants[0].name
     trials = []
     for trial in comparison.trials:
-        trials.append(_describe_trial(trial, results, reference, failures or {}))
+        result = results.get((trial.variant.name, trial.seed))
+        entry: Entry = {"variant": trial.variant.name, "seed": trial.seed}
+        if result is None:
+            entry["state"] = failures.get(trial.name, "not trained yet")
+        else:
+            reference_result = None
+            if trial.variant.name != reference:
+                reference_result = results.get((reference, trial.seed))
+            entry |= _describe_result(result, reference_result)
+        trials.append(entry)
     floors = {}
     for metric in _METRICS:
         null_differences = _collect_numbers(trials, NULL, metric.difference_key)
@@ -84,6 +100,7 @@ def build_report(
         entry = {"name": variant.name, "knocks": str(variant.kha)}
         entry |= _describe_variant(variant.name, results, reference, trials, floors)
         variants.append(entry)
+    devices = {result["device"] for result in results.values()}
     return {
         "recipe": comparison.recipe.name,
         "description": comparison.recipe.description,
@@ -96,7 +113,7 @@ def build_report(
         "planned": len(comparison.trials),
         "variants": variants,
         "runs": trials,
-        "devices": sorted({result["device"] for result in results.values()}),
+        "devices": sorted(devices),
         "command": list(command),
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": _installed_versions(),
@@ -106,32 +123,25 @@ def build_report(
 def _installed_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        if version := version_of(package):
+        version = version_of(package)
+        if version:
             versions[package] = version
     return versions
 
 
-def _describe_trial(
-    trial: Trial,
-    results: Results,
-    reference: str,
-    failures: Mapping[str, str],
-) -> dict[str, Any]:
-    variant = trial.variant.name
-    entry: dict[str, Any] = {"variant": variant, "seed": trial.seed}
-    result = results.get((variant, trial.seed))
-    if result is None:
-        return entry | {"state": failures.get(trial.name, "not trained yet")}
-    reference_result = results.get((reference, trial.seed))
+def _describe_result(result: Result, reference_result: Result | None) -> Entry:
+    entry: Entry = {}
     for metric in _METRICS:
         loss = metric.read(result)
         reference_loss = None
-        if reference_result is not None and variant != reference:
+        if reference_result is not None:
             reference_loss = metric.read(reference_result)
         entry[metric.key] = loss
         entry[metric.difference_key] = _subtract(loss, reference_loss)
+    entry["state"] = "finished"
     missing = result["losses"].count(None)
-    entry["state"] = f"finished, {missing} losses missing" if missing else "finished"
+    if missing:
+        entry["state"] += f", {missing} losses missing"
     entry["spikes"] = [asdict(spike) for spike in _find_spikes(result)]
     entry["seconds_per_step"] = result["seconds_per_step"]
     entry["starts"] = result["starts"]
@@ -145,15 +155,17 @@ def _subtract(loss: float | None, reference_loss: float | None) -> float | None:
 
 
 def _collect_numbers(
-    trials: Sequence[Mapping[str, Any]],
+    trials: Sequence[Entry],
     variant: str,
     key: str,
 ) -> list[float]:
     """Return a number of all trials of a variant that have it."""
     numbers = []
     for trial in trials:
+        if trial["variant"] != variant:
+            continue
         number = trial.get(key)
-        if trial["variant"] == variant and number is not None:
+        if number is not None:
             numbers.append(number)
     return numbers
 
@@ -162,44 +174,44 @@ def _describe_variant(
     name: str,
     results: Results,
     reference: str,
-    trials: Sequence[Mapping[str, Any]],
+    trials: Sequence[Entry],
     floors: Mapping[str, Mapping[str, float]],
-) -> dict[str, Any]:
+) -> Entry:
     finished = []
     for (variant, _), result in sorted(results.items()):
         if variant == name:
             finished.append(result)
-    entry: dict[str, Any] = {"seeds": len(finished)}
+    entry: Entry = {"seeds": len(finished)}
     if not finished:
         return entry
     entry |= _describe_spikes(finished)
     entry |= _describe_speed(finished)
-    entry["curve"] = _average_curves([result["losses"] for result in finished])
+    histories = [result["losses"] for result in finished]
+    entry["curve"] = _average_curves(histories)
     first = finished[0]
     entry["cost"] = first["cost"]
     entry["matrices"] = first["matrices"]
     entry["matrices_of"] = f"{name}-seed{first['seed']}"
-    histories = []
+    differences = []
     if name != reference:
-        histories = _differences_from(reference, finished, results)
-    if histories:
-        entry["delta_curve"] = _average_curves(histories)
-    has_no_effect = _have_no_effect(histories) and name != NULL
+        differences = _differences_from(reference, finished, results)
+    if differences:
+        entry["delta_curve"] = _average_curves(differences)
     for metric in _METRICS:
         losses = _collect_numbers(trials, name, metric.key)
         if losses:
             entry[metric.key] = asdict(estimate(losses))
-        differences = _collect_numbers(trials, name, metric.difference_key)
-        if differences:
-            delta = estimate(differences)
+        deltas = _collect_numbers(trials, name, metric.difference_key)
+        if deltas:
+            delta = estimate(deltas)
             verdict = find_verdict(name, delta, floors.get(metric.key))
-            if has_no_effect:
+            if name != NULL and _have_no_effect(differences):
                 verdict = NO_EFFECT
             entry[metric.difference_key] = asdict(delta) | {"verdict": verdict}
     return entry
 
 
-def _describe_spikes(finished: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _describe_spikes(finished: Sequence[Result]) -> Entry:
     heights = []
     for result in finished:
         for spike in _find_spikes(result):
@@ -210,19 +222,22 @@ def _describe_spikes(finished: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _describe_speed(finished: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _describe_speed(finished: Sequence[Result]) -> Entry:
     times = []
     for result in finished:
         if result["seconds_per_step"]:
             times.append(result["seconds_per_step"])
     if not times:
         return {"seconds_per_step": None, "seconds_range": None}
-    return {"seconds_per_step": median(times), "seconds_range": [min(times), max(times)]}
+    return {
+        "seconds_per_step": median(times),
+        "seconds_range": [min(times), max(times)],
+    }
 
 
 def _differences_from(
     reference: str,
-    finished: Sequence[Mapping[str, Any]],
+    finished: Sequence[Result],
     results: Results,
 ) -> list[list[float | None]]:
     """Subtract the losses of the reference, for all seeds with which it has been trained."""
@@ -231,8 +246,9 @@ def _differences_from(
         reference_result = results.get((reference, result["seed"]))
         if reference_result is None:
             continue
+        reference_losses = reference_result["losses"]
         differences = []
-        for loss, reference_loss in zip(result["losses"], reference_result["losses"], strict=True):
+        for loss, reference_loss in zip(result["losses"], reference_losses, strict=True):
             differences.append(_subtract(loss, reference_loss))
         histories.append(differences)
     return histories
@@ -247,7 +263,7 @@ def _have_no_effect(histories: Sequence[Losses]) -> bool:
     return bool(histories)
 
 
-def _find_spikes(result: Mapping[str, Any]) -> list[Spike]:
+def _find_spikes(result: Result) -> list[Spike]:
     history = []
     for iteration, loss in enumerate(result["losses"], 1):
         if loss is not None:

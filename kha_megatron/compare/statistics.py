@@ -25,9 +25,13 @@ class Estimate:
     @property
     def sign(self) -> int:
         """1 or -1 if the mean is significantly different from 0, else 0."""
-        if self.half_width is None or abs(self.mean) <= self.half_width:
+        if self.half_width is None:
             return 0
-        return 1 if self.mean > 0 else -1
+        if self.mean > self.half_width:
+            return 1
+        if self.mean < -self.half_width:
+            return -1
+        return 0
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -79,22 +83,24 @@ def _within(angle: float, freedom: int) -> float:
     series = 0.0
     for k in range(first, freedom, 2):
         series += term
-        term *= cosine**2 * k / (k + 1)
+        factor = cosine**2 * k / (k + 1)
+        term *= factor
     series *= math.sin(angle)
-    if is_odd:
-        return 2 / math.pi * (angle + series)
-    return series
+    if not is_odd:
+        return series
+    return 2 / math.pi * (angle + series)
 
 
 def select_last(losses: Losses) -> Losses:
     """Get the losses that count towards the final loss."""
-    count = max(1, math.ceil(len(losses) * LAST_SHARE))
-    return losses[-count:]
+    count = math.ceil(len(losses) * LAST_SHARE)
+    return losses[-max(1, count) :]
 
 
 def compute_final_loss(losses: Losses) -> float:
     """Average loss over the last 5% of the iterations."""
-    return fmean(loss for loss in select_last(losses) if loss is not None)
+    known = [loss for loss in select_last(losses) if loss is not None]
+    return fmean(known)
 
 
 class LossBin(NamedTuple):

@@ -131,7 +131,8 @@ def plan_comparison(
     reference, *other_variants = variants
     planned_variants = [reference]
     if null:
-        planned_variants.append(ModelVariant(NULL, reference.kha, perturbs=True))
+        null_variant = ModelVariant(NULL, reference.kha, perturbs=True)
+        planned_variants.append(null_variant)
     planned_variants += other_variants
 
     shared_flags = [*overrides, *_logging_flags(base)]
@@ -140,9 +141,12 @@ def plan_comparison(
     trials = []
     for seed in range(1, seeds + 1):
         for variant in planned_variants:
-            flags = [*shared_flags, "--seed", str(seed), "--kha-init-seed", str(seed)]
+            flags = [*shared_flags]
+            flags += ["--seed", str(seed)]
+            flags += ["--kha-init-seed", str(seed)]
             if variant.perturbs:
-                flags += ["--kha-perturb-embedding", f"{_perturbation(base):g}"]
+                perturbation = _perturbation(base)
+                flags += ["--kha-perturb-embedding", f"{perturbation:g}"]
             trial = Trial(
                 variant=variant,
                 seed=seed,
@@ -196,12 +200,14 @@ def _logging_flags(base: Run) -> list[str]:
 
 def _evaluation_flags(base: Run, sequences: int) -> list[str]:
     """Return flags to evaluate once, at the end of training."""
-    batch_size = base.batch and base.batch.global_batch_size
-    if not batch_size:
+    if base.batch is None or not base.batch.global_batch_size:
         raise ConfigError("--held-out requires `-- --global-batch-size N`.")
-    batches = math.ceil(sequences / batch_size)
-    after_training = (base.training.train_iters or 0) + 1
-    return ["--eval-iters", str(batches), "--eval-interval", str(after_training)]
+    batches = math.ceil(sequences / base.batch.global_batch_size)
+    iterations = base.training.train_iters or 0
+    return [
+        *("--eval-iters", str(batches)),
+        *("--eval-interval", str(iterations + 1)),
+    ]
 
 
 def _perturbation(base: Run) -> float:
@@ -218,7 +224,9 @@ def _check_arguments(trial: Trial) -> None:
     if not file.exists():
         return
     old_flags = json.loads(file.read_bytes())["arguments"]
-    new_flags = {flag: list(values) for flag, values in trial.config.flags.items()}
+    new_flags = {}
+    for flag, values in trial.config.flags.items():
+        new_flags[flag] = list(values)
     for flag in sorted(old_flags.keys() | new_flags.keys()):
         if old_flags.get(flag) != new_flags.get(flag):
             old = _show_flag(old_flags, flag)
@@ -261,7 +269,8 @@ def start_trial(trial: Trial) -> Job:
         **trial.launch,
     )
     trial.folder.mkdir(parents=True, exist_ok=True)
-    write_json(run_file, {"starts": starts + 1, "arguments": trial.config.flags})
+    content = {"starts": starts + 1, "arguments": trial.config.flags}
+    write_json(run_file, content)
     return job
 
 

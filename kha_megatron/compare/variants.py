@@ -45,7 +45,8 @@ def _parse_variant(word: str) -> ModelVariant:
     name, equals, flags = word.partition("=")
     name = name.strip()
     if equals:
-        if not _NAME.fullmatch(name) or name in (*PRESETS, RANDOM_INIT, NULL):
+        is_reserved = name in (*PRESETS, RANDOM_INIT, NULL)
+        if is_reserved or not _NAME.fullmatch(name):
             raise ConfigError(
                 f"Invalid variant name {name!r}. Use up to 40 letters, digits, dots, dashes and "
                 "underscores, and choose a name that is not a preset."
@@ -65,7 +66,8 @@ def _parse_variant(word: str) -> ModelVariant:
 def _parse_flags(name: str, flags: str) -> HeadsConfig:
     try:
         run = Run.from_values().updated(shlex.split(flags))
-        if not run.flags or set(run.flags) - set(SETTINGS):
+        unknown = set(run.flags) - set(SETTINGS)
+        if unknown or not run.flags:
             raise ConfigError(f"Invalid flags {flags!r}. Available flags: {', '.join(SETTINGS)}.")
         return run.kha
     except ValueError as error:  # ConfigError, or ValueError from shlex
