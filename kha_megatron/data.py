@@ -150,7 +150,11 @@ def verify(folder: Path, on_progress: "OnProgress" = lambda step: None) -> DataR
         "eod_id": tokenizer.eos_token_id,
     }
     try:
-        actual_values["file_sha256"] = _hash_files(folder, report.file_bytes, on_progress)
+        actual_values["file_sha256"] = _hash_files(
+            folder,
+            report.file_bytes,
+            on_progress,
+        )
     except OSError as error:
         raise DataError(f"Could not open the dataset in {name} ({error}). {_PREPARE}") from error
     for field_name, actual in actual_values.items():
@@ -320,10 +324,22 @@ def prepare(
     fast = load_tokenizer(Path(tokenizer)) if tokenizer else None
 
     skipped = empty_skipped()
-    files = find_files(sources, globs=globs, exclude=exclude, output=out, skipped=skipped)
+    files = find_files(
+        sources,
+        globs=globs,
+        exclude=exclude,
+        output=out,
+        skipped=skipped,
+    )
     checking = _meter(on_progress, "checking", sum(files.values()))
     reader = Reader(max_file_bytes, json_key)
-    texts = select_sources(files, reader, given=sources, skipped=skipped, advance=checking)
+    texts = select_sources(
+        files,
+        reader,
+        given=sources,
+        skipped=skipped,
+        advance=checking,
+    )
     names = [printable(source) for source in sources]
     if not texts:
         raise DataError(f"No UTF-8 text found in {', '.join(names)} ({_count_reasons(skipped)}).")
@@ -343,8 +359,17 @@ def prepare(
             )
         fast.save_pretrained(str(staged / TOKENIZER))
         tokenizing = _meter(on_progress, "tokenizing", size_of_text)
-        written = _write_corpus(staged / CORPUS, texts, fast, workers, reader, tokenizing)
-        sizes = {file.name: file.stat().st_size for file in sorted(staged.glob(f"{CORPUS}.*"))}
+        corpus_fields = _write_corpus(
+            staged / CORPUS,
+            texts,
+            fast,
+            workers,
+            reader,
+            tokenizing,
+        )
+        sizes = {}
+        for file in sorted(staged.glob(f"{CORPUS}.*")):
+            sizes[file.name] = file.stat().st_size
         report = DataReport(
             sources=names,
             globs=list(globs or ("*",)),
@@ -354,7 +379,7 @@ def prepare(
             files=len(texts),
             split_files=sum(file.is_split for file in texts),
             bytes=size_of_text,
-            **written,
+            **corpus_fields,
             file_bytes=sizes,
             file_sha256=_hash_files(staged, sizes, on_progress),
             tokenizer=printable(Path(tokenizer).absolute()) if tokenizer else "trained",
@@ -373,7 +398,8 @@ def prepare(
                 "transformers": version_of("transformers"),
             },
         )
-        (staged / REPORT).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        content = json.dumps(report.to_dict(), indent=2)
+        (staged / REPORT).write_text(f"{content}\n")
     return report
 
 
@@ -396,7 +422,12 @@ def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
 
     def advance(size: int, files: int = 1) -> None:
         nonlocal step
-        step = step._replace(files=step.files + files, bytes=step.bytes + size)
+        step = Progress(
+            stage,
+            files=step.files + files,
+            bytes=step.bytes + size,
+            total_bytes=total,
+        )
         on_progress(step)
 
     return advance
@@ -590,14 +621,16 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
         )
     if not look:
         return
+    split = arguments.get("split") or USUAL[0]
     for flag in BLENDS:
-        for prefix in _prefixes(arguments.get(_argument_name(flag)) or ()):
+        blend = arguments.get(_argument_name(flag)) or ()
+        for prefix in _prefixes(blend):
             if "://" in prefix:  # in an object store
                 continue
             documents = count_documents(prefix)
             _check_tokenizer(Path(prefix), arguments)
             if flag == "--data-path":
-                check_split(arguments.get("split") or USUAL[0], documents, prefix)
+                check_split(split, documents, prefix)
 
 
 def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
@@ -618,7 +651,8 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
         return
     used_tokenizer = Path(tokenizer_model)
     data_tokenizer = folder / TOKENIZER
-    if not used_tokenizer.is_dir() or used_tokenizer.resolve() == data_tokenizer.resolve():
+    is_same = used_tokenizer.resolve() == data_tokenizer.resolve()
+    if is_same or not used_tokenizer.is_dir():
         return
     used_vocabulary = load_tokenizer(used_tokenizer).get_vocab()
     data_vocabulary = load_tokenizer(data_tokenizer).get_vocab()
@@ -701,8 +735,9 @@ def documents_of(split: str, documents: int) -> list[int | None]:
     start = 0.0
     for weight in weights:
         end = start + weight / total
-        count = round(end * documents) - round(start * documents)
-        counts.append(count if end > start else None)
+        first = round(start * documents)
+        last = round(end * documents)
+        counts.append(last - first if end > start else None)
         start = end
     return counts
 

@@ -139,7 +139,11 @@ class FileChecks:
         digest = self._digests[name]
         with self._lock:
             if name not in self._checks:
-                self._checks[name] = self._pool.submit(check_file, self._folder / name, digest)
+                self._checks[name] = self._pool.submit(
+                    check_file,
+                    self._folder / name,
+                    digest,
+                )
             check = self._checks[name]
         check.result()
 

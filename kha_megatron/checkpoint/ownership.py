@@ -57,7 +57,11 @@ class Ownership:
         self._descriptor = descriptor
         self._is_released = threading.Event()
         if not is_locked:
-            thread = threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True)
+            thread = threading.Thread(
+                target=self._send_heartbeats,
+                name="heartbeat",
+                daemon=True,
+            )
             thread.start()
 
     def check(self) -> None:

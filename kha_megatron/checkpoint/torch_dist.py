@@ -255,7 +255,11 @@ class TorchDistFolder:
         path = self.path / chunk.file
         try:
             with open(path, "rb", opener=open_regular) as shard:
-                view = _create_file_view(cast(io.IOBase, shard), chunk.start, chunk.length)
+                view = _create_file_view(
+                    cast(io.IOBase, shard),
+                    chunk.start,
+                    chunk.length,
+                )
                 yield cast(IO[bytes], view)
         except Exception as error:
             raise CheckpointError(

@@ -79,7 +79,11 @@ class TorchDistWriter:
         """
         global_shape = torch.Size(shape)
         chunk_offsets = torch.Size(offsets)
-        new_tensor = TensorStorageMetadata(TensorProperties(tensor.dtype), global_shape, [])
+        new_tensor = TensorStorageMetadata(
+            TensorProperties(tensor.dtype),
+            global_shape,
+            [],
+        )
         with self._lock:
             global_tensor = self._tensors.setdefault(key, new_tensor)
             assert global_tensor.size == global_shape, key

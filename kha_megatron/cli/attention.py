@@ -71,7 +71,11 @@ def measure_attention(
 def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterator[Table]:
     """Yield a table of attention sinks and activations (and one of mechanisms, if present)."""
     columns = ("layer", "sink mean", "sink max", "head", "peak", "feature", "token", "median")
-    table = console.number_table(*columns, title=f"attention over {tokens} tokens", names=0)
+    table = console.number_table(
+        *columns,
+        title=f"attention over {tokens} tokens",
+        names=0,
+    )
     for layer in layers:
         table.add_row(
             str(layer.layer),

@@ -48,7 +48,12 @@ def number_table(*columns: str, title: str | None = None, names: int = 1) -> Tab
 
 def print_facts(facts: Mapping[str, str], title: str | None = None) -> None:
     escaped_title = title and escape(title)
-    table = Table(title=escaped_title, title_justify="left", show_header=False, box=None)
+    table = Table(
+        title=escaped_title,
+        title_justify="left",
+        show_header=False,
+        box=None,
+    )
     table.add_column()
     table.add_column(overflow="fold")  # do not truncate paths
     for name, value in facts.items():

@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from kha_megatron.data import DataReport
     from kha_megatron.data import Progress as Step
 
-data_app = Commands(name="data", help="Prepare and check training data.", no_args_is_help=True)
+data_app = Commands(
+    name="data",
+    help="Prepare and check training data.",
+    no_args_is_help=True,
+)
 
 
 @data_app.command()

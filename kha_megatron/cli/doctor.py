@@ -146,7 +146,12 @@ def inspect_components() -> list[Component]:
     components.append(find_transformer_engine())
     components += _find_wrong_apex()
     for package in OPTIONAL:
-        component = _package(package.name, package.used_for, package.without, package.install)
+        component = _package(
+            package.name,
+            package.used_for,
+            package.without,
+            package.install,
+        )
         components.append(component)
     return components
 
@@ -206,12 +211,22 @@ def find_devices() -> Component:
     """List CUDA devices using nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
         names = result.stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         names = []
     if not names:
-        return Component(name="CUDA device", status="missing", effect="train with --device cpu")
+        return Component(
+            name="CUDA device",
+            status="missing",
+            effect="train with --device cpu",
+        )
     found = f"{len(names)} x {names[0]}"
     return Component(name="CUDA device", status="ok", found=found, effect="training")
 

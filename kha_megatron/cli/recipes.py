@@ -13,7 +13,11 @@ from kha_megatron.cli.running import Commands
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes import Recipe
 
-recipes_app = Commands(name="recipes", help="List and show training recipes.", no_args_is_help=True)
+recipes_app = Commands(
+    name="recipes",
+    help="List and show training recipes.",
+    no_args_is_help=True,
+)
 
 
 @recipes_app.command("list")

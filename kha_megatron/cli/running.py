@@ -41,7 +41,8 @@ class _Command(TyperCommand):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         text, _, self.examples = (self.help or "").partition("\n\nExamples:\n")
-        self.help = re.sub(r"(?<!\n)\n(?=\S)", " ", text)  # typer keeps newlines in paragraphs
+        # typer keeps newlines in paragraphs
+        self.help = re.sub(r"(?<!\n)\n(?=\S)", " ", text)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)

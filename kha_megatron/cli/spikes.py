@@ -105,7 +105,14 @@ def _summarize(detected: Sequence[Spike]) -> dict[str, Any]:
 
 
 def _spike_table(detected: Sequence[Spike]) -> Table:
-    table = console.number_table("start", "peak", "level", "height", "recovery", names=0)
+    table = console.number_table(
+        "start",
+        "peak",
+        "level",
+        "height",
+        "recovery",
+        names=0,
+    )
     for spike in detected:
         height = f"{spike.height:.3f}" if math.isfinite(spike.height) else "not finite"
         recovery = "not recovered" if spike.recovery is None else str(spike.recovery)

@@ -35,7 +35,12 @@ def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str
     difference_lines = _read_lines(report, "delta_curve")
     if difference_lines:
         title = f"Difference from {report['reference']}"
-        differences = draw_line_chart(difference_lines, title=title, y_label="ΔL", zero=True)
+        differences = draw_line_chart(
+            difference_lines,
+            title=title,
+            y_label="ΔL",
+            zero=True,
+        )
     trained = [variant for variant in report["variants"] if variant["seeds"]]
     template = files("kha_megatron.compare").joinpath("page.html").read_text()
     return environment.from_string(template).render(
@@ -91,8 +96,8 @@ def summarize(report: Mapping[str, Any]) -> list[str]:
                 continue
             delta = variant[key]
             difference = format_estimate(delta, 4, "+")
-            verdict = delta["verdict"]
-            lines.append(f"{variant['name']}: {name} {difference} ({verdict})")
+            line = f"{variant['name']}: {name} {difference} ({delta['verdict']})"
+            lines.append(line)
     return lines
 
 
@@ -104,11 +109,12 @@ def format_estimate(
     """Format the fields of an ``Estimate``, e.g. as ``1.23 ± 0.04``."""
     if estimate is None:
         return "–"
-    mean = f"{estimate['mean']:{sign}.{digits}f}"
+    mean = estimate["mean"]
     half_width = estimate["half_width"]
-    if half_width is None:
-        return mean
-    return f"{mean} ± {half_width:.{digits}f}"
+    formatted = f"{mean:{sign}.{digits}f}"
+    if half_width is not None:
+        formatted += f" ± {half_width:.{digits}f}"
+    return formatted
 
 
 def _format_range(limits: Sequence[float] | None) -> str:

@@ -66,7 +66,13 @@ def find_spikes(
                 noise = _estimate_noise(recent, level)
                 threshold = max(threshold, definition.deviations * noise)
             if height > threshold:
-                spike = Spike(start=iteration, peak=iteration, end=None, level=level, height=height)
+                spike = Spike(
+                    start=iteration,
+                    peak=iteration,
+                    end=None,
+                    level=level,
+                    height=height,
+                )
                 recovered_below = level + threshold / 2
                 continue
         if math.isfinite(loss):

@@ -285,7 +285,9 @@ def finish_trial(trial: Trial) -> None:
     history = read_history(trial.folder / TENSORBOARD)
     losses = _read_losses(history, trial)
     checkpoint = MegatronCheckpoint.open(trial.folder / CHECKPOINTS)
-    vocab_size = checkpoint.args.get("padded_vocab_size") or trial.recipe.run.vocab_size
+    vocab_size = checkpoint.args.get("padded_vocab_size")
+    if not vocab_size:
+        vocab_size = trial.recipe.run.vocab_size
     run_file = trial.folder / RUN
     result = {
         "variant": trial.variant.name,
@@ -300,17 +302,19 @@ def finish_trial(trial: Trial) -> None:
         "matrices": measure.diagnose_matrices(checkpoint, trial.folder),
     }
     for folder in checkpoint.path.parent.iterdir():
-        if iteration_of(folder) is not None and folder != checkpoint.path:
+        is_checkpoint = iteration_of(folder) is not None
+        if is_checkpoint and folder != checkpoint.path:
             shutil.rmtree(folder)
-    shutil.rmtree(trial.folder / _INDEX, ignore_errors=True)
+    index = trial.folder / _INDEX
+    shutil.rmtree(index, ignore_errors=True)
     write_json(trial.folder / RESULT, result)
 
 
 def _read_step_time(history: History) -> float | None:
-    seconds = [value for _, value in history.get(SECONDS, ())]
-    if not seconds:
+    logged_seconds = dict(history.get(SECONDS, ()))
+    if not logged_seconds:
         return None
-    return median(seconds)
+    return median(logged_seconds.values())
 
 
 def _read_losses(history: History, trial: Trial) -> list[float | None]:
@@ -322,7 +326,8 @@ def _read_losses(history: History, trial: Trial) -> list[float | None]:
         if loss is not None and not math.isfinite(loss):
             raise DataError(f"The loss of {trial.name} is not finite at iteration {iteration}.")
         losses.append(loss)
-    if all(loss is None for loss in select_last(losses)):
+    final_losses = select_last(losses)
+    if all(loss is None for loss in final_losses):
         raise DataError(
             f"The final losses of {trial.folder} are missing. Delete it to start again."
         )

@@ -67,11 +67,20 @@ def find_files(
         DataError: If the format of a file is not supported, or if a file or directory cannot be
             read.
     """
-    search = _Search(globs or ("*",), exclude, os.path.realpath(output), skipped)
+    search = _Search(
+        globs or ("*",),
+        exclude,
+        output=os.path.realpath(output),
+        skipped=skipped,
+    )
     files: dict[Path, int] = {}
     for source in sources:
         found_files = list(search.walk(source))
-        files |= _without_metadata(found_files, skips_text=globs is None, skipped=skipped)
+        files |= _without_metadata(
+            found_files,
+            skips_text=globs is None,
+            skipped=skipped,
+        )
     return files
 
 
@@ -207,7 +216,11 @@ def _without_metadata(
         raise next(iter(single_values.values()))
     for path in sorted(metadata):
         skip(skipped, "metadata", path)
-    return {file.path: file.size for file in files if file.path not in metadata}
+    sizes = {}
+    for file in files:
+        if file.path not in metadata:
+            sizes[file.path] = file.size
+    return sizes
 
 
 def select_sources(

@@ -60,9 +60,10 @@ def find_format(path: Path) -> Format:
         SingleValueError: For a small ``.json`` file that does not contain rows.
     """
     suffix = data_suffix(path)
-    for name in (suffix, path.suffix.lower()):
+    last_suffix = path.suffix.lower()
+    for name in (suffix, last_suffix):
         if name in UNSUPPORTED:
-            pattern = f"*{path.suffix}" if name == path.suffix.lower() else path.name
+            pattern = f"*{path.suffix}" if name == last_suffix else path.name
             raise DataError(
                 f"{printable(path)}: {name} files are not supported. {UNSUPPORTED[name]}. "
                 + how_to_skip(pattern)
@@ -73,7 +74,7 @@ def find_format(path: Path) -> Format:
     if suffix not in _SUFFIXES:
         _refuse_rows_with_another_name(path)
         return Format.TEXT
-    if suffix in _MAGIC.values() and path.suffix.lower() in _COMPRESSED:
+    if suffix in _MAGIC.values() and last_suffix in _COMPRESSED:
         raise DataError(
             f"{printable(path)}: compressed {suffix} files are not supported. Decompress it."
         )

@@ -88,7 +88,8 @@ def split_text(stream: IO[bytes], limit: int) -> Iterator[bytes]:
     """
     rest = b""
     while True:
-        block = rest + stream.read(limit + 1 - len(rest))
+        missing = limit + 1 - len(rest)
+        block = rest + stream.read(missing)
         if len(block) <= limit:
             if block:
                 yield block

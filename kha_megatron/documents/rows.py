@@ -31,10 +31,10 @@ def read_rows(path: Path, file_format: Format, key: str) -> Iterator[str | None]
         yield from _read_json_lines(path, key)
         return
     pyarrow = import_pyarrow(path)
-    read = _read_parquet if file_format is Format.PARQUET else _read_arrow
+    read_columns = _read_parquet if file_format is Format.PARQUET else _read_arrow
     try:
         with path.open("rb") as file:
-            for column in read(pyarrow, path, file, key):
+            for column in read_columns(pyarrow, path, file, key):
                 column.validate(full=True)
                 yield from column.to_pylist()
     except (pyarrow.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
@@ -61,7 +61,8 @@ def _read_json_lines(path: Path, key: str) -> Iterator[str | None]:
             if rows == _ROWS_WITHOUT_FIELD and not has_field:
                 break
     if rows and not has_field:
-        raise _missing(f"{printable(path)}: none of the first {rows} rows has a field", key, names)
+        what = f"{printable(path)}: none of the first {rows} rows has a field"
+        raise _missing(what, key, names)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
@@ -83,7 +84,8 @@ def _text_of(row: dict[str, Any], key: str, where: str) -> str | None:
         for name, value in row.items():
             if isinstance(value, str):
                 names_with_text.append(name)
-        raise _wrong_type(f"{where}: field {key!r}", type(text).__name__, names_with_text)
+        field = f"{where}: field {key!r}"
+        raise _wrong_type(field, type(text).__name__, names_with_text)
     try:
         text.encode()  # JSON can contain half of a surrogate pair
     except UnicodeEncodeError as error:
@@ -103,15 +105,16 @@ def _read_arrow(pyarrow: Any, path: Path, file: IO[bytes], key: str) -> Iterator
     """Read Arrow's streaming format (used by ``Dataset.save_to_disk``) or its file format."""
     is_stream = file.read(6) != b"ARROW1"
     file.seek(0)
-    open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
-    reader = open_arrow(file)
-    _check_column(pyarrow.types, path, reader.schema, key)
     if not is_stream:
+        reader = pyarrow.ipc.open_file(file)
+        _check_column(pyarrow.types, path, reader.schema, key)
         for number in range(reader.num_record_batches):
             batch = reader.get_batch(number)
             yield batch.column(key)
         return
-    for batch in reader:
+    stream = pyarrow.ipc.open_stream(file)
+    _check_column(pyarrow.types, path, stream.schema, key)
+    for batch in stream:
         yield batch.column(key)
     file.seek(-len(_END_OF_STREAM), io.SEEK_END)
     if file.read() != _END_OF_STREAM:  # pyarrow accepts a file that ends between two batches

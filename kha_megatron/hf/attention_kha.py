@@ -162,7 +162,11 @@ class KHAHeads(KHAModule):
             self.mechanisms.append(layer_mechanism)
             for projection in layer_mechanism.rows:
                 features = sizes.heads(projection.heads) * projection.features
-                linear = nn.Linear(config.hidden_size, features, bias=config.attention_bias)
+                linear = nn.Linear(
+                    config.hidden_size,
+                    features,
+                    bias=config.attention_bias,
+                )
                 setattr(self, projection.hf, linear)
             for tensor in layer_mechanism.tensors:
                 module: HeadParameter
@@ -439,7 +443,11 @@ class KHABaseAttention(KHAHeads):
         for layer_mechanism in self.mechanisms:
             if layer_mechanism.mechanism.acts_at("core"):
                 head_weights = self.head_weights(layer_mechanism.tensors)
-                attend = partial(_eager_forward, layer_mechanism.mechanism, head_weights)
+                attend = partial(
+                    _eager_forward,
+                    layer_mechanism.mechanism,
+                    head_weights,
+                )
         output, weights = attend(
             self,
             query,
@@ -616,7 +624,11 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         super().__init__(config, layer_idx)
         self.kv_proj = self.v_proj
         del self.k_proj, self.v_proj
-        self.k_rope_proj = nn.Linear(config.hidden_size, config.head_dim // 2, bias=False)
+        self.k_rope_proj = nn.Linear(
+            config.hidden_size,
+            config.head_dim // 2,
+            bias=False,
+        )
         self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.add_heads(config)
 
@@ -660,7 +672,11 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         key = torch.cat([rotary, not_rotary], dim=-1)
         if self.use_qk_norm:
             if cache is not None:
-                position_embeddings = self.embed_cached_positions(value, cache, position_ids)
+                position_embeddings = self.embed_cached_positions(
+                    value,
+                    cache,
+                    position_ids,
+                )
             key = self.k_norm(key)
             key = apply_rotary(key, *position_embeddings)
         return key, tied

@@ -195,7 +195,12 @@ class KHAModule(Module):
         self.k_knock = self.build_knock(config.kha_key, head_dim, config)
         self.v_knock = self.build_knock(config.kha_value, value_dim, config)
 
-    def build_knock(self, variant: str | None, dim: int, config: KHAModelConfig) -> nn.Module:
+    def build_knock(
+        self,
+        variant: str | None,
+        dim: int,
+        config: KHAModelConfig,
+    ) -> nn.Module:
         if variant is None:
             return nn.Identity()
         return KHAKnock(variant, dim, config.kha_init)
@@ -516,7 +521,11 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         super(Glm4MoeModel, self).__init__(config)  # Skip the parent, which builds its own layers.
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            self.padding_idx,
+        )
         self.layers = nn.ModuleList()
         for layer_idx in range(config.num_hidden_layers):
             self.layers.append(KHADecoderLayer(config, layer_idx))

@@ -47,12 +47,23 @@ def _moh(
     # 4M tokens per step (Table C). The vocabulary size is derived from Tables 4 and A.
     start = {"lr_warmup_iters": warm_up, "lr_warmup_init": 1e-7}
     schedule = Schedule("100B", 2048, rate, batch=2048, warm_up=start)
-    return Baseline(description, shape, schedule, attention | _NO_QK_NORM | _UNTIED, 65536)
+    return Baseline(
+        description,
+        shape,
+        schedule,
+        attention | _NO_QK_NORM | _UNTIED,
+        65536,
+    )
 
 
 def _interactive(description: str, attention: dict[str, Any]) -> Baseline:
     shape = MODEL_SIZES["moe-a0.8b-6.6b"]
-    return Baseline(f"A0.8B-6.6B MoE with {description}", shape, SCHEDULE_100B, attention)
+    return Baseline(
+        f"A0.8B-6.6B MoE with {description}",
+        shape,
+        SCHEDULE_100B,
+        attention,
+    )
 
 
 _BASELINES: Mapping[str, Mapping[str, Baseline]] = {

@@ -213,7 +213,11 @@ class KHAModel(Qwen3MoeModel):
     )
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=KHADecoderLayer)
+        super().__init__(
+            vllm_config=vllm_config,
+            prefix=prefix,
+            decoder_layer_type=KHADecoderLayer,
+        )
         if get_pp_group().is_last_rank:
             config = vllm_config.model_config.hf_config
             self.norm = rms_norm(config, config.hidden_size)
