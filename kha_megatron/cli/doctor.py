@@ -188,21 +188,21 @@ def _package(
 ) -> Component:
     versions = supported_versions().get(name, "")
     try:  # Megatron may be imported from a source tree instead of the installed package
-        found = installed_version() if name == "megatron-core" else version_of(name)
+        version = installed_version() if name == "megatron-core" else version_of(name)
     except VersionError:
-        found = None
+        version = None
     component = Component(
         name=name,
         status="missing",
-        found=found or "-",
+        found=version or "-",
         supported=versions or "any",
         effect=absent,
         remedy=f"run {install or f"`pip install '{name}{versions}'`"}",
     )
-    if not found:
+    if not version:
         return component
     # NVIDIA's containers use pre-release versions such as 2.7.0a0+...
-    if not SpecifierSet(versions).contains(Version(found).base_version):
+    if not SpecifierSet(versions).contains(Version(version).base_version):
         return replace(component, status="wrong")
     return replace(component, status="ok", effect=present, remedy="")
 
