@@ -95,8 +95,9 @@ class HFCheckpoint:
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256(read_regular(self.path / CONFIG))
-        if (self.path / INDEX).is_file():
-            digest.update(read_regular(self.path / INDEX))
+        index = self.path / INDEX
+        if index.is_file():
+            digest.update(read_regular(index))
         return {
             "format": "huggingface",
             "path": str(self.path),
@@ -178,14 +179,19 @@ def _weight_map(path: Path) -> dict[str, str]:
             f"Neither {WEIGHTS} nor {INDEX} found in {path}. Save the model with "
             "safe_serialization=True."
         )
-    weight_map: Any = json_object(path / INDEX).get("weight_map")
-    files = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not files or not all(map(is_file_name, files)):
+    weight_map = json_object(path / INDEX).get("weight_map")
+    if not _is_weight_map(weight_map):
         raise CheckpointError(
             f"Invalid weight_map in {path / INDEX}: it must map tensors to files in the same "
             "directory."
         )
     return dict(weight_map)
+
+
+def _is_weight_map(weight_map: Any) -> bool:
+    if not isinstance(weight_map, dict) or not weight_map:
+        return False
+    return all(is_file_name(name) for name in weight_map.values())
 
 
 def has_file(folder: Path, name: str) -> bool:

@@ -47,7 +47,8 @@ class HFWriter:
         self._files: dict[str, str] = {}
         self._starts: dict[str, int] = {}  # byte offsets
         self._digests: dict[str, str] = {}
-        check_room(folder, sum(entry.nbytes for entry in tensors))
+        total_size = sum(entry.nbytes for entry in tensors)
+        check_room(folder, total_size)
         split = split_state_dict_into_shards_factory(
             self._entries,
             get_storage_size=lambda entry: entry.nbytes,
@@ -75,7 +76,8 @@ class HFWriter:
         with path.open("r+b") as shard:
             shard.seek(self._starts[name])
             shard.write(data)
-        self._digests[name] = hashlib.sha256(data).hexdigest()
+        digest = hashlib.sha256(data)
+        self._digests[name] = digest.hexdigest()
 
     def close(self, source: Mapping[str, Any]) -> int:
         """Write the manifest and (if there is more than one shard) the index.

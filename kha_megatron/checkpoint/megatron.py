@@ -92,14 +92,16 @@ class MegatronCheckpoint:
         checks = FileChecks(path, hashes or {})
         for name in (METADATA, COMMIT_MARK, LEGACY_COMMON):
             checks.check(name)
-        return cls(path, TorchDistFolder(path, checks))
+        folder = TorchDistFolder(path, checks)
+        return cls(path, folder)
 
     def identity(self) -> dict[str, Any]:
+        metadata = read_regular(self.path / METADATA)
         return {
             "format": "torch_dist",
             "path": str(self.path),
             "iteration": self.iteration,
-            "sha256": hashlib.sha256(read_regular(self.path / METADATA)).hexdigest(),
+            "sha256": hashlib.sha256(metadata).hexdigest(),
         }
 
     def keys(self) -> dict[str, StoredTensor]:
@@ -121,17 +123,17 @@ class MegatronCheckpoint:
     def layer_tensors(self, suffix: str) -> list[Tensor]:
         """Load ``decoder.layers.*.{suffix}`` of all layers that have it, in order."""
         stacked_key = LAYERS + suffix
-        if stacked_key in self._folder.tensors:
-            layers = self._folder.tensors[stacked_key].shape[0]
-            return [self._folder.read(stacked_key, (layer,)) for layer in range(layers)]
-        pattern = re.compile(re.escape(LAYERS) + r"(\d+)\." + re.escape(suffix))
+        stacked = self._folder.tensors.get(stacked_key)
+        if stacked is not None:
+            layers, *_ = stacked.shape
+            return [self.tensor(stacked_key, (layer,)) for layer in range(layers)]
         keys = {}
         for key in self._folder.tensors:
-            match = pattern.fullmatch(key)
-            if match is not None:
-                layer = int(match[1])
-                keys[layer] = key
-        return [self._folder.read(keys[layer]) for layer in sorted(keys)]
+            if key.startswith(LAYERS):
+                layer, _, name = key.removeprefix(LAYERS).partition(".")
+                if name == suffix and layer.isdecimal():
+                    keys[int(layer)] = key
+        return [self.tensor(keys[layer]) for layer in sorted(keys)]
 
     @cached_property
     def _common(self) -> dict[str, Any]:

@@ -126,7 +126,8 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 def _temporary_name(target: Path, suffix: str) -> Path:
     """Return a hidden sibling of ``target`` that no other process uses, on any host."""
-    return target.with_name(f".{target.name}.{suffix}-{secrets.token_hex(4)}")
+    token = secrets.token_hex(4)
+    return target.with_name(f".{target.name}.{suffix}-{token}")
 
 
 def _leftovers(target: Path, suffix: str) -> list[Path]:
@@ -200,9 +201,10 @@ def _open_locked(file: Path, target: Path) -> tuple[int, bool]:
 def _is_file_of(path: Path, descriptor: int) -> bool:
     """Whether ``path`` still names the file that ``descriptor`` has open."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        status = os.stat(path)
     except FileNotFoundError:
         return False
+    return os.path.samestat(status, os.fstat(descriptor))
 
 
 @contextmanager
@@ -235,9 +237,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(content) for key, content in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_plain(element) for element in value]
     if isinstance(value, Path):
         return str(value)
     return value

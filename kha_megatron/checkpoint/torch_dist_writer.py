@@ -88,7 +88,8 @@ class TorchDistWriter:
             global_tensor = self._tensors.setdefault(key, new_tensor)
             assert global_tensor.size == global_shape, key
             assert global_tensor.properties.dtype == tensor.dtype, key
-            global_tensor.chunks.append(ChunkStorageMetadata(chunk_offsets, tensor.shape))
+            chunk = ChunkStorageMetadata(chunk_offsets, tensor.shape)
+            global_tensor.chunks.append(chunk)
         tensor = tensor.detach().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes whole storages
             tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -123,7 +124,9 @@ class TorchDistWriter:
             source (Mapping[str, Any]): ``identity()`` of the source checkpoint.
         """
         for key, tensor in self._tensors.items():
-            written = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+            written = 0
+            for chunk in tensor.chunks:
+                written += math.prod(chunk.sizes)
             size = math.prod(tensor.size)
             assert written == size, f"{key}: {written} elements of {tensor.size}"
         self.write_object(COMMON, dict(common))
@@ -158,5 +161,6 @@ class TorchDistWriter:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
+        name = Path(shard.name).name
         length = shard.tell() - start
-        self._storage[index] = _StorageInfo(Path(shard.name).name, start, length)
+        self._storage[index] = _StorageInfo(name, start, length)

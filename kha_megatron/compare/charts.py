@@ -110,23 +110,23 @@ def _y_range(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
     for line in lines:
         points += line.points
     last = max(point.x for point in points)
-    shown = [point for point in points if point.x >= last / 10]
-    means = [point.y for point in shown]
-    if zero:
-        means.append(0.0)
+    means = [0.0] if zero else []
+    lows = []
+    highs = []
+    for point in points:
+        if point.x >= last / 10:
+            means.append(point.y)
+            lows.append(point.low)
+            highs.append(point.high)
     lowest_mean = min(means)
     highest_mean = max(means)
     span = highest_mean - lowest_mean
     if span == 0:
         span = abs(highest_mean) or 1.0
-    low = min(point.low for point in shown)
-    low = max(low, lowest_mean - span)
-    low = min(low, lowest_mean)
-    high = max(point.high for point in shown)
-    high = min(high, highest_mean + span)
-    high = max(high, highest_mean)
+    low = max(min(lows), lowest_mean - span)
+    high = min(max(highs), highest_mean + span)
     margin = 0.05 * span
-    return low - margin, high + margin
+    return min(low, lowest_mean) - margin, max(high, highest_mean) + margin
 
 
 def draw_matrices(

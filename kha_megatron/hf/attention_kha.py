@@ -215,7 +215,8 @@ class KHAHeads(KHAModule):
             for projection in layer_mechanism.rows:
                 linear = getattr(self, projection.hf)
                 projected = linear(hidden_states)
-                projections[projection.name] = projected.unflatten(-1, (-1, projection.features))
+                projected = projected.unflatten(-1, (-1, projection.features))
+                projections[projection.name] = projected
             for tensor in layer_mechanism.tensors:
                 if not tensor.reads_input:
                     continue
@@ -723,12 +724,12 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
         self.kv_a_layernorm = norm(rank, eps=eps)
         if groups > 1:
-            heads_per_group = self.num_heads // groups
-            features = heads_per_group * (self.qk_nope_head_dim + self.v_head_dim)
+            features_per_head = self.qk_nope_head_dim + self.v_head_dim
+            features = self.num_heads // groups * features_per_head
             self.kv_b_proj = nn.ModuleList()
             for _ in range(groups):
-                up_projection = nn.Linear(rank // groups, features, bias=False)
-                self.kv_b_proj.append(up_projection)
+                projection = nn.Linear(rank // groups, features, bias=False)
+                self.kv_b_proj.append(projection)
             if config.use_qk_norm:
                 self.kv_a_layernorm = KHALatentRMSNorm(rank, eps, groups)
         self.add_heads(config)
@@ -745,7 +746,8 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             query_latent = self.q_a_proj(hidden_states)
             query_latent = self.q_a_layernorm(query_latent)
             query = self.q_b_proj(query_latent)
-        query = query.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
+        query = query.unflatten(-1, (-1, self.qk_head_dim))
+        query = query.transpose(1, 2)
         query_dims = [self.qk_nope_head_dim, self.qk_rope_head_dim]
         plain_query, rotary_query = query.split(query_dims, dim=-1)
         compressed = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1)
@@ -785,23 +787,26 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             kv_nope (`torch.Tensor` of shape `(batch_size, 1, kv_len, kv_lora_rank)`): Latents.
             k_rot (`torch.Tensor` of shape `(batch_size, 1, kv_len, qk_rope_head_dim)`): Rotary key.
         """
-        latent = kv_nope.squeeze(1)
-        if isinstance(self.kv_b_proj, nn.ModuleList):
-            latent_heads = latent.chunk(len(self.kv_b_proj), dim=-1)
-            groups = []
-            for up_projection, latent_head in zip(self.kv_b_proj, latent_heads, strict=True):
-                groups.append(up_projection(latent_head))
-            expanded = torch.cat(groups, dim=-1)
-        else:
-            expanded = self.kv_b_proj(latent)
+        expanded = self.up_project(kv_nope.squeeze(1))
         dims = [self.qk_nope_head_dim, self.v_head_dim]
-        heads = expanded.unflatten(-1, (-1, sum(dims))).transpose(1, 2)
+        heads = expanded.unflatten(-1, (-1, sum(dims)))
+        heads = heads.transpose(1, 2)
         plain_key, value = heads.split(dims, dim=-1)
         plain_key = self.k_knock(plain_key)
         value = self.v_knock(value)
-        rotary_key = k_rot.expand(-1, plain_key.shape[1], -1, -1)
+        num_heads = plain_key.shape[1]
+        rotary_key = k_rot.expand(-1, num_heads, -1, -1)
         key = torch.cat([plain_key, rotary_key], dim=-1)
         return key, value
+
+    def up_project(self, latent: Tensor) -> Tensor:
+        if not isinstance(self.kv_b_proj, nn.ModuleList):
+            return self.kv_b_proj(latent)
+        latent_heads = latent.chunk(len(self.kv_b_proj), dim=-1)
+        groups = []
+        for projection, latent_head in zip(self.kv_b_proj, latent_heads, strict=True):
+            groups.append(projection(latent_head))
+        return torch.cat(groups, dim=-1)
 
 
 class KHALatentRMSNorm(nn.Module):
@@ -822,8 +827,8 @@ class KHALatentRMSNorm(nn.Module):
         heads = latent.float().unflatten(-1, (self.heads, -1))
         variance = heads.square().mean(-1, keepdim=True)
         heads = heads * torch.rsqrt(variance + self.eps)
-        normalized = heads.flatten(-2).to(latent.dtype)
-        return self.weight * normalized
+        normalized = heads.flatten(-2)
+        return self.weight * normalized.to(latent.dtype)
 
 
 KHA_ATTENTION_CLASSES |= {

@@ -335,7 +335,8 @@ class KHARouter(nn.Module):
         self.scaling_factor = config.routed_scaling_factor
         self.groups = config.n_group
         self.groups_per_token = config.topk_group
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        weight = torch.empty(config.num_experts, config.hidden_size)
+        self.weight = nn.Parameter(weight)
         if self.score_function == "sigmoid":
             bias = torch.zeros(config.num_experts, dtype=torch.float32)
             self.e_score_correction_bias = nn.Buffer(bias)
@@ -370,19 +371,22 @@ class KHARouter(nn.Module):
         experts = scores_for_choice.topk(self.top_k, dim=-1, sorted=is_sorted).indices
         weights = scores.gather(-1, experts)
         if self.normalise:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total + 1e-20)
         return weights, experts
 
     def _choose_by_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if self.normalise and not self.like_qwen:
             scores = self._mask_groups(logits)
             selected, experts = scores.topk(self.top_k, dim=-1)
-            return selected.softmax(-1, dtype=torch.float32), experts
+            weights = selected.softmax(-1, dtype=torch.float32)
+            return weights, experts
         probabilities = logits.softmax(-1, dtype=torch.float32)
         scores = self._mask_groups(probabilities)
         weights, experts = scores.topk(self.top_k, dim=-1)
         if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / total
         return weights, experts
 
     def _mask_groups(self, scores: Tensor) -> Tensor:
@@ -441,8 +445,11 @@ class KHADecoderLayer(Glm4MoeDecoderLayer):
         GradientCheckpointingLayer.__init__(self)  # Skip the parent, which builds other submodules.
         self.hidden_size = config.hidden_size
         self.self_attn = attention_class(config)(config, layer_idx)
-        is_sparse = (config.mlp_layer_types or [])[layer_idx] == "sparse"
-        self.mlp = KHASparseMLP(config) if is_sparse else Glm4MoeMLP(config)
+        mlp_types = config.mlp_layer_types or []
+        if mlp_types[layer_idx] == "sparse":
+            self.mlp = KHASparseMLP(config)
+        else:
+            self.mlp = Glm4MoeMLP(config)
         self.input_layernorm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -548,7 +555,8 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         if past_cache is not None:
             past_length = past_cache.get_seq_length()
         output = super().forward(*args, **kwargs)
-        cache = find_cache(output.values() if isinstance(output, dict) else output)
+        outputs = output.values() if isinstance(output, dict) else output
+        cache = find_cache(outputs)
         if cache is not None and not torch.compiler.is_compiling():
             check_is_longer(cache, past_length)
         return output
