@@ -126,8 +126,9 @@ class DataReport:
                 raise ValueError(f"expected format {_FORMAT}")
             for item in fields(cls):
                 value = values.get(item.name)
-                if item.type in (int, str) and not isinstance(value, item.type):
-                    raise TypeError(f"{item.name} is missing or has the wrong type")
+                for expected_type in (int, str):
+                    if item.type is expected_type and not isinstance(value, expected_type):
+                        raise TypeError(f"{item.name} is missing or has the wrong type")
             return cls(**values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"Could not read {folder / REPORT} ({error}). {_PREPARE}") from error

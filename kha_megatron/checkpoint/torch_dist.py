@@ -301,7 +301,10 @@ def load_plain(source: bytes) -> Any:
             torch.serialization.add_safe_globals(trusted)
 
 
-def _placeholder(name: str) -> tuple[Callable[..., Any], str]:
+_SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
+
+
+def _placeholder(name: str) -> _SafeGlobal:
     """Create a subclass of :class:`Record` for the class or function with this qualified name."""
     package, _, _ = name.partition(".")
     if package not in _OBJECT_PACKAGES:

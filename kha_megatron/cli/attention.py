@@ -130,7 +130,7 @@ def plot_attention(
         heatmaps["attention to the first token"] = [layer.sinks for layer in layers]
     for name in layers[0].per_head:
         heatmaps[name] = [layer.per_head.get(name, []) for layer in layers]
-    mechanism_figures = set()
+    mechanism_figures: set[str] = set()
     for layer in layers:
         mechanism_figures.update(layer.means)
     plots = len(heatmaps) + (2 if mechanism_figures else 1)

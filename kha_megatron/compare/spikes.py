@@ -46,7 +46,7 @@ def find_spikes(
     definition = definition or SpikeDefinition()
     recent: deque[float] = deque(maxlen=definition.window)
     spikes = []
-    spike = None
+    spike: Spike | None = None
     recovered_below = 0.0
     for iteration, loss in history:
         if spike is not None:

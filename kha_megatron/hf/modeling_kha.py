@@ -507,8 +507,9 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if hasattr(module, "set_initial_value"):
-            module.set_initial_value(std)
+        set_initial_value = getattr(module, "set_initial_value", None)
+        if set_initial_value is not None:
+            set_initial_value(std)
             return
         super()._init_weights(module)
         if isinstance(module, Qwen3MoeExperts):

@@ -220,7 +220,7 @@ def _parse_settings(settings: Mapping[str, str], executor: type) -> dict[str, An
 
 
 def _parse_setting(name: str, text: str, hint: Any) -> Any:
-    alternatives = (hint,)
+    alternatives: tuple[Any, ...] = (hint,)
     if get_origin(hint) in (Union, UnionType):
         alternatives = get_args(hint)
     types = [get_origin(alternative) or alternative for alternative in alternatives]

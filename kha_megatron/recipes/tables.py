@@ -152,7 +152,7 @@ def _table_2() -> Iterator[Recipe]:
                 f"{variant_name} on {', '.join(letters)}",
                 heads={f"kha_{projection}": variant_name for projection in projections},
             )
-            results = dict(parameters)
+            results: dict[str, str | float] = {**parameters}
             if letters in losses:
                 results["loss"] = losses[letters]
             yield base.recipe(f"table2/{variant_name}-{letters}", variant, **results)
