@@ -231,7 +231,8 @@ def upcycle(
     Examples:
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
-      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated --heads gate.output=element
+      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated \\
+        --heads gate.output=element
     """
     kha = HeadsConfig.from_options(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
