@@ -179,7 +179,7 @@ def _weight_map(path: Path) -> dict[str, str]:
             f"Neither {WEIGHTS} nor {INDEX} found in {path}. Save the model with "
             "safe_serialization=True."
         )
-    weight_map = json_object(path / INDEX).get("weight_map")
+    weight_map: Any = json_object(path / INDEX).get("weight_map")
     if not _is_weight_map(weight_map):
         raise CheckpointError(
             f"Invalid weight_map in {path / INDEX}: it must map tensors to files in the same "
