@@ -121,7 +121,8 @@ class DataReport:
     def read(cls, folder: Path) -> Self:
         """Load ``data.json`` from a prepared directory."""
         try:
-            values = json.loads(read_regular(folder / REPORT, MAX_JSON_BYTES))
+            content = read_regular(folder / REPORT, MAX_JSON_BYTES)
+            values = json.loads(content)
             if values.pop("format") != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}")
             for item in fields(cls):
@@ -227,7 +228,8 @@ def _hash_files(
     sizes: Mapping[str, int],
     on_progress: "OnProgress",
 ) -> dict[str, str]:
-    advance = _meter(on_progress, "hashing", sum(sizes.values()))
+    total_size = sum(sizes.values())
+    advance = _meter(on_progress, "hashing", total_size)
     digests = {}
     for name, size in sizes.items():
         digests[name] = hash_file(folder / name)
@@ -332,7 +334,8 @@ def prepare(
         output=out,
         skipped=skipped,
     )
-    checking = _meter(on_progress, "checking", sum(files.values()))
+    total_size = sum(files.values())
+    checking = _meter(on_progress, "checking", total_size)
     reader = Reader(max_file_bytes, json_key)
     texts = select_sources(
         files,
@@ -343,7 +346,8 @@ def prepare(
     )
     names = [printable(source) for source in sources]
     if not texts:
-        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({_count_reasons(skipped)}).")
+        reasons = _count_reasons(skipped)
+        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({reasons}).")
     size_of_text = sum(file.bytes for file in texts)
     on_progress(Progress("loading Megatron"))
     indexed_dataset_module()  # so that a broken installation fails early
@@ -637,7 +641,8 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
 def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
     """Raise DataError if a dataset was tokenized with another tokenizer (extra tokens are fine)."""
     folder = prefix.parent
-    if prefix.name != CORPUS or not (folder / REPORT).is_file():
+    has_report = (folder / REPORT).is_file()
+    if prefix.name != CORPUS or not has_report:
         return  # written by other tools, which do not record their tokenizer
     report = DataReport.read(folder)
     fact = f"{prefix} was tokenized with a vocabulary of {report.vocab_size} tokens"
@@ -692,7 +697,8 @@ def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
         return False
     if arguments.get("tokenizer_type") not in (None, "NullTokenizer"):
         return False
-    return not arguments.get("vocab_size") and not arguments.get("use_checkpoint_args")
+    has_size = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")
+    return not has_size
 
 
 def _prefixes(blend: Sequence[str]) -> Sequence[str]:
@@ -725,12 +731,12 @@ def documents_of(split: str, documents: int) -> list[int | None]:
 
     The result is None for sets with weight 0.
     """
-    weights = [float(weight) for weight in re.findall(r"\d+\.?\d*|\.\d+", split)]
-    total = sum(weights)
-    is_valid = len(weights) <= len(PARTS) and 0 < total < math.inf
-    if not is_valid:
-        raise ConfigError(f"--split must consist of one to three weights, got {split!r}.")
+    numbers = re.findall(r"\d+\.?\d*|\.\d+", split)
+    weights = [float(number) for number in numbers]
     missing = len(PARTS) - len(weights)
+    total = sum(weights)
+    if missing < 0 or not 0 < total < math.inf:
+        raise ConfigError(f"--split must consist of one to three weights, got {split!r}.")
     weights += [0.0] * missing
     counts: list[int | None] = []
     start = 0.0

@@ -115,8 +115,9 @@ class _Search:
                 self._skip_missing(path, error, path == source)
                 continue
             is_folder = stat.S_ISDIR(status.st_mode)
+            is_source = path == source
             real = os.path.realpath(path)
-            reason = self._reason_to_skip(path, real, is_folder, path == source)
+            reason = self._reason_to_skip(path, real, is_folder, is_source)
             if reason:
                 skip(self.skipped, reason, path)
             elif is_folder:

@@ -55,7 +55,8 @@ class Reader:
             return
         for text in read_rows(path, file_format, self.json_key):
             if text:
-                yield from self._split(io.BytesIO(text.encode()))
+                stream = io.BytesIO(text.encode())
+                yield from self._split(stream)
             else:
                 yield Document("")
 

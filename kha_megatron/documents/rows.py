@@ -71,7 +71,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _invalid_json(where, error) from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, but got {type(row).__name__}.")
+        type_name = type(row).__name__
+        raise DataError(f"{where}: expected a JSON object, but got {type_name}.")
     return row
 
 
@@ -124,7 +125,8 @@ def _read_arrow(pyarrow: Any, path: Path, file: IO[bytes], key: str) -> Iterator
 def _check_column(types: Any, path: Path, schema: Any, key: str) -> None:
     """Raise DataError unless the schema has a string column ``key``."""
     if key not in schema.names:
-        raise _missing(f"{printable(path)} has no column", key, schema.names)
+        what = f"{printable(path)} has no column"
+        raise _missing(what, key, schema.names)
     column_type = schema.field(key).type
     if _is_text(types, column_type):
         return
