@@ -39,7 +39,7 @@ from kha_megatron.conversion.transforms import (
 from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, in_one_line
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.hf.modeling_kha import find_caches
+from kha_megatron.hf.modeling_kha import find_cache
 from kha_megatron.model.config import ModelConfig
 
 BATCH, LENGTH = 2, 64
@@ -508,7 +508,7 @@ def decode_with_cache(model: Any, tokens: Tensor) -> Tensor:
     for chunk in _split_for_decoding(tokens):
         output = model(chunk, **arguments)
         logits.append(output.logits)
-        arguments[argument] = find_caches(output.values())[0]
+        arguments[argument] = find_cache(output.values())
     return torch.cat(logits, dim=1)
 
 
