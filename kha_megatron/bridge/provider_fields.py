@@ -38,8 +38,8 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
     arguments = to_arguments(replace(model, gpt_model=True))
     heads = model.kha.to_dict().items()
     arguments.pop("moe_router_load_balancing_type", None)  # only for training
-    named = (row for row in MODEL_FIELDS.values() if row.argument in arguments)
-    return {row.attribute: arguments[row.argument] for row in named if row.attribute} | {
+    named = (field for field in MODEL_FIELDS.values() if field.argument in arguments)
+    return {field.attribute: arguments[field.argument] for field in named if field.attribute} | {
         **{name: arguments[name] for name in _SAME_NAME if name in arguments},
         "share_embeddings_and_output_weights": model.tied_embeddings,
         **{f"kha_{name}": value for name, value in heads if name not in _UNSUPPORTED},

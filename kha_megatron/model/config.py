@@ -3,14 +3,14 @@
 import ast
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from kha_megatron.errors import ConfigError, show_value
 from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, Field, flag, rows
+from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, Field, declared_fields, flag
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rope import RopeScaling
@@ -314,6 +314,11 @@ class ModelConfig:
         unit = self.make_vocab_size_divisible_by * tp
         return -(-self.vocab_size // unit) * unit
 
+    def without_heads(self) -> Self:
+        """Return the same model without its head mechanisms."""
+        kha = self.kha.without(*map(type, self.kha.mechanisms))
+        return replace(self, kha=kha, attention_output_gate=False)
+
     def differences(self, other: "ModelConfig", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
         """Return ``{name: (ours, theirs)}`` for all settings with different values.
 
@@ -345,9 +350,9 @@ class ModelConfig:
         return settings
 
 
-MODEL_FIELDS: dict[str, Field] = {row.field: row for row in rows(ModelConfig)}
+MODEL_FIELDS: dict[str, Field] = {item.name: item for item in declared_fields(ModelConfig)}
 """Lookup table from field names to Megatron and Hugging Face names."""
-HF_KEYS: dict[str, str] = {name: row.hf for name, row in MODEL_FIELDS.items() if row.hf}
+HF_KEYS: dict[str, str] = {name: item.hf for name, item in MODEL_FIELDS.items() if item.hf}
 
 STYLE: dict[str, Any] = {
     "normalization": "RMSNorm",

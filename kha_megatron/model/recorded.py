@@ -11,7 +11,7 @@ from kha_megatron.heads import HeadSizes, Knock, Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types
 from kha_megatron.model.config import ModelConfig
-from kha_megatron.model.fields import rows
+from kha_megatron.model.fields import declared_fields
 from kha_megatron.model.megatron import model_from_arguments
 
 _ATTENTION = "self_attention.linear_proj.weight"
@@ -202,19 +202,18 @@ def _compared_sizes(before: ModelConfig, now: ModelConfig) -> dict[str, tuple[An
     sizes = {}
     ignored = () if _has_experts(before) or _has_experts(now) else _EXPERT_SIZES
     if None not in (before.num_layers, now.num_layers):
-        for row in rows(ModelConfig):
-            if row.field in _SIZES and row.field not in ignored:
-                sizes[row.flag] = getattr(before, row.field), getattr(now, row.field)
+        for field in declared_fields(ModelConfig):
+            if field.name in _SIZES and field.name not in ignored:
+                sizes[field.flag] = getattr(before, field.name), getattr(now, field.name)
     return sizes | {"--hybrid-layer-pattern": (_main_layers(before), _main_layers(now))}
 
 
 def _switches(model: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, bool]:
     """Return which of the flags are set that add tensors to a model, or remove some."""
-    switches = {
-        row.flag: getattr(model, row.field) != row.default
-        for row in rows(ModelConfig)
-        if row.field in _SWITCHES
-    }
+    switches = {}
+    for field in declared_fields(ModelConfig):
+        if field.name in _SWITCHES:
+            switches[field.flag] = getattr(model, field.name) != field.default
     # these include the biases of queries, keys and values
     switches["--add-qkv-bias"] |= model.add_bias_linear
     switches["--moe-router-enable-expert-bias"] &= _has_experts(model)

@@ -304,7 +304,7 @@ def _check_schedule(path: Path, saved: Mapping[str, Any], run: Run) -> None:
         old, new = saved.get(name), run.arguments.get(name)
         if None not in (old, new) and old != new and not saved.get("no_save_optim"):
             raise CheckpointError(
-                f"{run.given[name].flag} is {new}, but {path} was saved with {old}. Add "
+                f"{run.explicit[name].flag} is {new}, but {path} was saved with {old}. Add "
                 "--override-opt-param-scheduler to use the new value, or "
                 "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
             )
