@@ -9,7 +9,6 @@ from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, HeadsFrom, MegatronArguments, RecipeName
 from kha_megatron.heads import Knock
-from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.plan.counts import (
     compute_flops,
     count_model,
@@ -37,13 +36,16 @@ def params(
     """
     original = recipes.get_recipe(recipe)
     chosen = original.updated(megatron or [])
-    model, kha = get_countable_model(chosen.run.model), chosen.run.kha
-    counts, bare = count_model(model, kha), count_model(model, HeadsConfig())
-    is_same = bare == count_model(get_countable_model(original.run.model), HeadsConfig())
+    model = get_countable_model(chosen.run.model)
+    kha = model.kha
+    original_model = get_countable_model(original.run.model)
+    counts = count_model(model)
+    bare = count_model(model.without_heads())
+    is_same = bare == count_model(original_model.without_heads())
     knock = counts.mechanisms.get(Knock.name, 0)
     plain = {"total": bare.total, "active": bare.active}
     printed = {name: str(chosen.paper[name]) for name in plain if is_same and name in chosen.paper}
-    share = compute_flops(model, kha, chosen.run.arguments["seq_length"]).share_of_layers
+    share = compute_flops(model, chosen.run.arguments["seq_length"]).share_of_layers
     paper = {
         name: format_like_paper(getattr(counts, name) - knock, x) for name, x in printed.items()
     }
@@ -103,9 +105,9 @@ def count_flops(
       kha-megatron flops equation12
     """
     chosen = recipes.get_recipe(recipe).updated(megatron or [])
-    model, kha = get_countable_model(chosen.run.model), chosen.run.kha
+    model = get_countable_model(chosen.run.model)
     length = seq or chosen.run.arguments["seq_length"]
-    result = compute_flops(model, kha, length)
+    result = compute_flops(model, length)
     shares = {"layers": result.share_of_layers, "attention": result.share_of_attention}
     saved = {"projections": result.skippable_projections, "scores": result.skippable_scores}
     if as_json:
@@ -138,7 +140,7 @@ def count_flops(
             row = [f"{times * forward / 1e12:,.4f}" for times in (1, 2, 3)]
             row.append(f"-{less / 1e12:,.4f}" if less else "-")
             table.add_row(name, *row[: len(columns)])
-    console.out.print(f"{chosen.name}: {chosen.description} (KHA: {kha})", markup=False)
+    console.out.print(f"{chosen.name}: {chosen.description} (KHA: {model.kha})", markup=False)
     console.out.print(table)
     console.out.print(
         f"KHA adds {shares['layers']:.2%} to the layers and {shares['attention']:.2%} to attention."

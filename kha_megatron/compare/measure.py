@@ -36,8 +36,8 @@ def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
     except ConfigError as error:
         return kernels | {"uncounted": str(error)}
     length = run.arguments["seq_length"]
-    counts = count_model(model, run.kha)
-    work = compute_flops(model, run.kha, length)
+    counts = count_model(model)
+    work = compute_flops(model, length)
     skippable = work.skippable_projections + work.skippable_scores
     return kernels | {
         "total": counts.total,

@@ -8,12 +8,11 @@ padding rows of the QKV projection.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Costs
-from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
@@ -32,7 +31,7 @@ class Attention:
     cache: int  # KV cache elements per token
 
 
-def count_attention(model: ModelConfig, kha: HeadsConfig | None = None) -> Attention:
+def count_attention(model: ModelConfig) -> Attention:
     """Count an attention layer (for GTA, see section 3.3.1 of https://arxiv.org/abs/2505.21487).
 
     A mechanism can replace the query and key projections by smaller ones with a single head.
@@ -43,7 +42,7 @@ def count_attention(model: ModelConfig, kha: HeadsConfig | None = None) -> Atten
     head_dim = model.kv_channels
     sizes = model.head_sizes
     is_tied = model.kha.attention == "gta"
-    replaced_dims = _list_replaced_projections(model, kha)
+    replaced_dims = _list_replaced_projections(model)
     projected_heads = 0
     cached_heads = 0
     for projection in PROJECTIONS:
@@ -64,14 +63,17 @@ def count_attention(model: ModelConfig, kha: HeadsConfig | None = None) -> Atten
         normed_dim += replaced_dims.get("key", head_dim)
         norms = normed_dim * model.norm_parameters
     return Attention(
-        weights=hidden * (rows + output_columns), norms=norms, pair=2 * output_columns, cache=cache
+        weights=hidden * (rows + output_columns),
+        norms=norms,
+        pair=2 * output_columns,
+        cache=cache,
     )
 
 
-def _list_replaced_projections(model: ModelConfig, kha: HeadsConfig | None) -> dict[str, int]:
+def _list_replaced_projections(model: ModelConfig) -> dict[str, int]:
     """Return the projections that mechanisms replace, and the size of the new ones."""
     replaced: dict[str, int] = {}
-    for mechanism in (kha or HeadsConfig()).mechanisms:
+    for mechanism in model.kha.mechanisms:
         for tensor in mechanism.tensors(model.head_sizes):
             if tensor.reads_input and tensor.heads in mechanism.own_projections:
                 replaced[tensor.heads] = tensor.shape[0]
@@ -120,9 +122,7 @@ class Parameters:
         return self.dense + self.experts
 
 
-def count_parameters(
-    model: ModelConfig, kha: HeadsConfig, layout: Layout, stage: int = 0
-) -> Parameters:
+def count_parameters(model: ModelConfig, layout: Layout, stage: int = 0) -> Parameters:
     """Count the parameters on a rank of the given pipeline stage.
 
     Note that this does not support MLA, GLA or GTA with TP > 1.
@@ -135,7 +135,7 @@ def count_parameters(
     for chunk in layout.stage_layers(model.layers, stage):
         layers += chunk
     layers += predictions
-    attention = count_attention(model, kha)
+    attention = count_attention(model)
 
     # weights before they are sharded
     linear = len(predictions) * 2 * hidden**2
@@ -159,8 +159,8 @@ def count_parameters(
     norms += len(predictions) * 3 * norm
     if is_last:
         norms += norm
-    kha_layer_rows = _count_kha_rows(model, kha, tp)
-    kha_layer_tensors = _count_kha_tensors(model, kha, tp)
+    kha_layer_rows = _count_kha_rows(model, tp)
+    kha_layer_tensors = _count_kha_tensors(model, tp)
     kha_rows = len(layers) * kha_layer_rows
     kha_parameters = kha_rows + len(layers) * kha_layer_tensors
     embeddings = _count_embeddings(model, layout, stage)
@@ -178,19 +178,19 @@ def _count_mlp(model: ModelConfig, width: int) -> int:
     return matrices * model.hidden_size * width
 
 
-def _count_kha_rows(model: ModelConfig, kha: HeadsConfig, tp: int) -> int:
+def _count_kha_rows(model: ModelConfig, tp: int) -> int:
     """Count the parameters that KHA adds to the QKV projection of one layer, including padding."""
     sizes = model.head_sizes
-    parameters = model.hidden_size * count_padding_rows(model, kha)
-    for row in kha.rows(sizes):
+    parameters = model.hidden_size * count_padding_rows(model)
+    for row in model.kha.rows(sizes):
         parameters += row.size(sizes)
     return parameters // tp
 
 
-def _count_kha_tensors(model: ModelConfig, kha: HeadsConfig, tp: int) -> int:
+def _count_kha_tensors(model: ModelConfig, tp: int) -> int:
     """Count the other parameters of KHA in one layer."""
     parameters = 0
-    for tensor in kha.tensors(model.head_sizes):
+    for tensor in model.head_tensors:
         parameters += tensor.size // tensor.ranks(tp)
     return parameters
 
@@ -215,12 +215,11 @@ def _list_prediction_layers(model: ModelConfig) -> list[int]:
     return [model.layers - 1] * model.predictions
 
 
-def count_padding_rows(model: ModelConfig, kha: HeadsConfig) -> int:
+def count_padding_rows(model: ModelConfig) -> int:
     if model.multi_latent_attention:
         return 0
-    layout = replace(model, kha=kha, attention_output_gate=False).qkv
-    padding = layout.padding.stop - layout.padding.start
-    return layout.groups * padding
+    padding = model.qkv.padding
+    return model.qkv.groups * (padding.stop - padding.start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,12 +290,12 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
     return model
 
 
-def count_model(model: ModelConfig, kha: HeadsConfig) -> Counts:
-    parameters = count_parameters(model, kha, Layout())
-    cache = count_attention(model, kha).cache
+def count_model(model: ModelConfig) -> Counts:
+    parameters = count_parameters(model, Layout())
+    cache = count_attention(model).cache
     layers = model.layers + len(_list_prediction_layers(model))
     mechanisms = {}
-    for mechanism in kha.mechanisms:
+    for mechanism in model.kha.mechanisms:
         layer_parameters = mechanism.parameters(model.head_sizes)
         mechanisms[mechanism.name] = layers * layer_parameters
     filling = parameters.kha - sum(mechanisms.values())
@@ -315,7 +314,7 @@ def count_model(model: ModelConfig, kha: HeadsConfig) -> Counts:
     )
 
 
-def compute_flops(model: ModelConfig, kha: HeadsConfig, length: int) -> Flops:
+def compute_flops(model: ModelConfig, length: int) -> Flops:
     """Compute forward FLOPs for a sequence of ``length`` tokens.
 
     Equations 10 to 12 in the paper are a special case (MHA and a dense MLP).
@@ -335,11 +334,11 @@ def compute_flops(model: ModelConfig, kha: HeadsConfig, length: int) -> Flops:
             router += hidden * model.experts
         else:
             mlp += _count_mlp(model, model.dense_width)
-        for mechanism in kha.mechanisms:
+        for mechanism in model.kha.mechanisms:
             skippable += mechanism.for_layer(layer).costs(sizes)
-    attention = count_attention(model, kha)
-    costs = kha.costs(sizes)
-    padding_flops = 2 * hidden * count_padding_rows(model, kha)
+    attention = count_attention(model)
+    costs = model.kha.costs(sizes)
+    padding_flops = 2 * hidden * count_padding_rows(model)
     kha_token_flops = costs.flops + padding_flops + length * costs.pair_flops
     logits = hidden * model.padded_vocab(1)
     logit_tokens = length * (1 + len(predictions))

@@ -98,12 +98,11 @@ def _estimate(setup: Setup, layout: Layout) -> Estimate:
     largest_rank = max(ranks, key=_sum_memory)
     memory, kha_memory = estimate_memory(largest_rank)
     model = setup.model
-    kha = setup.kha
     return Estimate(
         setup=setup,
         layout=layout,
-        counts=count_model(model, kha),
-        flops=compute_flops(model, kha, setup.batch.seq_length),
+        counts=count_model(model),
+        flops=compute_flops(model, setup.batch.seq_length),
         rank=largest_rank,
         memory=memory,
         kha_memory=kha_memory,
@@ -134,7 +133,6 @@ def build_setup(run: Run) -> Setup:
         raise ConfigError("Cannot estimate the memory of a run without a fixed batch size.")
     return Setup(
         model=model,
-        kha=run.kha,
         batch=batch,
         precision=_get_precision(run),
         recompute=_get_recompute(run),

@@ -131,7 +131,7 @@ def _estimate_output_activations(rank: Rank) -> float:
 
 def estimate_kha_activations(rank: Rank) -> float:
     """Bytes that KHA saves for the backward pass (per layer and microbatch)."""
-    costs = rank.setup.kha.costs(rank.heads)
+    costs = rank.model.kha.costs(rank.heads)
     elements = rank.tokens * costs.activations
     elements += rank.sharded_tokens * costs.sharded_activations
     return elements * rank.element_size + _estimate_kha_core_activations(rank)
@@ -139,7 +139,7 @@ def estimate_kha_activations(rank: Rank) -> float:
 
 def _estimate_kha_core_activations(rank: Rank) -> float:
     """Part of :func:`estimate_kha_activations` that core attention saves."""
-    costs = rank.setup.kha.costs(rank.heads)
+    costs = rank.model.kha.costs(rank.heads)
     pairs = rank.tokens * rank.setup.batch.seq_length
     return pairs * costs.pair_activations * rank.element_size
 
