@@ -30,7 +30,10 @@ CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
 
 # The source has to be a string, because KHAForCausalLM is not part of the transformers package.
 @MegatronModelBridge.register_bridge(
-    source="KHAForCausalLM", target=GPTModel, provider=KHAModelProvider, model_type="kha"
+    source="KHAForCausalLM",
+    target=GPTModel,
+    provider=KHAModelProvider,
+    model_type="kha",
 )
 class KHABridge(MegatronModelBridge):
     """Converts between ``KHAForCausalLM`` and Megatron's ``GPTModel`` with KHA."""
@@ -62,7 +65,11 @@ class KHABridge(MegatronModelBridge):
         return MegatronMappingRegistry(*build_mappings(self.hf_config))
 
     def build_conversion_tasks(
-        self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
+        self,
+        hf_pretrained: Any,
+        megatron_model: list[Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> list[WeightConversionTask]:
         """Build the tasks and verify that configs and tensor names match."""
         config = self._read_config(megatron_model)
@@ -86,7 +93,10 @@ class KHABridge(MegatronModelBridge):
         return super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs)
 
     def build_adapter_conversion_tasks(
-        self, megatron_model: Any, *args: Any, **kwargs: Any
+        self,
+        megatron_model: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> dict[str, list[Any]]:
         models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
         config = unwrap_model(models)[0].config
@@ -106,7 +116,9 @@ class KHABridge(MegatronModelBridge):
         return config
 
     def _unmatched_tensors(
-        self, tasks: list[WeightConversionTask | None], megatron_config: Any
+        self,
+        tasks: list[WeightConversionTask | None],
+        megatron_config: Any,
     ) -> dict[str, list[str]]:
         """Find tensors without a counterpart and group them by error message."""
         names = self._cached_param_names
@@ -150,7 +162,8 @@ class KHABridge(MegatronModelBridge):
 
     @staticmethod
     def _cast_export_weight_dtype(
-        weights: dict[str, Tensor], weight_dtype: torch.dtype | None
+        weights: dict[str, Tensor],
+        weight_dtype: torch.dtype | None,
     ) -> dict[str, Tensor]:
         cast = MegatronModelBridge._cast_export_weight_dtype(weights, weight_dtype)
         return cast | {key: weights[key] for key in weights if key.endswith(CORRECTION_BIAS)}

@@ -15,7 +15,13 @@ from kha_megatron.hf import KHAModelConfig, read_kha
 from kha_megatron.model.config import MODEL_FIELDS
 from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
 
-_TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init", "kha_init_seed"}
+_TRAINING = {
+    "seq_length",
+    "init_method_std",
+    "attention_dropout",
+    "kha_init",
+    "kha_init_seed",
+}
 """Only relevant for training, so these fields may differ between two formats."""
 _UNSUPPORTED = ("attention", "latent_heads")
 _SAME_NAME = ("vocab_size", "seq_length", "moe_router_pre_softmax")

@@ -84,7 +84,10 @@ class CollaborativeHeads(Mechanism):
         return (*projections, mixing)
 
     def apply(
-        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+        self,
+        tensors: "Mapping[str, Tensor]",
+        weights: "Mapping[str, Tensor]",
+        ranks: Ranks,
     ) -> "dict[str, Tensor]":
         return {"query": tensors["query"] * weights["collaborative_mixing"]}
 
@@ -97,7 +100,10 @@ class CollaborativeHeads(Mechanism):
         return True
 
     def fold(
-        self, weights: "Mapping[str, Tensor]", sizes: HeadSizes, scale: float
+        self,
+        weights: "Mapping[str, Tensor]",
+        sizes: HeadSizes,
+        scale: float,
     ) -> "dict[str, Tensor]":
         mixing = weights["collaborative_mixing"].double() * scale
         return {

@@ -117,7 +117,13 @@ class Gate(Mechanism):
     @property
     def positions(self) -> dict[Position, Granularity]:
         """Enabled gates and their granularity, in the order in which the gates are applied."""
-        order: tuple[Position, ...] = ("query", "key", "value", "output", "dense")
+        order: tuple[Position, ...] = (
+            "query",
+            "key",
+            "value",
+            "output",
+            "dense",
+        )
         positions = {}
         for position in order:
             granularity = getattr(self, position)
@@ -199,7 +205,10 @@ class Gate(Mechanism):
         return sizes.dim(_dim_of(position))
 
     def apply(
-        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+        self,
+        tensors: "Mapping[str, Tensor]",
+        weights: "Mapping[str, Tensor]",
+        ranks: Ranks,
     ) -> "dict[str, Tensor]":
         changed: dict[str, Tensor] = {}
         for position in self.positions:

@@ -197,7 +197,10 @@ def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
 
 
 def gradients(
-    x: "Tensor", dy: "Tensor", weight: "Tensor", variant: Variant
+    x: "Tensor",
+    dy: "Tensor",
+    weight: "Tensor",
+    variant: Variant,
 ) -> "tuple[Tensor, Tensor]":
     """Backward pass of :func:`knock`. Returns the gradients of ``x`` and ``weight``.
 
@@ -235,7 +238,11 @@ def _outer(inputs: "Tensor", gradients: "Tensor") -> "Tensor":
 
 
 def fold(
-    projection: "Tensor", weight: "Tensor", *, head_rows: int | None = None, start: int = 0
+    projection: "Tensor",
+    weight: "Tensor",
+    *,
+    head_rows: int | None = None,
+    start: int = 0,
 ) -> "Tensor":
     """Fold a KHA-Linear matrix into the preceding projection (eq. 8), computed in float64.
 

@@ -191,7 +191,10 @@ class Mechanism:
         return ()
 
     def apply(
-        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+        self,
+        tensors: "Mapping[str, Tensor]",
+        weights: "Mapping[str, Tensor]",
+        ranks: Ranks,
     ) -> "dict[str, Tensor]":
         """Apply the mechanism. Does nothing by default.
 
@@ -281,7 +284,10 @@ class Mechanism:
         return output.unflatten(0, batch_and_heads), scores
 
     def fold(
-        self, weights: "Mapping[str, Tensor]", sizes: HeadSizes, scale: float
+        self,
+        weights: "Mapping[str, Tensor]",
+        sizes: HeadSizes,
+        scale: float,
     ) -> "dict[str, Tensor]":
         """Compute ordinary projections that replace :attr:`own_projections`, for folding.
 

@@ -177,7 +177,10 @@ class MixtureOfHeads(Mechanism):
         )
 
     def apply(
-        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+        self,
+        tensors: "Mapping[str, Tensor]",
+        weights: "Mapping[str, Tensor]",
+        ranks: Ranks,
     ) -> "dict[str, Tensor]":
         if "query" in tensors:
             return {"moh_norms": _widen(tensors["query"]).norm(dim=-1)}
@@ -309,7 +312,8 @@ def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -
     routed = heads - shared
     active = moh.active_heads(heads, iteration)
     shared_scores, routed_scores, group_scores = scores.split(
-        [shared, routed, balance_scores], dim=-1
+        [shared, routed, balance_scores],
+        dim=-1,
     )
     if not is_learned and moh.scale == "code":
         routed_scores = routed_scores / _spread(routed_scores)

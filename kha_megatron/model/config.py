@@ -39,7 +39,13 @@ def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
         frequency = found if isinstance(found, int) else tuple(found)
         if frequency != 0 and (isinstance(frequency, int) or set(frequency) <= {0, 1}):
             return frequency
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+    except (
+        SyntaxError,
+        TypeError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):
         pass
     raise ValueError("a positive integer or lists of 0 and 1 such as [0]*1+[1]*3")
 
@@ -88,7 +94,10 @@ class ModelConfig:
     """RoPE scaling. Not known from a command line."""
     normalization: str = flag("LayerNorm")
     layernorm_epsilon: float = flag(
-        1e-5, "--norm-epsilon", argument="layernorm_epsilon", hf="rms_norm_eps"
+        1e-5,
+        "--norm-epsilon",
+        argument="layernorm_epsilon",
+        hf="rms_norm_eps",
     )
     layernorm_zero_centered_gamma: bool = flag(
         False,
@@ -119,16 +128,22 @@ class ModelConfig:
     transformer_impl: str = flag("transformer_engine")
 
     num_experts: int | None = flag(
-        None, attribute="num_moe_experts", hf="num_experts", most=MAX_EXPERTS
+        None,
+        attribute="num_moe_experts",
+        hf="num_experts",
+        most=MAX_EXPERTS,
     )
     moe_layer_freq: int | tuple[int, ...] = flag(
-        1, reads=parse_layer_frequency, writes=_format_layer_frequency
+        1,
+        reads=parse_layer_frequency,
+        writes=_format_layer_frequency,
     )
     """Either an interval, or a list with 0 (dense) or 1 (MoE) for each layer. In models that are
     converted, this is always a list."""
     moe_ffn_hidden_size: int | None = flag(None, hf="moe_intermediate_size")
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, hf="shared_expert_intermediate_size"
+        None,
+        hf="shared_expert_intermediate_size",
     )
     moe_shared_expert_gate: bool = flag(False, hf="shared_expert_gate")
     moe_router_topk: int = flag(2, hf="num_experts_per_tok")
@@ -334,7 +349,13 @@ class ModelConfig:
         return differences
 
     def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
-        skipped = {"vocab_size", "padded_vocab_size", "kha", "moe_router_dtype", "gpt_model"}
+        skipped = {
+            "vocab_size",
+            "padded_vocab_size",
+            "kha",
+            "moe_router_dtype",
+            "gpt_model",
+        }
         skipped.update(ignored)
         settings = {}
         for item in fields(self):
@@ -363,5 +384,11 @@ STYLE: dict[str, Any] = {
 }
 """Settings that all supported models have in common."""
 
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+LATENT = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
 """These fields are only used for latent attention (MLA and GLA)."""

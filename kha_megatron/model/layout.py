@@ -49,7 +49,9 @@ class Layout:
     )
     """Virtual stages per pipeline rank. If None, the 1F1B schedule is not interleaved."""
     virtual_stage_layers: int | None = flag(
-        None, "--num-layers-per-virtual-pipeline-stage", attribute=None
+        None,
+        "--num-layers-per-virtual-pipeline-stage",
+        attribute=None,
     )
     """Megatron's other way to set ``vpp``. We only use it to compute ``vpp``."""
     cp: int = flag(1, "--context-parallel-size")
@@ -63,10 +65,14 @@ class Layout:
         argument="microbatch_group_size_per_vp_stage",
     )
     first_stage_layers: int | None = flag(
-        None, "--decoder-first-pipeline-num-layers", attribute="num_layers_in_first_pipeline_stage"
+        None,
+        "--decoder-first-pipeline-num-layers",
+        attribute="num_layers_in_first_pipeline_stage",
     )
     last_stage_layers: int | None = flag(
-        None, "--decoder-last-pipeline-num-layers", attribute="num_layers_in_last_pipeline_stage"
+        None,
+        "--decoder-last-pipeline-num-layers",
+        attribute="num_layers_in_last_pipeline_stage",
     )
     embedding_as_layer: bool = flag(False, "--account-for-embedding-in-pipeline-split")
     loss_as_layer: bool = flag(False, "--account-for-loss-in-pipeline-split")

@@ -86,7 +86,8 @@ _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
 def model_from_arguments(
-    arguments: Mapping[str, Any], kha: HeadsConfig | None = None
+    arguments: Mapping[str, Any],
+    kha: HeadsConfig | None = None,
 ) -> ModelConfig | None:
     """Describe the model of a command line. Returns None if model sizes are missing.
 
@@ -156,7 +157,9 @@ def model_from_config(config: Any, kha: HeadsConfig | None = None) -> ModelConfi
 
 
 def model_from_checkpoint(
-    args: Mapping[str, Any], kha: HeadsConfig, padded_vocab_size: int
+    args: Mapping[str, Any],
+    kha: HeadsConfig,
+    padded_vocab_size: int,
 ) -> ModelConfig:
     """Describe a trained model by the arguments in its checkpoint.
 
@@ -179,7 +182,9 @@ def model_from_checkpoint(
 
 
 def _model_from_complete(
-    args: Mapping[str, Any], kha: HeadsConfig, padded_vocab_size: int
+    args: Mapping[str, Any],
+    kha: HeadsConfig,
+    padded_vocab_size: int,
 ) -> ModelConfig:
     _check_pattern(args)
     is_latent = bool(args.get("multi_latent_attention"))
@@ -242,7 +247,9 @@ def _check_router(args: Mapping[str, Any]) -> None:
         raise _unsupported("moe_router_score_function", score, "expected softmax or sigmoid")
     if balancing in ("sinkhorn", "quantile_balancing"):
         raise _unsupported(
-            "moe_router_load_balancing_type", balancing, "it affects expert selection"
+            "moe_router_load_balancing_type",
+            balancing,
+            "it affects expert selection",
         )
 
 
@@ -330,7 +337,9 @@ def _latent_yarn(args: Mapping[str, Any]) -> Yarn | None:
             raise _unsupported("rotary_percent", rotary_percent, "rope_type=rope requires 1.0")
         if factor > 1.0 and args["mscale_all_dim"]:  # would change the softmax scale
             raise _unsupported(
-                "mscale_all_dim", args["mscale_all_dim"], "rope_type=rope requires 0.0"
+                "mscale_all_dim",
+                args["mscale_all_dim"],
+                "rope_type=rope requires 0.0",
             )
         return None
     if factor == 1.0:

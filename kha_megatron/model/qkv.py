@@ -55,7 +55,13 @@ class QKVLayout:
         parts: dict[str, Part] = {}
         next_row = 0
 
-        def append(name: str, *, hf: str, features: int, is_per_query: bool = False) -> None:
+        def append(
+            name: str,
+            *,
+            hf: str,
+            features: int,
+            is_per_query: bool = False,
+        ) -> None:
             nonlocal next_row
             parts[name] = Part(
                 first=next_row,

@@ -16,9 +16,21 @@ from kha_megatron.model.megatron import model_from_arguments
 
 _ATTENTION = "self_attention.linear_proj.weight"
 _SIZES = (
-    *("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups"),
+    *(
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "num_query_groups",
+    ),
     *("kv_channels", "num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *(
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+    ),
 )
 _EXPERT_SIZES = ("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
 _OTHER_SIZES = (
@@ -136,7 +148,14 @@ def check_same_optimizer(path: Path, saved: Mapping[str, Any], given: Mapping[st
     if not is_reshardable and _has_main_weights(saved) != _has_main_weights(given):
         compared |= {"bf16": False, "fp16": False}
     for name, default in compared.items():
-        _check_optimizer_argument(path, name, default, saved, given, "Use the same value")
+        _check_optimizer_argument(
+            path,
+            name,
+            default,
+            saved,
+            given,
+            "Use the same value",
+        )
     has_buffers = is_distributed and not is_reshardable
     if not (has_buffers and given.get("use_distributed_optimizer")):
         return
@@ -148,7 +167,14 @@ def check_same_optimizer(path: Path, saved: Mapping[str, Any], given: Mapping[st
         )
     for name, default in _BUFFERS.items():
         remedy = "Save a checkpoint with --dist-ckpt-optim-fully-reshardable first"
-        _check_optimizer_argument(path, name, default, saved, given, remedy)
+        _check_optimizer_argument(
+            path,
+            name,
+            default,
+            saved,
+            given,
+            remedy,
+        )
 
 
 def _check_optimizer_argument(
@@ -180,7 +206,12 @@ def _has_main_weights(arguments: Mapping[str, Any]) -> bool:
     return bool(arguments.get("bf16") or arguments.get("fp16"))
 
 
-def _check_value(path: Path, flag: str, old: Any, new: Any) -> None:
+def _check_value(
+    path: Path,
+    flag: str,
+    old: Any,
+    new: Any,
+) -> None:
     if (old or None) != (new or None):
         raise CheckpointError(
             f"{flag} is {new or 'not set'}, but {path} was trained with "
@@ -189,7 +220,12 @@ def _check_value(path: Path, flag: str, old: Any, new: Any) -> None:
         )
 
 
-def _check_switch(path: Path, flag: str, old: bool, new: bool) -> None:
+def _check_switch(
+    path: Path,
+    flag: str,
+    old: bool,
+    new: bool,
+) -> None:
     if old != new:
         raise CheckpointError(
             f"{path} was trained {'with' if old else 'without'} {flag}. "
@@ -253,7 +289,9 @@ def _main_layers(model: ModelConfig) -> str | None:
 
 
 def _find_mismatch(
-    shapes: Mapping[str, tuple[int, ...]], kha: HeadsConfig, latent: bool
+    shapes: Mapping[str, tuple[int, ...]],
+    kha: HeadsConfig,
+    latent: bool,
 ) -> str | None:
     """Find a KHA tensor that is missing or unexpected. This only compares names and the number of
     stacked matrices."""

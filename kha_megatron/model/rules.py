@@ -28,7 +28,9 @@ _REPLICAS = "replicas"
 
 
 def check_arguments(
-    arguments: Mapping[str, Any], world_size: int | None, kha: HeadsConfig | None = None
+    arguments: Mapping[str, Any],
+    world_size: int | None,
+    kha: HeadsConfig | None = None,
 ) -> None:
     """Check the layout, batch and optimizer in Megatron's arguments."""
     model = model_from_arguments(arguments, kha)
@@ -135,7 +137,9 @@ def _advise_larger_replicas(size: int, factors: Mapping[str, int]) -> str:
 
 
 def _divided(
-    model: ModelConfig, layout: Layout, batch: Batch | None
+    model: ModelConfig,
+    layout: Layout,
+    batch: Batch | None,
 ) -> Iterator[tuple[str, int, dict[str, int]]]:
     """Yield ``(name, size, factors)``. The size must be divisible by all factors combined."""
     pipeline = {"pipeline": layout.pp}

@@ -61,7 +61,9 @@ class Training:
     overlap_grad_reduce: bool = _option(False)
     overlap_param_gather: bool = _option(False)
     gradient_accumulation_fusion: bool = _option(
-        True, "--no-gradient-accumulation-fusion", argument="gradient_accumulation_fusion"
+        True,
+        "--no-gradient-accumulation-fusion",
+        argument="gradient_accumulation_fusion",
     )
     recompute_granularity: Literal["selective", "full"] | None = _option(None)
     decrease_batch_size_if_needed: bool = _option(False)
@@ -117,7 +119,9 @@ class HeadOptions:
     kha_latent_heads: int = _option(LATENT_HEADS)
     kha_heads: tuple[str, ...] | None = _option(None, "--heads", argument="kha_heads")
     kha_heads_from: tuple[str, ...] | None = _option(
-        None, "--heads-from", argument="kha_heads_from"
+        None,
+        "--heads-from",
+        argument="kha_heads_from",
     )
 
 
@@ -236,7 +240,12 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
     return arguments
 
 
-def _rescale(name: str, base: str, new: Mapping[str, Argument], old: Mapping[str, Argument]) -> Any:
+def _rescale(
+    name: str,
+    base: str,
+    new: Mapping[str, Argument],
+    old: Mapping[str, Argument],
+) -> Any:
     """Return the argument ``name`` such that its ratio to ``base`` does not change."""
     value = old[name].value
     old_base = old[base].value

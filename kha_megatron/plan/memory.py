@@ -66,7 +66,12 @@ def estimate_memory(rank: Rank) -> tuple[Memory, Memory]:
     return base, kha
 
 
-def count_in_flight(pp: int, vpp: int | None, microbatches: int, stage: int) -> int:
+def count_in_flight(
+    pp: int,
+    vpp: int | None,
+    microbatches: int,
+    stage: int,
+) -> int:
     """Maximum number of microbatches in flight.
 
     Megatron runs this many minus one as warmup, see ``get_pp_rank_microbatches``.

@@ -127,7 +127,10 @@ def _supported(kha: HeadsConfig, layout: Layout) -> Layout:
 
 
 def _compare(
-    kha: HeadsConfig, layout: Layout, ranks: list[Shards], unsharded: Shards
+    kha: HeadsConfig,
+    layout: Layout,
+    ranks: list[Shards],
+    unsharded: Shards,
 ) -> Iterator[str]:
     """Yield a message for each tensor that differs from that of one rank."""
     tensors = {f"{tensor.name}.weight": tensor for tensor in kha.tensors(SIZES)}
@@ -175,7 +178,12 @@ def _error(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bo
     return not (actual - expected).norm() <= tolerance * expected.norm().clamp_min(1e-12)
 
 
-def _run(kha: HeadsConfig, layout: Layout, scratch: Path, smooth: bool) -> list[RankResult] | str:
+def _run(
+    kha: HeadsConfig,
+    layout: Layout,
+    scratch: Path,
+    smooth: bool,
+) -> list[RankResult] | str:
     """Fork the ranks of a layout. Returns the results, or the error of a rank."""
     context = multiprocessing.get_context("fork")
     parent = os.getpid()
@@ -236,7 +244,12 @@ def _collect_results(folder: Path, ranks: int) -> tuple[dict[int, RankResult], l
     return results, errors
 
 
-def _run_layer(kha: HeadsConfig, layout: Layout, weights: Path, smooth: bool) -> RankResult:
+def _run_layer(
+    kha: HeadsConfig,
+    layout: Layout,
+    weights: Path,
+    smooth: bool,
+) -> RankResult:
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -397,7 +410,11 @@ def _find_wrong_derivatives(kha: HeadsConfig, layer: Any, options: dict[str, Any
 
 
 def _find_wrong_masking(
-    layout: Layout, layer: Any, output: Tensor, hidden: Tensor, options: dict[str, Tensor]
+    layout: Layout,
+    layer: Any,
+    output: Tensor,
+    hidden: Tensor,
+    options: dict[str, Tensor],
 ) -> Iterator[str]:
     """Pass the causal mask explicitly, which disables fused attention, and then use dropout."""
     mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).triu(1)[None, None]
@@ -446,7 +463,10 @@ def _find_dependent_tokens(layer: Any, options: dict[str, Tensor]) -> Iterator[s
 
 @torch.no_grad()
 def _find_missing_effects(
-    kha: HeadsConfig, layout: Layout, layer: Any, options: dict[str, Tensor]
+    kha: HeadsConfig,
+    layout: Layout,
+    layer: Any,
+    options: dict[str, Tensor],
 ) -> Iterator[str]:
     """Change each parameter, and then remove the mechanism."""
     hidden, _ = _inputs()

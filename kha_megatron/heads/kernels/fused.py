@@ -72,7 +72,10 @@ def unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
 
 @functools.cache
 def _reason(
-    device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, head_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    head_dim: int,
 ) -> str | None:
     if device.type != "cuda" and not _is_interpreting():
         return f"the kernels require a CUDA device, but the tensors are on {device}"
@@ -153,7 +156,12 @@ def _(x: Tensor, weight: Tensor, variant: str) -> Tensor:
 
 
 @torch.library.custom_op("kha_megatron::knock_backward", mutates_args=())
-def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+def _knock_backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
     kha_variant = cast(Variant, variant)
     if not _chooses_kernels(x, weight, kha_variant):
         dx, dw = knocking.gradients(x, dy, weight, kha_variant)
@@ -168,7 +176,12 @@ def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tupl
 
 
 @_knock_backward.register_fake
-def _(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 

@@ -28,14 +28,31 @@ def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     return y
 
 
-def knock_backward_input(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+def knock_backward_input(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    variant: Variant,
+) -> Tensor:
     """Compute the gradient of ``x``. ``weight`` must be contiguous."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch("backward_input", variant, weight, x, dy, dx)
+    _launch(
+        "backward_input",
+        variant,
+        weight,
+        x,
+        dy,
+        dx,
+    )
     return dx
 
 
-def knock_backward_weight(x: Tensor, dy: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+def knock_backward_weight(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    variant: Variant,
+) -> Tensor:
     """Compute the gradient of ``weight``. Deterministic, because rows are summed in a fixed order.
 
     Needs a temporary float32 buffer with the size of the weight for each split.
@@ -62,7 +79,12 @@ class FusedKnock(torch.autograd.Function):
     """Saves only ``x`` (a view of Megatron's QKV buffer) and the weight for backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        variant: Variant,
+    ) -> Tensor:
         weight = weight.contiguous()
         ctx.save_for_backward(x, weight)
         ctx.variant = variant
@@ -83,7 +105,12 @@ class FusedKnock(torch.autograd.Function):
         return dx, dw, None
 
 
-def _launch(kernel: Kernel, variant: Variant, weight: Tensor, *tensors: Tensor) -> Tensor | None:
+def _launch(
+    kernel: Kernel,
+    variant: Variant,
+    weight: Tensor,
+    *tensors: Tensor,
+) -> Tensor | None:
     """Launch a kernel. The last tensor is the output.
 
     ``backward_weight`` is different: it has no output tensor, but returns partial sums in float32.
@@ -109,7 +136,14 @@ def _launch(kernel: Kernel, variant: Variant, weight: Tensor, *tensors: Tensor) 
             partials = weight.new_empty((splits, *weight.shape), dtype=torch.float32)
             x, dy = arguments
             grid = (splits, blocks)
-            function[grid](*x, *dy, weight, partials, count, **options)
+            function[grid](
+                *x,
+                *dy,
+                weight,
+                partials,
+                count,
+                **options,
+            )
             return partials
         *sources, target = arguments
         grid = (programs,)
@@ -125,7 +159,12 @@ def _fits_a_descriptor(rows: Rows) -> bool:
     return is_uniform and is_aligned
 
 
-def _arguments(rows: Rows, count: int, tile_rows: int, tma: bool) -> tuple[Any, ...]:
+def _arguments(
+    rows: Rows,
+    count: int,
+    tile_rows: int,
+    tma: bool,
+) -> tuple[Any, ...]:
     if not tma:
         return rows.tensor, *rows.strides
     width = rows.tensor.shape[-1]

@@ -47,7 +47,11 @@ class Tiling:
     per_processor: int = 1  # programs that run concurrently on a multiprocessor
 
     def allows_descriptors(
-        self, variant: Variant, head_dim: int, dtype: torch.dtype, arch: str
+        self,
+        variant: Variant,
+        head_dim: int,
+        dtype: torch.dtype,
+        arch: str,
     ) -> bool:
         """Whether we use TMA. It does not work with column blocks, and sm_120 then spills."""
         loads_all_columns = variant == "mlp" or self.columns == padded(head_dim)
@@ -79,7 +83,11 @@ def architecture(device: torch.device) -> str:
 
 
 def tiling(
-    kernel: Kernel, variant: Variant, head_dim: int, dtype: torch.dtype, arch: str
+    kernel: Kernel,
+    variant: Variant,
+    head_dim: int,
+    dtype: torch.dtype,
+    arch: str,
 ) -> Tiling:
     tiling_variant: _TilingVariant = variant if dtype.itemsize == 2 else "float32"
     return TILINGS[arch][kernel, tiling_variant, padded(head_dim)]

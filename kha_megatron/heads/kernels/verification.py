@@ -58,7 +58,14 @@ class KnockCase:
         if strides is None:  # rows_of will make a contiguous copy
             strides = Strides(1, head_dim, 0)
             shift = 0
-        return cls(variant, head_dim, x.dtype, strides, shift, x.device)
+        return cls(
+            variant,
+            head_dim,
+            x.dtype,
+            strides,
+            shift,
+            x.device,
+        )
 
     def find_error(self) -> str | None:
         """Run the kernels and return an error message if a result is wrong, otherwise None."""
@@ -226,7 +233,12 @@ def _compare(case: KnockCase) -> str | None:
         return f"the kernels failed ({type(error).__name__}: {message})"
 
 
-def _emphasis(count: int, turn: int, tile: int, device: torch.device) -> Tensor:
+def _emphasis(
+    count: int,
+    turn: int,
+    tile: int,
+    device: torch.device,
+) -> Tensor:
     """Return a scaling factor for each row of the test input, ``[count]``.
 
     The last, incomplete tile and the rows that a program processes after its first ``turn`` rows
