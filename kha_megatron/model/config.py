@@ -21,40 +21,41 @@ AttentionType = Literal["gqa", "mla", "gta", "gla"]
 def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
     """Parse ``--moe-layer-freq``, e.g. ``2`` or ``[0]*1+[1]*3``."""
 
-    def value(node: ast.AST) -> Any:
+    def evaluate(node: ast.AST) -> Any:
         match node:
             case ast.Constant(value=int(number)):
                 return number
             case ast.List(elts=items):
-                return [value(item) for item in items]
+                return [evaluate(item) for item in items]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
+                return evaluate(left) + evaluate(right)
             case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(number))):
                 if number <= MAX_LAYERS:
-                    return value(left) * number
+                    return evaluate(left) * number
         raise ValueError
 
     try:
-        found = value(ast.parse(text, mode="eval").body)
-        frequency = found if isinstance(found, int) else tuple(found)
-        if frequency != 0 and (isinstance(frequency, int) or set(frequency) <= {0, 1}):
-            return frequency
-    except (
-        SyntaxError,
-        TypeError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ):
-        pass
-    raise ValueError("a positive integer or lists of 0 and 1 such as [0]*1+[1]*3")
+        frequency = evaluate(ast.parse(text, mode="eval").body)
+        if isinstance(frequency, int):
+            is_valid = frequency != 0
+        else:
+            frequency = tuple(frequency)
+            is_valid = set(frequency) <= {0, 1}
+    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        is_valid = False
+    if not is_valid:
+        raise ValueError("a positive integer or lists of 0 and 1 such as [0]*1+[1]*3")
+    return frequency
 
 
 def _format_layer_frequency(frequency: int | Sequence[int]) -> str:
     if isinstance(frequency, int):
         return str(frequency)
-    runs = ((value, len(list(same))) for value, same in itertools.groupby(frequency))
-    return "(" + "+".join(f"[{value}]*{count}" for value, count in runs) + ")"
+    lists = []
+    for value, layers in itertools.groupby(frequency):
+        count = len(list(layers))
+        lists.append(f"[{value}]*{count}")
+    return f"({'+'.join(lists)})"
 
 
 _TRAINING_ONLY = ("start", "balance", "balance_scale", "anneal")
@@ -173,28 +174,34 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         kha = self.kha.with_output_gate(self.attention_output_gate)
-        gated = kha.has_output_gate and not self.multi_latent_attention
-        freq = self.moe_layer_freq
-        kinds = set(map(type, freq)) if isinstance(freq, tuple) else {type(freq)}
-        if not kinds <= {int} or freq == 0:
+        uses_output_gate = kha.has_output_gate and not self.multi_latent_attention
+        self._check_layer_frequency()
+        object.__setattr__(self, "kha", kha)
+        object.__setattr__(self, "attention_output_gate", uses_output_gate)
+        kha.check(self.head_facts)
+
+    def _check_layer_frequency(self) -> None:
+        frequency = self.moe_layer_freq
+        values = frequency if isinstance(frequency, tuple) else (frequency,)
+        if frequency == 0 or not all(type(value) is int for value in values):
             raise ConfigError(
                 "--moe-layer-freq must be a positive integer or a list of 0 and 1, got "
-                f"{show_value(freq)}."
+                f"{show_value(frequency)}."
             )
-        is_used = bool(self.num_experts) and self.num_layers is not None
-        if is_used and isinstance(freq, tuple) and len(freq) != self.num_layers:
+        if not isinstance(frequency, tuple) or not self.num_experts or self.num_layers is None:
+            return
+        if len(frequency) != self.num_layers:
             raise ConfigError(
-                f"--moe-layer-freq has {len(freq)} values, but the model has {self.num_layers} "
-                "layers. Pass one value for each layer."
+                f"--moe-layer-freq has {len(frequency)} values, but the model has "
+                f"{self.num_layers} layers. Pass one value for each layer."
             )
-        object.__setattr__(self, "kha", kha)
-        object.__setattr__(self, "attention_output_gate", gated)
-        kha.check(self.head_facts)
 
     @property
     def attention_type(self) -> AttentionType:
         """``gqa`` also includes MHA and MQA."""
-        return self.kha.attention or ("mla" if self.multi_latent_attention else "gqa")
+        if self.kha.attention is not None:
+            return self.kha.attention
+        return "mla" if self.multi_latent_attention else "gqa"
 
     @property
     def head_dim(self) -> int:
@@ -204,20 +211,22 @@ class ModelConfig:
     @property
     def normed_dim(self) -> int:
         """Head dim of queries and keys in QK-norm."""
-        dims = (mechanism.own_dim for mechanism in self.kha.mechanisms)
-        return next(filter(None, dims), self.head_dim)
+        for mechanism in self.kha.mechanisms:
+            if mechanism.own_dim:
+                return mechanism.own_dim
+        return self.head_dim
 
     @property
     def head_sizes(self) -> HeadSizes:
         """Head sizes before they are divided by TP."""
-        latent = self.multi_latent_attention
+        is_latent = self.multi_latent_attention
         return HeadSizes(
             query_heads=self.num_attention_heads,
-            kv_heads=self.num_attention_heads if latent else self.num_query_groups,
+            kv_heads=self.num_attention_heads if is_latent else self.num_query_groups,
             head_dim=self.head_dim,
-            value_dim=self.v_head_dim if latent else None,
+            value_dim=self.v_head_dim if is_latent else None,
             hidden_size=self.hidden_size,
-            latent=latent,
+            latent=is_latent,
         )
 
     @property
@@ -296,18 +305,27 @@ class ModelConfig:
     @property
     def is_uniform(self) -> bool:
         """True if all layers have the same parameters. GPTModel stacks them in this case."""
-        return not self.num_experts or all(map(self.is_moe, range(self.layers)))
+        if not self.num_experts:
+            return True
+        return all(map(self.is_moe, range(self.layers)))
 
     def layer_pattern(self, stages: Iterable[int]) -> LayerPattern:
         """Describe the layers of a hybrid model. ``stages`` are numbers of layers."""
-        moe = tuple(int(self.is_moe(layer)) for layer in range(self.layers))
-        return LayerPattern(moe, tuple(stages), self.multi_latent_attention, self.predictions)
+        return LayerPattern(
+            moe=tuple(int(self.is_moe(layer)) for layer in range(self.layers)),
+            stages=tuple(stages),
+            latent=self.multi_latent_attention,
+            predictions=self.predictions,
+        )
 
     @property
     def has_dense_layers(self) -> bool:
-        freq = self.moe_layer_freq
-        some = freq > 1 and self.num_layers != 1 if isinstance(freq, int) else not all(freq)
-        return not self.num_experts or some
+        if not self.num_experts:
+            return True
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, int):
+            return frequency > 1 and self.num_layers != 1
+        return not all(frequency)
 
     @property
     def qkv(self) -> QKVLayout:
@@ -327,7 +345,8 @@ class ModelConfig:
             return self.padded_vocab_size
         assert self.vocab_size is not None
         unit = self.make_vocab_size_divisible_by * tp
-        return -(-self.vocab_size // unit) * unit
+        units = -(-self.vocab_size // unit)
+        return units * unit
 
     def without_heads(self) -> Self:
         """Return the same model without its head mechanisms."""
@@ -355,8 +374,8 @@ class ModelConfig:
             "kha",
             "moe_router_dtype",
             "gpt_model",
+            *ignored,
         }
-        skipped.update(ignored)
         settings = {}
         for item in fields(self):
             if item.name not in skipped:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kha_megatron.errors import ConfigError
@@ -17,22 +17,31 @@ def parse_pipeline_layout(text: str) -> tuple[str, ...]:
     >>> parse_pipeline_layout("Ett|(t|)*2L")
     ('Ett', 't', 't', 'L')
     """
-    plain = text.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        if any(int(found[1]) > MAX_LAYERS for found in re.findall(repeated, plain)):
+    symbols = text.replace(",", "")
+    for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        counts = [int(count) for _, count in re.findall(repetition, symbols)]
+        if any(count > MAX_LAYERS for count in counts):
             break
-        plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
-    if not set(plain) <= set("EtmL|"):
+        symbols = re.sub(repetition, _repeat, symbols)
+    if not set(symbols) <= set("EtmL|"):
         raise ValueError(
             "composed of E (embedding), t (layer), m (multi-token prediction), L (loss) and | "
             f"(stage separator), with at most {MAX_LAYERS} repetitions"
         )
-    return tuple(plain.split("|"))
+    return tuple(symbols.split("|"))
 
 
-def divisors(n: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})
+def _repeat(match: re.Match[str]) -> str:
+    symbols, count = match.groups()
+    return symbols * int(count)
+
+
+def divisors(number: int) -> list[int]:
+    divisors = set()
+    for candidate in range(1, math.isqrt(number) + 1):
+        if number % candidate == 0:
+            divisors |= {candidate, number // candidate}
+    return sorted(divisors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,19 +98,21 @@ class Layout:
 
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
-        given = read_arguments(cls, arguments)
+        layout = cls(world_size=world_size, **read_arguments(cls, arguments))
+        stages = layout.stages
         pattern = LayerPattern.parse(arguments.get("hybrid_layer_pattern") or "")
         if pattern and len(pattern.stages) > 1:
-            given["stages"] = tuple(count * "t" for count in pattern.stages)
-        if given["stages"] is not None:
-            given["vpp"] = len(given["stages"]) // given["pp"]
-        elif given["virtual_stage_layers"]:
-            extra = given["embedding_as_layer"] + given["loss_as_layer"]
-            layers = (arguments.get("num_layers") or 0) + extra
-            given["vpp"] = layers // given["pp"] // given["virtual_stage_layers"]
-        if (given["vpp"] or 1) == 1:
-            given["vpp"] = None
-        return cls(world_size=world_size, **given)
+            stages = tuple(count * "t" for count in pattern.stages)
+        vpp = layout.vpp
+        if stages is not None:
+            vpp = len(stages) // layout.pp
+        elif layout.virtual_stage_layers:
+            layers = arguments.get("num_layers") or 0
+            layers += layout.embedding_as_layer + layout.loss_as_layer
+            vpp = layers // layout.pp // layout.virtual_stage_layers
+        if vpp in (0, 1):
+            vpp = None
+        return replace(layout, stages=stages, vpp=vpp)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -140,29 +151,38 @@ class Layout:
 
     def _split(self, num_layers: int, chunks: int) -> list[list[int]]:
         if self.stages is not None:
-            words = [word.count("t") for word in self.stages]
-            return [words[c * self.pp : (c + 1) * self.pp] for c in range(chunks)]
+            stage_counts = [stage.count("t") for stage in self.stages]
+            counts = []
+            for chunk in range(chunks):
+                first = chunk * self.pp
+                counts.append(stage_counts[first : first + self.pp])
+            return counts
         if self.pp * chunks > num_layers + 2:  # 2 for the embedding and the loss
             return [[0]]
-        own = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
-        ends = {rank: layers for rank, layers in own.items() if layers is not None}
-        left = num_layers - sum(ends.values()) + self.embedding_as_layer + self.loss_as_layer
-        even = left // max(1, self.pp - len(ends))
-        counts = [
-            [ends.get(rank, even) // chunks for rank in range(self.pp)] for _ in range(chunks)
-        ]
+        ends: dict[int, int] = {}
+        if self.first_stage_layers is not None:
+            ends[0] = self.first_stage_layers
+        if self.last_stage_layers is not None:
+            ends[self.pp - 1] = self.last_stage_layers
+        remaining = num_layers - sum(ends.values())
+        remaining += self.embedding_as_layer + self.loss_as_layer
+        even = remaining // max(1, self.pp - len(ends))
+        chunk_counts = [ends.get(rank, even) // chunks for rank in range(self.pp)]
+        counts = [list(chunk_counts) for _ in range(chunks)]
         counts[0][0] -= self.embedding_as_layer
         counts[-1][-1] -= self.loss_as_layer
         return counts
 
     def stage_layers(self, num_layers: int, stage: int) -> list[list[int]]:
         """Layer indices on pipeline rank ``stage``, as one list per virtual stage."""
-        result, start = [], 0
+        chunks = []
+        chunk_start = 0
         for counts in self.chunk_layers(num_layers):
-            first = start + sum(counts[:stage])
-            result.append(list(range(first, first + counts[stage])))
-            start += sum(counts)
-        return result
+            first = chunk_start + sum(counts[:stage])
+            layers = range(first, first + counts[stage])
+            chunks.append(list(layers))
+            chunk_start += sum(counts)
+        return chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,14 +196,16 @@ class Batch:
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self | None:
         """Build the batch from Megatron's arguments. Returns None if sizes are missing."""
-        given = read_arguments(cls, arguments)
-        given["seq_length"] = given["seq_length"] or arguments.get("encoder_seq_length")
-        if not given["seq_length"] or not given["micro_batch_size"]:
+        sizes = read_arguments(cls, arguments)
+        if not sizes["seq_length"]:
+            sizes["seq_length"] = arguments.get("encoder_seq_length")
+        if not sizes["seq_length"] or not sizes["micro_batch_size"]:
             return None
         if arguments.get("decrease_batch_size_if_needed"):
-            given["global_batch_size"] = None  # Megatron rounds it
-        return cls(**given)
+            sizes["global_batch_size"] = None  # Megatron rounds it
+        return cls(**sizes)
 
     def microbatches(self, dp: int) -> int:
         assert self.global_batch_size is not None
-        return self.global_batch_size // (self.micro_batch_size * dp)
+        sequences = self.micro_batch_size * dp
+        return self.global_batch_size // sequences
