@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from kha_megatron.bridge.provider_fields import read_heads
 from kha_megatron.heads import Knock
 from kha_megatron.heads.config import INIT_SEED, HeadsConfig
 from kha_megatron.mcore.compat import bridge_imports
@@ -14,7 +15,7 @@ with bridge_imports():
     from torch.nn.functional import silu
 
     from kha_megatron.mcore.added_loss import LossScale
-    from kha_megatron.mcore.specs import Spec, kha_layer_spec
+    from kha_megatron.mcore.gpt import Spec, kha_layer_spec
 
 
 def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = None) -> Spec:
@@ -58,10 +59,12 @@ class KHAModelProvider(GPTModelProvider):
     kha_moh: dict[str, Any] | None = None
     kha_talking: dict[str, Any] | None = None
     kha_collaborative: dict[str, Any] | None = None
+    kha_others: dict[str, dict[str, Any]] | None = None
+    """Settings of head mechanisms from other packages and files by name."""
 
     @property
     def kha(self) -> HeadsConfig:
-        return HeadsConfig.from_entries(vars(self)) or HeadsConfig()
+        return read_heads(self)
 
     def finalize(self) -> None:
         _ = self.kha  # raises ConfigError for invalid settings

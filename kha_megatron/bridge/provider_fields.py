@@ -11,7 +11,9 @@ from torch.nn.functional import silu
 
 from kha_megatron.conversion.hf_configs import from_hf_config, to_hf_config
 from kha_megatron.errors import CheckpointError
-from kha_megatron.hf import KHAModelConfig, read_kha
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.heads.registry import mechanism_types, provider_of
+from kha_megatron.hf import KHAModelConfig
 from kha_megatron.model.config import MODEL_FIELDS
 from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
 
@@ -42,14 +44,30 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
                 "MQA and GQA with unscaled RoPE. Please use `kha-megatron convert` instead."
             )
     arguments = to_arguments(replace(model, gpt_model=True))
-    heads = model.kha.to_dict().items()
+    heads: dict[str, Any] = {}
+    others = {}
+    for name, value in model.kha.to_dict().items():
+        if name in mechanism_types() and provider_of(name):
+            others[name] = value
+        elif name not in _UNSUPPORTED:
+            heads[f"kha_{name}"] = value
+    if others:
+        heads["kha_others"] = others
     arguments.pop("moe_router_load_balancing_type", None)  # only for training
     named = (field for field in MODEL_FIELDS.values() if field.argument in arguments)
     return {field.attribute: arguments[field.argument] for field in named if field.attribute} | {
         **{name: arguments[name] for name in _SAME_NAME if name in arguments},
         "share_embeddings_and_output_weights": model.tied_embeddings,
-        **{f"kha_{name}": value for name, value in heads if name not in _UNSUPPORTED},
+        **heads,
     }
+
+
+def read_heads(provider: Any) -> HeadsConfig:
+    """Collect the ``kha_*`` fields of a provider."""
+    entries = dict(vars(provider))
+    for name, settings in (entries.get("kha_others") or {}).items():
+        entries[f"kha_{name}"] = settings
+    return HeadsConfig.from_entries(entries) or HeadsConfig()
 
 
 def provider_to_hf_config(provider: Any) -> KHAModelConfig:
@@ -58,7 +76,8 @@ def provider_to_hf_config(provider: Any) -> KHAModelConfig:
     for name, supported in expected.items():
         if (value := getattr(provider, name)) != supported:
             raise CheckpointError(f"{name}={value!r} is not supported for kha models.")
-    model = model_from_checkpoint(_arguments(provider), read_kha(provider), provider.vocab_size)
+    heads = read_heads(provider)
+    model = model_from_checkpoint(_arguments(provider), heads, provider.vocab_size)
     return to_hf_config(model, "kha")
 
 
