@@ -153,4 +153,6 @@ def _get_recompute(run: Run) -> Recompute:
     if granularity != "selective":
         return granularity or "none"
     modules = run.arguments.get("--recompute-modules", (_CORE_ATTENTION,))
-    return "selective" if _CORE_ATTENTION in modules else "none"
+    if _CORE_ATTENTION in modules:
+        return "selective"
+    return "none"
