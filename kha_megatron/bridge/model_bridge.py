@@ -80,7 +80,12 @@ class KHABridge(MegatronModelBridge):
                 "The Megatron model does not match the Hugging Face configuration: "
                 f"{', '.join(differing)}."
             )
-        tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
+        tasks = super().build_conversion_tasks(
+            hf_pretrained,
+            megatron_model,
+            *args,
+            **kwargs,
+        )
         mistakes = []
         for problem, names in self._unmatched_tensors(tasks, config).items():
             if names:
@@ -92,10 +97,19 @@ class KHABridge(MegatronModelBridge):
             )
         return tasks
 
-    def stream_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+    def stream_weights_megatron_to_hf(
+        self,
+        megatron_model: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         # Read the config again, because another bridge instance may have built the tasks.
         self._read_config(_as_list(megatron_model))
-        return super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs)
+        return super().stream_weights_megatron_to_hf(
+            megatron_model,
+            *args,
+            **kwargs,
+        )
 
     def build_adapter_conversion_tasks(
         self,
@@ -182,7 +196,10 @@ class KHABridge(MegatronModelBridge):
         weights: dict[str, Tensor],
         weight_dtype: torch.dtype | None,
     ) -> dict[str, Tensor]:
-        cast_weights = MegatronModelBridge._cast_export_weight_dtype(weights, weight_dtype)
+        cast_weights = MegatronModelBridge._cast_export_weight_dtype(
+            weights,
+            weight_dtype,
+        )
         for key, weight in weights.items():
             if key.endswith(CORRECTION_BIAS):
                 cast_weights[key] = weight

@@ -312,7 +312,11 @@ def gated(x: "Tensor", score: "Tensor", form: Form) -> "Tensor":
     return changed.to(x.dtype)
 
 
-def observe_gate(position: str, score: "Callable[[], Tensor]", ranks: Ranks) -> None:
+def observe_gate(
+    position: str,
+    score: "Callable[[], Tensor]",
+    ranks: Ranks,
+) -> None:
     """Log the mean gate score and the fraction of closed gates."""
     ranks.observe(f"gate-score/{position}", lambda: score().mean())
     ranks.observe(f"gate-shut/{position}", lambda: (score() < CLOSED_THRESHOLD).float().mean())

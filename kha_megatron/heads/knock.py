@@ -163,7 +163,10 @@ class Knock(Mechanism):
         return " ".join(settings)
 
 
-def initial_values(variant: Variant, init: Init = "identity") -> tuple[InitialValue, ...]:
+def initial_values(
+    variant: Variant,
+    init: Init = "identity",
+) -> tuple[InitialValue, ...]:
     """Return how to initialize each matrix. Gates start at zero since ``2 * sigmoid(0) = 1``."""
     if init == "random":
         return tuple("normal" for _ in MATRICES[variant])

@@ -214,7 +214,11 @@ class Mechanism:
         """
         return {}
 
-    def mix_logits(self, logits: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+    def mix_logits(
+        self,
+        logits: "Tensor",
+        weights: "Mapping[str, Tensor]",
+    ) -> "Tensor":
         """Change the attention logits of all heads, before masking (stage ``core`` only).
 
         Args:
@@ -222,7 +226,11 @@ class Mechanism:
         """
         return logits
 
-    def mix_scores(self, scores: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+    def mix_scores(
+        self,
+        scores: "Tensor",
+        weights: "Mapping[str, Tensor]",
+    ) -> "Tensor":
         """Like :meth:`mix_logits`, for the attention weights after the softmax."""
         return scores
 

@@ -292,7 +292,11 @@ class Routing(NamedTuple):
     chosen: "Tensor"  # [..., num_routed], 1 for active heads, else 0 (no gradient)
 
 
-def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -> Routing:
+def route(
+    scores: "Tensor",
+    moh: MixtureOfHeads,
+    iteration: int | None = None,
+) -> Routing:
     """Select and weight the heads of each token.
 
     Args:
@@ -329,7 +333,10 @@ def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -
         shared_weights = ones
         routed_factor = probabilities.new_ones(())
     if moh.quantized:  # equation 9, with the gradient of equation 5 without its threshold
-        continuous = torch.cat([shared_weights, probabilities * routed_factor], dim=-1)
+        continuous = torch.cat(
+            [shared_weights, probabilities * routed_factor],
+            dim=-1,
+        )
         weights = torch.cat([ones, chosen], dim=-1) + (continuous - continuous.detach())
         return Routing(weights, probabilities, chosen)
     routed_weights = probabilities * chosen
@@ -342,7 +349,11 @@ def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -
     return Routing(weights, probabilities, chosen)
 
 
-def _add_balance_loss(routing: Routing, moh: MixtureOfHeads, ranks: Ranks) -> "Tensor":
+def _add_balance_loss(
+    routing: Routing,
+    moh: MixtureOfHeads,
+    ranks: Ranks,
+) -> "Tensor":
     """Add the load-balancing loss (eq. 7 and 8) in the backward pass of the head weights."""
     frequency = ranks.token_mean(routing.chosen)
     mean_probabilities = routing.probabilities.flatten(0, -2).mean(0)

@@ -40,7 +40,12 @@ FILES_VARIABLE = "KHA_HEADS_FROM"
 observe_output_gate = partial(observe_gate, "output")
 """Logs the gate of ``--attention-output-gate``."""
 
-_OWN: tuple[type[Mechanism], ...] = (CollaborativeHeads, TalkingHeads, Gate, MixtureOfHeads)
+_OWN: tuple[type[Mechanism], ...] = (
+    CollaborativeHeads,
+    TalkingHeads,
+    Gate,
+    MixtureOfHeads,
+)
 _RESERVED = {
     *(field.name for field in fields(Knock)),
     "knock",

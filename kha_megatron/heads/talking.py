@@ -60,12 +60,20 @@ class TalkingHeads(Mechanism):
             for mixing in self.mixings
         )
 
-    def mix_logits(self, logits: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+    def mix_logits(
+        self,
+        logits: "Tensor",
+        weights: "Mapping[str, Tensor]",
+    ) -> "Tensor":
         if not self.pre:
             return logits
         return mix_heads(logits, weights["talking_pre"])
 
-    def mix_scores(self, scores: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+    def mix_scores(
+        self,
+        scores: "Tensor",
+        weights: "Mapping[str, Tensor]",
+    ) -> "Tensor":
         if not self.post:
             return scores
         return mix_heads(scores, weights["talking_post"])

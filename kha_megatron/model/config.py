@@ -87,7 +87,11 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(128, attribute=None)
     padded_vocab_size: int | None = flag(None, attribute=None)
     """Overrides the padded vocab size that we'd compute otherwise."""
-    max_position_embeddings: int | None = flag(None, attribute=None, hf="max_position_embeddings")
+    max_position_embeddings: int | None = flag(
+        None,
+        attribute=None,
+        hf="max_position_embeddings",
+    )
     position_embedding_type: str = flag("learned_absolute", attribute=None)
     rotary_base: float = flag(10000)
     rotary_percent: float = flag(1.0)
@@ -110,7 +114,11 @@ class ModelConfig:
     qk_layernorm: bool = flag(False, hf="use_qk_norm")
     qk_l2_norm: bool = flag(False)
     swiglu: bool = flag(False, attribute="gated_linear_unit")
-    add_bias_linear: bool = flag(True, "--disable-bias-linear", argument="add_bias_linear")
+    add_bias_linear: bool = flag(
+        True,
+        "--disable-bias-linear",
+        argument="add_bias_linear",
+    )
     add_qkv_bias: bool = flag(False, hf="attention_bias")
     attention_output_gate: bool = flag(False)
     untie_embeddings_and_output_weights: bool = flag(False, attribute=None)
@@ -151,7 +159,10 @@ class ModelConfig:
     normalizes_topk: bool = True
     """Whether the top-k router weights sum to 1 (``norm_topk_prob`` in Hugging Face). Not known
     from a command line."""
-    moe_router_topk_scaling_factor: float | None = flag(None, hf="routed_scaling_factor")
+    moe_router_topk_scaling_factor: float | None = flag(
+        None,
+        hf="routed_scaling_factor",
+    )
     moe_router_num_groups: int | None = flag(None, hf="n_group")
     """Number of expert groups for group-limited routing (DeepSeek-V3)."""
     moe_router_group_topk: int | None = flag(None, hf="topk_group")
@@ -353,7 +364,11 @@ class ModelConfig:
         kha = self.kha.without(*map(type, self.kha.mechanisms))
         return replace(self, kha=kha, attention_output_gate=False)
 
-    def differences(self, other: "ModelConfig", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+    def differences(
+        self,
+        other: "ModelConfig",
+        ignored: tuple[str, ...] = (),
+    ) -> dict[str, Any]:
         """Return ``{name: (ours, theirs)}`` for all settings with different values.
 
         Does not compare the vocab size, the model class in Megatron, the dtype of the router (stock

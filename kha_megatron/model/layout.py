@@ -67,7 +67,11 @@ class Layout:
     ep: int = flag(1, "--expert-model-parallel-size")
     etp: int | None = flag(None, "--expert-tensor-parallel-size")
     sequence_parallel: bool = flag(False)
-    overlap_p2p: bool = flag(True, "--no-overlap-p2p-communication", argument="overlap_p2p_comm")
+    overlap_p2p: bool = flag(
+        True,
+        "--no-overlap-p2p-communication",
+        argument="overlap_p2p_comm",
+    )
     microbatch_group: int | None = flag(
         None,
         "--microbatch-group-size-per-virtual-pipeline-stage",
@@ -83,7 +87,10 @@ class Layout:
         "--decoder-last-pipeline-num-layers",
         attribute="num_layers_in_last_pipeline_stage",
     )
-    embedding_as_layer: bool = flag(False, "--account-for-embedding-in-pipeline-split")
+    embedding_as_layer: bool = flag(
+        False,
+        "--account-for-embedding-in-pipeline-split",
+    )
     loss_as_layer: bool = flag(False, "--account-for-loss-in-pipeline-split")
     stages: tuple[str, ...] | None = flag(
         None,
@@ -94,10 +101,17 @@ class Layout:
     )
     """Custom pipeline layout. See :func:`parse_pipeline_layout`."""
     weight_shards: int | None = flag(None, "--tensor-parallel-num-weight-shards")
-    expert_weight_shards: int | None = flag(None, "--expert-tensor-parallel-num-weight-shards")
+    expert_weight_shards: int | None = flag(
+        None,
+        "--expert-tensor-parallel-num-weight-shards",
+    )
 
     @classmethod
-    def from_arguments(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
+    def from_arguments(
+        cls,
+        arguments: Mapping[str, Any],
+        world_size: int | None,
+    ) -> Self:
         layout = cls(world_size=world_size, **read_arguments(cls, arguments))
         stages = layout.stages
         pattern = LayerPattern.parse(arguments.get("hybrid_layer_pattern") or "")

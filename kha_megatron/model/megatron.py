@@ -150,7 +150,11 @@ def model_from_config(config: Any, kha: HeadsConfig | None = None) -> ModelConfi
     if kha is not None:
         settings["kha"] = kha
     if config.is_hybrid_model:
-        settings |= {"num_layers": None, "ffn_hidden_size": None, "mtp_num_layers": None}
+        settings |= {
+            "num_layers": None,
+            "ffn_hidden_size": None,
+            "mtp_num_layers": None,
+        }
     if config.pipeline_model_parallel_layout is not None:
         settings["num_layers"] = None
     return ModelConfig(**settings)
@@ -200,10 +204,18 @@ def _model_from_complete(
             raise KeyError(argument)
     if is_latent and args["q_lora_rank"] is None and args["qk_layernorm"]:
         # Megatron would then normalize the input of q_proj
-        raise _unsupported("q_lora_rank", None, "qk_layernorm requires compressed queries")
+        raise _unsupported(
+            "q_lora_rank",
+            None,
+            "qk_layernorm requires compressed queries",
+        )
     parsed = model_from_arguments(args, kha)
     if parsed is None:
-        raise _unsupported("num_layers", args["num_layers"], "expected at least one layer")
+        raise _unsupported(
+            "num_layers",
+            args["num_layers"],
+            "expected at least one layer",
+        )
     settings = STYLE | {name: getattr(parsed, name) for name in names}
     settings |= {
         "vocab_size": padded_vocab_size,
@@ -235,16 +247,28 @@ def _check_pattern(args: Mapping[str, Any]) -> None:
     if pattern is None:
         return
     if not isinstance(pattern, str) or LayerPattern.parse(pattern) is None:
-        raise _unsupported(_HYBRID, pattern, "expected attention alternating with - or E")
+        raise _unsupported(
+            _HYBRID,
+            pattern,
+            "expected attention alternating with - or E",
+        )
     if args.get("use_rope_scaling") and not _of_our_entry_point(args):
-        raise _unsupported("use_rope_scaling", True, "stock hybrid models ignore it")
+        raise _unsupported(
+            "use_rope_scaling",
+            True,
+            "stock hybrid models ignore it",
+        )
 
 
 def _check_router(args: Mapping[str, Any]) -> None:
     score = args["moe_router_score_function"]
     balancing = args["moe_router_load_balancing_type"]
     if score not in ("softmax", "sigmoid"):
-        raise _unsupported("moe_router_score_function", score, "expected softmax or sigmoid")
+        raise _unsupported(
+            "moe_router_score_function",
+            score,
+            "expected softmax or sigmoid",
+        )
     if balancing in ("sinkhorn", "quantile_balancing"):
         raise _unsupported(
             "moe_router_load_balancing_type",
@@ -301,13 +325,20 @@ def _of_our_entry_point(args: Mapping[str, Any]) -> bool:
 def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
     if args["position_embedding_type"] == "yarn":
         if args["rotary_percent"] != 1.0:  # ignored by Megatron
-            raise _unsupported("rotary_percent", args["rotary_percent"], "YaRN requires 1.0")
+            raise _unsupported(
+                "rotary_percent",
+                args["rotary_percent"],
+                "YaRN requires 1.0",
+            )
         yarn = Yarn(**_scaling_fields(args, Yarn))
         return yarn if yarn.factor != 1.0 else None
     return _llama3(args) if args.get("use_rope_scaling") else None
 
 
-def _scaling_fields(args: Mapping[str, Any], kind: type[RopeScaling]) -> dict[str, Any]:
+def _scaling_fields(
+    args: Mapping[str, Any],
+    kind: type[RopeScaling],
+) -> dict[str, Any]:
     """Return the fields of ``kind`` whose arguments are set."""
     settings = {}
     for field, argument in kind.arguments.items():
@@ -334,7 +365,11 @@ def _latent_yarn(args: Mapping[str, Any]) -> Yarn | None:
     if args.get("rope_type") == "rope":
         rotary_percent = args["rotary_percent"]
         if rotary_percent != 1.0:
-            raise _unsupported("rotary_percent", rotary_percent, "rope_type=rope requires 1.0")
+            raise _unsupported(
+                "rotary_percent",
+                rotary_percent,
+                "rope_type=rope requires 1.0",
+            )
         if factor > 1.0 and args["mscale_all_dim"]:  # would change the softmax scale
             raise _unsupported(
                 "mscale_all_dim",
@@ -408,7 +443,12 @@ def _scaling_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
-    names = (*_EXPERTS, *_GROUPS, "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
+    names = (
+        *_EXPERTS,
+        *_GROUPS,
+        "moe_ffn_hidden_size",
+        "moe_router_topk_scaling_factor",
+    )
     args: dict[str, Any] = {name: getattr(model, name) for name in names}
     if model.is_uniform:
         args["moe_layer_freq"] = 1

@@ -30,7 +30,11 @@ _SIZES = (
     "qk_pos_emb_head_dim",
     "v_head_dim",
 )
-_EXPERT_SIZES = ("num_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
+_EXPERT_SIZES = (
+    "num_experts",
+    "moe_ffn_hidden_size",
+    "moe_shared_expert_intermediate_size",
+)
 _OTHER_SIZES = (
     "moe_latent_size",
     "mamba_state_dim",
@@ -72,7 +76,12 @@ had another layout, it would even assign state silently to the wrong parameters.
 
 Checkpoint = Any
 """A ``MegatronCheckpoint`` or an ``HFCheckpoint``. Only the latter has a ``config``."""
-_ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # for tensor names, any size will do
+_ANY = HeadSizes(
+    query_heads=1,
+    kv_heads=1,
+    head_dim=1,
+)
+"""For tensor names, any size will do."""
 
 
 def read_kha_config(checkpoint: Checkpoint) -> HeadsConfig | None:
@@ -95,7 +104,11 @@ def read_kha_config(checkpoint: Checkpoint) -> HeadsConfig | None:
     return kha
 
 
-def check_same_heads(path: Path, stored: HeadsConfig | None, kha: HeadsConfig) -> None:
+def check_same_heads(
+    path: Path,
+    stored: HeadsConfig | None,
+    kha: HeadsConfig,
+) -> None:
     """Raise CheckpointError if a run is resumed with a different KHA config."""
     saved = stored or HeadsConfig()
     if saved.to_dict(start=False) != kha.to_dict(start=False):
@@ -108,7 +121,11 @@ def check_same_heads(path: Path, stored: HeadsConfig | None, kha: HeadsConfig) -
         )
 
 
-def check_same_tensors(path: Path, saved: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
+def check_same_tensors(
+    path: Path,
+    saved: Mapping[str, Any],
+    passed: Mapping[str, Any],
+) -> None:
     """Raise CheckpointError if a resumed model would have other tensors than its checkpoint.
 
     Args:
@@ -137,10 +154,19 @@ def check_same_tensors(path: Path, saved: Mapping[str, Any], passed: Mapping[str
         _check_value(path, "--mtp-num-layers", saved_predictions, predictions)
     positions = _learned_positions(now)
     if positions:
-        _check_value(path, "--max-position-embeddings", _learned_positions(before), positions)
+        _check_value(
+            path,
+            "--max-position-embeddings",
+            _learned_positions(before),
+            positions,
+        )
 
 
-def check_same_optimizer(path: Path, saved: Mapping[str, Any], passed: Mapping[str, Any]) -> None:
+def check_same_optimizer(
+    path: Path,
+    saved: Mapping[str, Any],
+    passed: Mapping[str, Any],
+) -> None:
     """Raise CheckpointError if Megatron cannot load the optimizer state into this optimizer.
 
     Args:
@@ -257,7 +283,12 @@ def _check_sizes(path: Path, before: ModelConfig, now: ModelConfig) -> None:
                 old = getattr(before, field.name)
                 new = getattr(now, field.name)
                 _check_value(path, field.flag, old, new)
-    _check_value(path, "--hybrid-layer-pattern", _main_layers(before), _main_layers(now))
+    _check_value(
+        path,
+        "--hybrid-layer-pattern",
+        _main_layers(before),
+        _main_layers(now),
+    )
 
 
 def _switches(model: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, bool]:

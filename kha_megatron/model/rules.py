@@ -91,7 +91,11 @@ def check_attention(arguments: Mapping[str, Any], kha: HeadsConfig) -> None:
         )
 
 
-def check_layout(model: ModelConfig, layout: Layout, batch: Batch | None = None) -> None:
+def check_layout(
+    model: ModelConfig,
+    layout: Layout,
+    batch: Batch | None = None,
+) -> None:
     """Check that all sizes are divisible as needed, e.g. attention heads by TP ranks."""
     shards = {
         "--tensor-parallel": (layout.weight_shards, layout.tp),
@@ -185,13 +189,25 @@ def _list_divided_sizes(
     if layout.world_size is not None:
         dense = {"tensor": layout.tp, "context": layout.cp}
         experts = {"expert-tensor": layout.expert_tp, "expert": layout.ep}
-        yield _DividedSize("The number of ranks", layout.world_size, dense | pipeline)
-        yield _DividedSize("The number of ranks", layout.world_size, experts | pipeline)
+        yield _DividedSize(
+            "The number of ranks",
+            layout.world_size,
+            dense | pipeline,
+        )
+        yield _DividedSize(
+            "The number of ranks",
+            layout.world_size,
+            experts | pipeline,
+        )
         if batch and batch.global_batch_size is not None:
             factors = {"--micro-batch-size": batch.micro_batch_size, _REPLICAS: layout.dp}
             if layout.vpp and layout.microbatch_group is None:
                 factors |= pipeline
-            yield _DividedSize("--global-batch-size", batch.global_batch_size, factors)
+            yield _DividedSize(
+                "--global-batch-size",
+                batch.global_batch_size,
+                factors,
+            )
     yield from _list_attention_sizes(model, layout)
     yield from _list_mlp_sizes(model, layout)
     tensor = {"tensor-parallel ranks": layout.tp}
@@ -206,11 +222,18 @@ def _fp8_factors(model: ModelConfig) -> dict[str, int]:
     return {"for FP8": 32 if model.fp8_recipe == "mxfp8" else 16}
 
 
-def _list_attention_sizes(model: ModelConfig, layout: Layout) -> Iterator[_DividedSize]:
+def _list_attention_sizes(
+    model: ModelConfig,
+    layout: Layout,
+) -> Iterator[_DividedSize]:
     heads = model.num_attention_heads
     tensor = {"tensor-parallel ranks": layout.tp}
     latent_heads = {"latent heads": model.latent_heads}
-    yield _DividedSize("--num-attention-heads", heads, {"key/value heads": model.num_query_groups})
+    yield _DividedSize(
+        "--num-attention-heads",
+        heads,
+        {"key/value heads": model.num_query_groups},
+    )
     yield _DividedSize("--num-attention-heads", heads, latent_heads)
     if model.multi_latent_attention:
         yield _DividedSize("--kv-lora-rank", model.kv_lora_rank, latent_heads)
@@ -218,16 +241,28 @@ def _list_attention_sizes(model: ModelConfig, layout: Layout) -> Iterator[_Divid
         if model.transformer_impl != "transformer_engine" or model.mla_down_proj_fusion:
             yield _DividedSize("--q-lora-rank", model.q_lora_rank or 0, tensor)
             rows = model.kv_lora_rank + model.qk_pos_emb_head_dim
-            yield _DividedSize("--kv-lora-rank plus --qk-pos-emb-head-dim", rows, tensor)
+            yield _DividedSize(
+                "--kv-lora-rank plus --qk-pos-emb-head-dim",
+                rows,
+                tensor,
+            )
     else:
         factors = tensor
         if model.kha.rows(model.head_sizes):
             factors = tensor | _fp8_factors(model)
-        yield _DividedSize("The number of rows of the QKV projection", model.qkv.rows, factors)
+        yield _DividedSize(
+            "The number of rows of the QKV projection",
+            model.qkv.rows,
+            factors,
+        )
     if model.kha.attention == "gta":
         factors = {"for RoPE on half of each key": 4}
         yield _DividedSize("--kv-channels", model.kv_channels, factors)
-    yield _DividedSize("--kv-channels", model.head_dim, {"for FP8": 16 if model.fp8 else 1})
+    yield _DividedSize(
+        "--kv-channels",
+        model.head_dim,
+        {"for FP8": 16 if model.fp8 else 1},
+    )
 
 
 def _list_mlp_sizes(model: ModelConfig, layout: Layout) -> Iterator[_DividedSize]:
@@ -238,8 +273,16 @@ def _list_mlp_sizes(model: ModelConfig, layout: Layout) -> Iterator[_DividedSize
         yield _DividedSize("--ffn-hidden-size", model.dense_width, tensor | fp8)
     if model.experts:
         expert_tensor = {"expert-tensor-parallel ranks": layout.expert_tp}
-        yield _DividedSize("--moe-ffn-hidden-size", model.expert_width, expert_tensor | fp8)
-    yield _DividedSize("--moe-shared-expert-intermediate-size", model.shared_width, tensor)
+        yield _DividedSize(
+            "--moe-ffn-hidden-size",
+            model.expert_width,
+            expert_tensor | fp8,
+        )
+    yield _DividedSize(
+        "--moe-shared-expert-intermediate-size",
+        model.shared_width,
+        tensor,
+    )
     expert_ranks = {"expert-parallel ranks": layout.ep}
     yield _DividedSize("--num-experts", model.experts or 1, expert_ranks)
 
@@ -259,4 +302,8 @@ def _list_batch_sizes(
     if model.fp8:  # Transformer Engine pads the tokens of experts only
         tokens = batch.micro_batch_size * batch.seq_length
         block = {"for FP8": 32 if model.fp8_recipe == "mxfp8" else 8}
-        yield _DividedSize("The number of tokens of a microbatch", tokens, factors | block)
+        yield _DividedSize(
+            "The number of tokens of a microbatch",
+            tokens,
+            factors | block,
+        )

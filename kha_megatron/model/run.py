@@ -47,7 +47,11 @@ class Training:
     lr_warmup_iters: int = _option(0, least=0)
     lr_warmup_init: float = _option(0.0)
     optimizer: str = _option("adam")
-    muon_split_qkv: bool = _option(True, "--muon-no-split-qkv", argument="muon_split_qkv")
+    muon_split_qkv: bool = _option(
+        True,
+        "--muon-no-split-qkv",
+        argument="muon_split_qkv",
+    )
     adam_beta1: float = _option(0.9)
     adam_beta2: float = _option(0.999)
     weight_decay: float = _option(0.01)
@@ -117,7 +121,11 @@ class HeadOptions:
     kha_init_seed: int = _option(INIT_SEED, least=-(2**63))
     kha_attention: str | None = _option(None)
     kha_latent_heads: int = _option(LATENT_HEADS)
-    kha_heads: tuple[str, ...] | None = _option(None, "--heads", argument="kha_heads")
+    kha_heads: tuple[str, ...] | None = _option(
+        None,
+        "--heads",
+        argument="kha_heads",
+    )
     kha_heads_from: tuple[str, ...] | None = _option(
         None,
         "--heads-from",
@@ -125,7 +133,13 @@ class HeadOptions:
     )
 
 
-TABLE: tuple[Field, ...] = declared_fields(ModelConfig, Layout, Batch, Training, HeadOptions)
+TABLE: tuple[Field, ...] = declared_fields(
+    ModelConfig,
+    Layout,
+    Batch,
+    Training,
+    HeadOptions,
+)
 """Every argument that this package reads or writes."""
 
 HEAD_FIELDS = declared_fields(HeadOptions)

@@ -122,7 +122,11 @@ class Parameters:
         return self.dense + self.experts
 
 
-def count_parameters(model: ModelConfig, layout: Layout, stage: int = 0) -> Parameters:
+def count_parameters(
+    model: ModelConfig,
+    layout: Layout,
+    stage: int = 0,
+) -> Parameters:
     """Count the parameters on a rank of the given pipeline stage.
 
     Note that this does not support MLA, GLA or GTA with TP > 1.

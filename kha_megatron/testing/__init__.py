@@ -35,7 +35,12 @@ _TAKEN = {
 """Modules of ``self_attn`` in our Hugging Face model."""
 
 
-def check_mechanism(mechanism: type[Mechanism], *, smooth: bool = True, **settings: Any) -> None:
+def check_mechanism(
+    mechanism: type[Mechanism],
+    *,
+    smooth: bool = True,
+    **settings: Any,
+) -> None:
     """Check all rules that a mechanism must follow. Takes less than a minute on two CPU cores.
 
     We check the declarations, the initial values, gradients against finite differences, TP sizes 1,
@@ -59,7 +64,13 @@ def check_mechanism(mechanism: type[Mechanism], *, smooth: bool = True, **settin
     kha = HeadsConfig(mechanism_types()[mechanism.name](**settings))
     _raise_first(_find_wrong_declarations(kha))
     with tempfile.TemporaryDirectory(prefix="kha-check-") as scratch:
-        request = json.dumps({"kha": kha.to_dict(), "smooth": smooth, "scratch": scratch})
+        request = json.dumps(
+            {
+                "kha": kha.to_dict(),
+                "smooth": smooth,
+                "scratch": scratch,
+            }
+        )
         mistake = _check_layouts(request)
         if mistake is not None:
             raise AssertionError(mistake)

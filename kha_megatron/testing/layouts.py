@@ -106,7 +106,12 @@ def find_mistakes(kha: HeadsConfig, scratch: Path, smooth: bool) -> Iterator[str
         for result in results:
             yield from result.mistakes
         expected = unsharded.setdefault(layout.groups, results[0].shards)
-        yield from _compare(kha, layout, [result.shards for result in results], expected)
+        yield from _compare(
+            kha,
+            layout,
+            [result.shards for result in results],
+            expected,
+        )
 
 
 def _explain_failure(kha: HeadsConfig, layout: Layout, error: str) -> str:
@@ -236,7 +241,10 @@ def _run(
     return [results[rank] for rank in range(layout.tp)]
 
 
-def _collect_results(folder: Path, ranks: int) -> tuple[dict[int, RankResult], list[str]]:
+def _collect_results(
+    folder: Path,
+    ranks: int,
+) -> tuple[dict[int, RankResult], list[str]]:
     """Wait until all ranks have a result, or one of them has an error. Return both."""
     results: dict[int, RankResult] = {}
     errors: list[str] = []
@@ -296,7 +304,13 @@ def _run_layer(
     offset = (first_token, 0, 0)
     shards["output", ""] = Shard(offset, output.detach())
     shards["input gradient", ""] = Shard(offset, hidden.grad)
-    mistakes += _find_wrong_masking(layout, layer, output.detach(), hidden.detach(), rotary)
+    mistakes += _find_wrong_masking(
+        layout,
+        layer,
+        output.detach(),
+        hidden.detach(),
+        rotary,
+    )
     if layout.tp == 1:
         mistakes += _find_dependent_tokens(layer, rotary)
         mistakes += _find_missing_effects(kha, layout, layer, rotary)
@@ -312,7 +326,11 @@ def _run_layer(
 def _randomize(layer: Any) -> None:
     generator = torch.Generator().manual_seed(_RANDOM)
     for name, parameter in layer.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        noise = torch.randn(
+            parameter.shape,
+            generator=generator,
+            dtype=torch.float64,
+        )
         mean = 1 if "layernorm" in name else 0
         parameter.copy_(0.4 * noise + mean)
 
@@ -389,7 +407,11 @@ def _shards(check: str, layer: Any) -> Shards:
     return shards
 
 
-def _find_inexact_start(kha: HeadsConfig, layout: Layout, layer: Any) -> Iterator[str]:
+def _find_inexact_start(
+    kha: HeadsConfig,
+    layout: Layout,
+    layer: Any,
+) -> Iterator[str]:
     """Compare outputs at initialization with those of plain attention, if they must be equal."""
     if not all(mechanism.is_exact_at_start for mechanism in kha.mechanisms):
         return
@@ -412,7 +434,11 @@ def _find_inexact_start(kha: HeadsConfig, layout: Layout, layer: Any) -> Iterato
         )
 
 
-def _find_wrong_derivatives(kha: HeadsConfig, layer: Any, options: dict[str, Any]) -> Iterator[str]:
+def _find_wrong_derivatives(
+    kha: HeadsConfig,
+    layer: Any,
+    options: dict[str, Any],
+) -> Iterator[str]:
     """Compare gradients with finite differences of the loss, without auxiliary losses."""
     hidden, upstream = _inputs()
 
@@ -526,7 +552,11 @@ def _find_missing_effects(
 
 
 @torch.no_grad()
-def _find_wrong_decoding(layout: Layout, layer: Any, options: dict[str, Tensor]) -> list[str]:
+def _find_wrong_decoding(
+    layout: Layout,
+    layer: Any,
+    options: dict[str, Tensor],
+) -> list[str]:
     from megatron.core.inference.contexts import StaticInferenceContext
 
     length = 7

@@ -185,7 +185,11 @@ def _(
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+def _save_inputs(
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor, str],
+    output: Tensor,
+) -> None:
     x, weight, ctx.variant = inputs
     ctx.save_for_backward(x, weight)
 

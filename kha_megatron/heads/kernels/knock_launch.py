@@ -133,7 +133,10 @@ def _launch(
         if kernel == "backward_weight":
             blocks = triton.cdiv(head_dim, tile.columns)
             splits = min(programs, max(1, processors(weight.device) // blocks))
-            partials = weight.new_empty((splits, *weight.shape), dtype=torch.float32)
+            partials = weight.new_empty(
+                (splits, *weight.shape),
+                dtype=torch.float32,
+            )
             x, dy = arguments
             grid = (splits, blocks)
             function[grid](
@@ -147,7 +150,13 @@ def _launch(
             return partials
         *sources, target = arguments
         grid = (programs,)
-        function[grid](*chain.from_iterable(sources), weight, *target, count, **options)
+        function[grid](
+            *chain.from_iterable(sources),
+            weight,
+            *target,
+            count,
+            **options,
+        )
     return None
 
 

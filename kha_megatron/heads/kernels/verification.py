@@ -20,7 +20,11 @@ from kha_megatron.heads.kernels.rows import Strides, strides_of
 from kha_megatron.heads.kernels.tilings import Kernel, architecture, tiling
 from kha_megatron.heads.knock import MATRICES, Variant
 
-MAX_RELATIVE_ERROR = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-4}
+MAX_RELATIVE_ERROR = {
+    torch.bfloat16: 2e-2,
+    torch.float16: 4e-3,
+    torch.float32: 1e-4,
+}
 """Maximum relative error (by norm) per row or matrix. This leaves room for a few rounding errors,
 even in the worst of many rows."""
 
@@ -154,7 +158,12 @@ class KnockCase:
             buffer = torch.randn(length, generator=generator, device=self.device)
             return buffer.to(self.dtype).as_strided(sizes, strides, start)
         values = torch.randn(sizes, generator=generator, device=self.device)
-        buffer = torch.full((length,), math.nan, dtype=self.dtype, device=self.device)
+        buffer = torch.full(
+            (length,),
+            math.nan,
+            dtype=self.dtype,
+            device=self.device,
+        )
         return buffer.as_strided(sizes, strides, start).copy_(values)
 
 
