@@ -166,11 +166,10 @@ class Layout:
     def _split(self, num_layers: int, chunks: int) -> list[list[int]]:
         if self.stages is not None:
             stage_counts = [stage.count("t") for stage in self.stages]
-            counts = []
-            for chunk in range(chunks):
-                first = chunk * self.pp
-                counts.append(stage_counts[first : first + self.pp])
-            return counts
+            return [
+                stage_counts[first : first + self.pp]
+                for first in range(0, chunks * self.pp, self.pp)
+            ]
         if self.pp * chunks > num_layers + 2:  # 2 for the embedding and the loss
             return [[0]]
         ends: dict[int, int] = {}

@@ -337,11 +337,11 @@ def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
 
 def _scaling_fields(
     args: Mapping[str, Any],
-    kind: type[RopeScaling],
+    scaling_type: type[RopeScaling],
 ) -> dict[str, Any]:
-    """Return the fields of ``kind`` whose arguments are set."""
+    """Return the fields of ``scaling_type`` whose arguments are set."""
     settings = {}
-    for field, argument in kind.arguments.items():
+    for field, argument in scaling_type.arguments.items():
         if args.get(argument) is not None:
             settings[field] = args[argument]
     return settings
@@ -496,8 +496,13 @@ def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
     if args.get("kha_attention") == "gta":  # checked by our entry point before loading
         names += ("position_embedding_type", "rotary_percent")
     for name in names:
-        flag = MODEL_FIELDS[name].flag if name in MODEL_FIELDS else f"--{name.replace('_', '-')}"
         value = args.get(name)
-        if value is not None and value is not False:
-            words += [flag] if value is True else [flag, str(value)]
+        if value is None or value is False:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if name in MODEL_FIELDS:
+            flag = MODEL_FIELDS[name].flag
+        words.append(flag)
+        if value is not True:
+            words.append(str(value))
     return words

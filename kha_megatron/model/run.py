@@ -254,18 +254,45 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
     return arguments
 
 
-def _rescale(
-    name: str,
-    base: str,
-    new: Mapping[str, Argument],
+def _find_excluded(
     old: Mapping[str, Argument],
-) -> Any:
-    """Return the argument ``name`` such that its ratio to ``base`` does not change."""
-    value = old[name].value
-    old_base = old[base].value
+    new: Mapping[str, Argument],
+) -> dict[str, str]:
+    """Return the old arguments that new ones exclude, and the flags of the latter."""
+    excluding_flags = {}
+    for name, argument in new.items():
+        for excluded in _excluded_by(name, argument.value):
+            if excluded in old and excluded not in new:
+                excluding_flags[excluded] = argument.flag
+    return excluding_flags
+
+
+def _dependent_values(
+    old: Mapping[str, Argument],
+    new: Mapping[str, Argument],
+) -> dict[str, Any]:
+    """Return the values that follow from new values of other arguments."""
+    values = {}
+    for name, base in (("min_lr", "lr"), ("lr_warmup_iters", "train_iters")):
+        if name in old and base in old and base in new:
+            values[name] = _rescale(
+                old[name].value,
+                old[base].value,
+                new[base].value,
+            )
+    if "save_interval" in new and "save_retain_interval" in old:
+        interval = new["save_interval"].value
+        if interval >= 1:  # Megatron requires a multiple
+            multiple = max(1, old["save_retain_interval"].value // interval)
+            values["save_retain_interval"] = multiple * interval
+    return values
+
+
+def _rescale(value: Any, old_base: Any, new_base: Any) -> Any:
+    """Change a value such that its ratio to another one remains the same."""
     if not old_base:
         return value
-    scaled = value * new[base].value / old_base
+    scaled = value * new_base / old_base
     return int(scaled) if isinstance(value, int) else float(f"{scaled:.6g}")
 
 
@@ -299,24 +326,12 @@ class Run:
             is_removed = name in values and name not in new
             if not is_removed:
                 old[name] = argument
-        excluding_flags = {}
-        for name, argument in new.items():
-            for excluded in _excluded_by(name, argument.value):
-                if excluded in old and excluded not in new:
-                    excluding_flags[excluded] = argument.flag
         dropped = list(self.dropped)
-        for name, excluding_flag in excluding_flags.items():
-            dropped.append(f"{old.pop(name).flag}: excluded by {excluding_flag}")
-        for name, base in (("min_lr", "lr"), ("lr_warmup_iters", "train_iters")):
-            if base in new and name not in new and base in old and name in old:
-                new |= as_arguments(**{name: _rescale(name, base, new, old)})
-        retained = old.get("save_retain_interval")
-        if "save_interval" in new and "save_retain_interval" not in new and retained:
-            interval = new["save_interval"].value
-            if interval >= 1:  # Megatron requires a multiple
-                multiple = max(1, retained.value // interval)
-                new |= as_arguments(save_retain_interval=multiple * interval)
-        return replace(self, explicit=old | new, dropped=tuple(dropped))
+        for name, excluding_flag in _find_excluded(old, new).items():
+            dropped.append(f"{old[name].flag}: excluded by {excluding_flag}")
+            del old[name]
+        dependent = as_arguments(**_dependent_values(old, new))
+        return replace(self, explicit=old | dependent | new, dropped=tuple(dropped))
 
     def with_defaults(self, **values: Any) -> Self:
         """Return a copy that uses these values for all arguments that are not set."""

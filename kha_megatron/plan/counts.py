@@ -342,20 +342,22 @@ def compute_flops(model: ModelConfig, length: int) -> Flops:
             skippable += mechanism.for_layer(layer).costs(sizes)
     attention = count_attention(model)
     costs = model.kha.costs(sizes)
-    padding_flops = 2 * hidden * count_padding_rows(model)
-    kha_token_flops = costs.flops + padding_flops + length * costs.pair_flops
+    kha_token_flops = costs.flops
+    kha_token_flops += 2 * hidden * count_padding_rows(model)
+    kha_token_flops += length * costs.pair_flops
     logits = hidden * model.padded_vocab(1)
-    logit_tokens = length * (1 + len(predictions))
     prediction_tokens = length * len(predictions)
+    logit_tokens = length + prediction_tokens
     layer_tokens = length * len(layers)
+    pairs = layer_tokens * length
     return Flops(
         projections=2 * layer_tokens * attention.weights,
-        scores=2 * layer_tokens * length * attention.pair,
+        scores=2 * pairs * attention.pair,
         mlp=2 * length * mlp,
         router=2 * length * router,
         kha=layer_tokens * kha_token_flops,
         logits=2 * logit_tokens * logits,
-        prediction=2 * prediction_tokens * 2 * hidden**2,
+        prediction=4 * prediction_tokens * hidden**2,
         skippable_projections=length * skippable.skippable_flops,
         skippable_scores=length**2 * skippable.skippable_pair_flops,
     )

@@ -22,6 +22,7 @@ from kha_megatron.heads.kernels.tiles import (
     knock_tile,
     load_rows,
     load_weights,
+    pointers,
     store_matrix,
     store_rows,
 )
@@ -228,7 +229,8 @@ def sum_partials(PARTIAL, DW, S, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     for first in range(0, S, SPLITS):
         s = first + tl.arange(0, SPLITS)
         inside = (s < S)[:, None] & (i < N)[None, :]
-        source = PARTIAL + s[:, None] * N + i[None, :]
+        source = pointers(PARTIAL, s, i, N)
         partials = tl.load(source, mask=inside, other=0.0)
         total += tl.sum(partials, 0)
-    tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < N)
+    total = total.to(DW.dtype.element_ty)
+    tl.store(DW + i, total, mask=i < N)

@@ -104,21 +104,21 @@ def store_rows(X, tile, first, count, j, heads, token, head, D: tl.constexpr):
 
 
 @triton.jit
-def matrix_offsets(rows, columns, D: tl.constexpr):
-    return rows[:, None] * D + columns[None, :]
+def pointers(W, rows, columns, row_size):
+    return W + rows[:, None] * row_size + columns[None, :]
 
 
 @triton.jit
 def load_matrix(W, rows, columns, D: tl.constexpr):
     inside = is_inside(rows, columns, D, D)
-    source = W + matrix_offsets(rows, columns, D)
+    source = pointers(W, rows, columns, D)
     return tl.load(source, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_matrix(W, rows, columns, value, D: tl.constexpr):
     inside = is_inside(rows, columns, D, D)
-    target = W + matrix_offsets(rows, columns, D)
+    target = pointers(W, rows, columns, D)
     tl.store(target, value, mask=inside)
 
 

@@ -78,9 +78,10 @@ class KnockCase:
         x, weight, dy = self._draw_inputs(kernels.processors(self.device))
         freed = [torch.full_like(tensor, math.nan) for tensor in (dy, dy, weight)]
         del freed  # so that unwritten outputs are NaN
-        y = kernels.knock_forward(x, weight, self.variant)
-        dx = kernels.knock_backward_input(x, dy, weight, self.variant)
-        dw = kernels.knock_backward_weight(x, dy, weight, self.variant)
+        variant = self.variant
+        y = kernels.knock_forward(x, weight, variant)
+        dx = kernels.knock_backward_input(x, dy, weight, variant)
+        dw = kernels.knock_backward_weight(x, dy, weight, variant)
 
         exact_weight = weight.double()
         expected_dw = torch.zeros_like(exact_weight)
@@ -92,12 +93,12 @@ class KnockCase:
             chunk = slice(start, start + step)
             inputs = x[chunk].double()
             upstream = dy[chunk].double()
-            expected_y = knocking.knock(inputs, exact_weight, self.variant)
+            expected_y = knocking.knock(inputs, exact_weight, variant)
             expected_dx, chunk_dw = knocking.gradients(
                 inputs,
                 upstream,
                 exact_weight,
-                self.variant,
+                variant,
             )
             expected_dw += chunk_dw
             y_comparison.add(y[chunk], expected_y)
@@ -117,8 +118,9 @@ class KnockCase:
         rows_at_once = 0
         for kernel in get_args(Kernel):
             tile = tiling(kernel, self.variant, self.head_dim, self.dtype, arch)
+            programs = processors * tile.per_processor
             largest_tile = max(largest_tile, tile.rows)
-            rows_at_once = max(rows_at_once, processors * tile.per_processor * tile.rows)
+            rows_at_once = max(rows_at_once, programs * tile.rows)
         rows = rows_at_once + largest_tile + 1
         tokens = -(-rows // self.strides.heads) | 1  # odd, so that the last tile is not full
         x = self._draw_rows(tokens, generator)
@@ -178,8 +180,10 @@ class _Comparison:
 
     def add(self, actual: Tensor, expected: Tensor) -> None:
         norms = expected.norm(dim=-1).clamp_min(1e-30)
-        errors = (actual.double() - expected).norm(dim=-1) / norms
-        self.largest_errors.append(errors.nan_to_num(nan=math.inf).max())
+        differences = actual.double() - expected
+        errors = differences.norm(dim=-1) / norms
+        errors = errors.nan_to_num(nan=math.inf)
+        self.largest_errors.append(errors.max())
         self.products.append((actual * expected).sum())
         self.squares.append(expected.square().sum())
 
