@@ -415,7 +415,10 @@ class KHAConfig:
         return HeadsConfig.from_dict(settings)
 
 
-def _select(settings: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+def _select(
+    settings: Mapping[str, Any],
+    names: Iterable[str],
+) -> dict[str, Any]:
     return {name: settings[name] for name in names if name in settings}
 
 

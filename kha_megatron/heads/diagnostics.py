@@ -52,7 +52,10 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
     return torch.stack(statistics, dim=1)
 
 
-def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
+def diagnose(
+    weight: Tensor,
+    variant: Variant,
+) -> Iterator[MatrixDiagnostics]:
     statistics = measure(weight, variant).tolist()
     for matrix, numbers in zip(MATRICES[variant], statistics, strict=True):
         yield MatrixDiagnostics(matrix, *numbers)

@@ -177,7 +177,10 @@ def _complete(item: Any, hint: Any) -> Field:
     )
 
 
-def read_arguments(owner: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def read_arguments(
+    owner: type,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
     """Read the fields of a dataclass from Megatron's arguments (or use their defaults)."""
     values = {}
     for declared in declared_fields(owner):

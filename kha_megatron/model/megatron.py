@@ -139,7 +139,10 @@ def _layers_of_pattern(pattern: LayerPattern | None) -> dict[str, Any]:
     }
 
 
-def model_from_config(config: Any, kha: HeadsConfig | None = None) -> ModelConfig:
+def model_from_config(
+    config: Any,
+    kha: HeadsConfig | None = None,
+) -> ModelConfig:
     """Describe the model of a ``TransformerConfig``, which has no vocab size.
 
     ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
@@ -277,7 +280,10 @@ def _check_router(args: Mapping[str, Any]) -> None:
         )
 
 
-def _router_settings(args: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+def _router_settings(
+    args: Mapping[str, Any],
+    model: ModelConfig,
+) -> dict[str, Any]:
     """Return the settings of experts that depend on several arguments."""
     # Sigmoid scores are only normalized for top-k > 1. Softmax comes after top-k (so weights sum
     # to 1), unless moe_router_pre_softmax is set.

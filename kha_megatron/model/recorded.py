@@ -291,7 +291,10 @@ def _check_sizes(path: Path, before: ModelConfig, now: ModelConfig) -> None:
     )
 
 
-def _switches(model: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, bool]:
+def _switches(
+    model: ModelConfig,
+    arguments: Mapping[str, Any],
+) -> dict[str, bool]:
     """Return which of the flags are set that add tensors to a model, or remove some."""
     switches = {}
     for field in declared_fields(ModelConfig):
@@ -308,7 +311,10 @@ def _switches(model: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, boo
     return switches
 
 
-def _prediction_layers(model: ModelConfig, arguments: Mapping[str, Any]) -> int:
+def _prediction_layers(
+    model: ModelConfig,
+    arguments: Mapping[str, Any],
+) -> int:
     """Return the number of layers for multi-token prediction that have their own weights."""
     pattern = model.hybrid_layer_pattern or ""
     predictions = pattern.count("/") or model.predictions

@@ -265,7 +265,10 @@ def _list_attention_sizes(
     )
 
 
-def _list_mlp_sizes(model: ModelConfig, layout: Layout) -> Iterator[_DividedSize]:
+def _list_mlp_sizes(
+    model: ModelConfig,
+    layout: Layout,
+) -> Iterator[_DividedSize]:
     tensor = {"tensor-parallel ranks": layout.tp}
     fp8 = _fp8_factors(model)
     yield _DividedSize("--hidden-size", model.hidden_size, fp8)

@@ -308,7 +308,12 @@ class Run:
     """Recipe flags that conflict with the user's arguments, and why."""
 
     @classmethod
-    def from_values(cls, *, vocab_size: int | None = None, **values: Any) -> Self:
+    def from_values(
+        cls,
+        *,
+        vocab_size: int | None = None,
+        **values: Any,
+    ) -> Self:
         """Build a run from keyword arguments with Megatron's names, e.g. ``num_layers=4``."""
         return cls(explicit=as_arguments(**values), vocab_size=vocab_size)
 

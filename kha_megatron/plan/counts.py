@@ -199,7 +199,11 @@ def _count_kha_tensors(model: ModelConfig, tp: int) -> int:
     return parameters
 
 
-def _count_embeddings(model: ModelConfig, layout: Layout, stage: int) -> int:
+def _count_embeddings(
+    model: ModelConfig,
+    layout: Layout,
+    stage: int,
+) -> int:
     """Count the parameters of the embedding and the output layer on a rank of this stage."""
     rows = model.padded_vocab(layout.tp) // layout.tp
     table = rows * model.hidden_size

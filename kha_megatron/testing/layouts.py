@@ -94,7 +94,11 @@ _MESSAGES = {
 }
 
 
-def find_mistakes(kha: HeadsConfig, scratch: Path, smooth: bool) -> Iterator[str]:
+def find_mistakes(
+    kha: HeadsConfig,
+    scratch: Path,
+    smooth: bool,
+) -> Iterator[str]:
     """Yield a message for each broken rule."""
     unsharded: dict[int, Shards] = {}
     for requested_layout in (*UNSHARDED, *SHARDED):
@@ -164,7 +168,11 @@ def _compare(
             yield message.format(name=title, layout=layout, why=difference)
 
 
-def _explain(tensor: HeadTensor, shards: list[Shard], expected: Tensor) -> str:
+def _explain(
+    tensor: HeadTensor,
+    shards: list[Shard],
+    expected: Tensor,
+) -> str:
     """Explain how gradients on TP ranks differ from the expected gradient."""
     if len({shard.offset for shard in shards}) > 1:
         return "its shards differ from those of one rank"
@@ -186,7 +194,11 @@ def _is_shard_of(shard: Shard, unsharded: Tensor) -> bool:
     return not _error(shard.tensor, expected)
 
 
-def _error(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
+def _error(
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: float = TOLERANCE,
+) -> bool:
     difference = (actual - expected).norm()
     limit = tolerance * expected.norm().clamp_min(1e-12)
     return not difference <= limit  # also for NaN
@@ -494,7 +506,10 @@ def _find_wrong_masking(
         yield f"An explicit causal mask changes the outputs under {layout}."
 
 
-def _find_dependent_tokens(layer: Any, options: dict[str, Tensor]) -> Iterator[str]:
+def _find_dependent_tokens(
+    layer: Any,
+    options: dict[str, Tensor],
+) -> Iterator[str]:
     """Check that outputs do not depend on later tokens or other sequences during training.
 
     Gradients are enabled, because ``ranks.trains`` is otherwise False.

@@ -92,7 +92,10 @@ class FusedKnock(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(
+        ctx: Any,
+        dy: Tensor,
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
         dy = dy.contiguous()  # the layout that the self-check verifies
