@@ -129,10 +129,10 @@ class HeadsConfig:
                 f"Unknown KHA setting {', '.join(unknown)}. Available settings: {', '.join(known)}."
             )
         mechanisms: list[Mechanism] = []
-        knock_settings = _select(settings, _KNOCK_SETTINGS)
-        variants = [knock_settings.get(projection) for projection in PROJECTIONS]
+        knock_settings = {"init": Knock.init} | _select(settings, _KNOCK_SETTINGS)
+        variants = _select(knock_settings, PROJECTIONS).values()
         has_variant = any(variant is not None for variant in variants)
-        if has_variant or knock_settings.get("init", Knock.init) != Knock.init:
+        if has_variant or knock_settings["init"] != Knock.init:
             mechanisms.append(Knock(**knock_settings))
         for name, mechanism_type in mechanism_types().items():
             value = settings.get(name)
@@ -253,14 +253,14 @@ class HeadsConfig:
         options = {"preset": "baseline", "init": settings["init"]}
         for name in PROJECTIONS:
             options[name] = settings[name] or "none"
-        for name in _OTHER_SETTINGS:
-            options[name] = settings[name]
+        options |= _select(settings, _OTHER_SETTINGS)
         heads = []
         for mechanism in self.without(Knock).mechanisms:
             heads.append(mechanism.name)
             for setting, value in mechanism.non_defaults().items():
-                text = value if isinstance(value, str) else json.dumps(value)
-                heads.append(f"{mechanism.name}.{setting}={text}")
+                if not isinstance(value, str):
+                    value = json.dumps(value)
+                heads.append(f"{mechanism.name}.{setting}={value}")
         options["heads"] = tuple(heads) or None
         return options
 
@@ -468,23 +468,27 @@ def parse_heads(words: Iterable[str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     mechanisms = mechanism_types()
+    knock_settings = (*_KNOCK_SETTINGS, "init_seed")
     for word in words:
         path, equals, text = word.partition("=")
         name, dot, setting = path.partition(".")
         sets_field = bool(dot and equals)
-        if name == Knock.name and sets_field and setting in (*_KNOCK_SETTINGS, "init_seed"):
-            settings[setting] = _parse_value(text)
-        elif name in mechanisms and sets_field:
-            mechanism_settings = settings.get(name) or {}
-            settings[name] = mechanism_settings | {setting: _parse_value(text)}
+        value = _parse_value(text)
+        if name == Knock.name and sets_field and setting in knock_settings:
+            settings[setting] = value
+            continue
+        mechanism_settings = settings.get(name) or {}
+        if name in mechanisms and sets_field:
+            settings[name] = mechanism_settings | {setting: value}
         elif name in mechanisms and word == name:
-            settings[name] = settings.get(name) or {}
+            settings[name] = mechanism_settings
         elif name in mechanisms and word == f"{name}=none":
             settings[name] = None
         else:
+            known = ", ".join([Knock.name, *mechanisms])
             raise ConfigError(
                 f"Invalid value {word!r} for --heads. Use NAME.FIELD=VALUE, NAME or NAME=none, "
-                f"where NAME is one of {', '.join([Knock.name, *mechanisms])}."
+                f"where NAME is one of {known}."
             )
     return settings
 
@@ -549,7 +553,8 @@ def preset_settings(name: str) -> dict[str, Any]:
             is_mechanism = isinstance(value, Mapping)
             earlier = settings.get(setting, {})
             is_set = setting in settings
-            if is_set and not (is_mechanism and earlier.keys().isdisjoint(value)):
+            is_compatible = is_mechanism and earlier.keys().isdisjoint(value)
+            if is_set and not is_compatible:
                 raise ConfigError(
                     f"Presets {', '.join(names)} cannot be combined, because more than one of them "
                     f"sets {setting}."

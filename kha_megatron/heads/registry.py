@@ -101,12 +101,13 @@ def file_of(name: str) -> str | None:
 def use_files(paths: Sequence[str | Path]) -> None:
     """Register all mechanisms in these Python files, also for child processes."""
     added = [os.path.abspath(path) for path in paths]
-    before = os.environ.get(FILES_VARIABLE, "")
-    os.environ[FILES_VARIABLE] = os.pathsep.join(dict.fromkeys([*_files(), *added]))
+    all_files = dict.fromkeys([*_files(), *added])
+    old_value = os.environ.get(FILES_VARIABLE, "")
+    os.environ[FILES_VARIABLE] = os.pathsep.join(all_files)
     try:
         mechanism_types()
     except ConfigError:
-        os.environ[FILES_VARIABLE] = before
+        os.environ[FILES_VARIABLE] = old_value
         raise
 
 
@@ -149,8 +150,9 @@ def presets() -> dict[str, Mapping[str, Any]]:
         for preset, settings in mechanism.presets.items():
             all_presets[preset] = {name: dict(settings)}
     for knock in ("kha_linear", "kha_mlp"):
-        for other in ("gate_output", "moh_75"):
-            all_presets[f"{knock}_{other}"] = {**all_presets[knock], **all_presets[other]}
+        for addition in ("gate_output", "moh_75"):
+            combined = {**all_presets[knock], **all_presets[addition]}
+            all_presets[f"{knock}_{addition}"] = combined
     return all_presets
 
 

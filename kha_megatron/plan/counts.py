@@ -46,7 +46,9 @@ def count_attention(model: ModelConfig) -> Attention:
     projected_heads = 0
     cached_heads = 0
     for projection in PROJECTIONS:
-        if projection in replaced_dims or (is_tied and projection == "key"):
+        if projection in replaced_dims:
+            continue
+        if is_tied and projection == "key":
             continue
         heads = sizes.heads(projection)
         projected_heads += heads
@@ -55,8 +57,8 @@ def count_attention(model: ModelConfig) -> Attention:
     rotary_dim = head_dim // 2 if is_tied else 0
     rows = head_dim * projected_heads + rotary_dim
     output_columns = head_dim * sizes.query_heads
-    cache = head_dim * cached_heads + rotary_dim
-    cache += replaced_dims.get("key", 0)
+    cached_key_dim = replaced_dims.get("key", 0)
+    cache = head_dim * cached_heads + rotary_dim + cached_key_dim
     norms = 0
     if model.qk_layernorm:
         normed_dim = replaced_dims.get("query", head_dim)
@@ -186,8 +188,8 @@ def _count_kha_rows(model: ModelConfig, tp: int) -> int:
     """Count the parameters that KHA adds to the QKV projection of one layer, including padding."""
     sizes = model.head_sizes
     parameters = model.hidden_size * count_padding_rows(model)
-    for row in model.kha.rows(sizes):
-        parameters += row.size(sizes)
+    for rows in model.kha.rows(sizes):
+        parameters += rows.size(sizes)
     return parameters // tp
 
 
@@ -375,14 +377,14 @@ def format_like_paper(number: int, example: str) -> tuple[str, str]:
     Returns:
         The formatted number, and either ``rounded``, ``cut`` or the relative error.
     """
-    published = Decimal(example[:-1])
     unit = example[-1]
+    published = Decimal(example.removesuffix(unit))
     scaled = Decimal(number) / _UNITS[unit]
     rounded = scaled.quantize(published, rounding=ROUND_HALF_UP)
-    if f"{rounded}{unit}" == example:
+    if rounded == published:
         return example, "rounded"
     cut = scaled.quantize(published, rounding=ROUND_DOWN)
-    if f"{cut}{unit}" == example:
+    if cut == published:
         return example, "cut"
     error = float(scaled / published - 1)
     return f"{rounded}{unit}", f"{error:+.2%} of the paper's"
