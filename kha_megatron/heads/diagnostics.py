@@ -35,21 +35,24 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
         Tensor: float64 tensor of shape [num_matrices, 3].
     """
     weight = weight.detach().double()
+    head_dim = weight.shape[-1]
     start = initial_weight(weight.clone(), initial_values(variant))
     diagonal = weight.diagonal(dim1=1, dim2=2)
-    energy = weight.square().sum((1, 2))
-    off_diagonal = (weight - diagonal.diag_embed()).square().sum((1, 2))
-    zero = torch.zeros_like(energy)
-    off_diagonal_share = torch.where(energy == 0, zero, off_diagonal / energy)
-    squared_distance = (weight - start).square().sum((1, 2))
-    head_dim = weight.shape[-1]
-    distance = squared_distance.sqrt() / head_dim**0.5
+    off_diagonal = weight - diagonal.diag_embed()
+    squared_norm = _squared_norms(weight)
+    share = _squared_norms(off_diagonal) / squared_norm
+    off_diagonal_share = torch.where(squared_norm == 0, 0, share)
+    distance = _squared_norms(weight - start).sqrt() / head_dim**0.5
     statistics = [
         diagonal.mean(1),
         off_diagonal_share,
         distance,
     ]
     return torch.stack(statistics, dim=1)
+
+
+def _squared_norms(matrices: Tensor) -> Tensor:
+    return matrices.square().sum((1, 2))
 
 
 def diagnose(

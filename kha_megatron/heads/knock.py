@@ -218,8 +218,9 @@ def gradients(
         gate = weight[0]
         factor = torch.sigmoid(x @ gate)
         d_gate = 2 * dy * x * factor * (1 - factor)
+        d_gate_matrix = _outer(x, d_gate)
         dx = 2 * dy * factor + d_gate @ gate.mT
-        return dx, _outer(x, d_gate)[None]
+        return dx, d_gate_matrix[None]
     up, gate, down = weight.unbind(0)
     hidden = x @ up
     factor = torch.sigmoid(x @ gate)

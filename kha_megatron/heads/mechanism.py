@@ -408,8 +408,10 @@ def check_fields(settings: Any, prefix: str) -> None:
     """Check a dataclass against its type annotations. Raises ConfigError."""
     for field in fields(settings):
         value = getattr(settings, field.name)
+        alternatives: tuple[Any, ...] = (field.type,)
         is_union = get_origin(field.type) not in (None, Literal, tuple)
-        alternatives = get_args(field.type) if is_union else (field.type,)
+        if is_union:
+            alternatives = get_args(field.type)
         if any(_is_valid(value, alternative) for alternative in alternatives):
             continue
         literals: list[str] = []
@@ -433,15 +435,18 @@ _DESCRIPTIONS = {
 
 
 def _is_valid(value: Any, annotation: Any) -> bool:
-    arguments = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return isinstance(value, str) and value in arguments
-    if get_origin(annotation) is tuple:
-        item_type = arguments[0]
-        return isinstance(value, tuple) and all(_is_valid(item, item_type) for item in value)
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(annotation)
+    if origin is tuple:
+        item_type = get_args(annotation)[0]
+        if not isinstance(value, tuple):
+            return False
+        return all(_is_valid(item, item_type) for item in value)
     if annotation in (int, float):
-        is_number = type(value) in (int, annotation)
-        return is_number and 0 <= value < math.inf
+        if type(value) not in (int, annotation):
+            return False
+        return 0 <= value < math.inf
     return isinstance(value, annotation)
 
 

@@ -273,7 +273,8 @@ class MixtureOfHeads(Mechanism):
             most_active = max(self.active)
         else:
             least_active = most_active = self.active_heads(heads)
-        if shared < least_shared or least_active < 1 or most_active > routed:
+        is_possible = shared >= least_shared and 1 <= least_active <= most_active <= routed
+        if not is_possible:
             return (
                 f"{self} needs {shared} shared and {most_active} active of {heads} heads, but at "
                 f"least {least_shared} shared and 1 active are required, and the sum must not "
@@ -322,8 +323,9 @@ def route(
     if not is_learned and moh.scale == "code":
         routed_scores = routed_scores / _spread(routed_scores)
     probabilities = routed_scores.softmax(-1)
-    indices = routed_scores.detach().topk(active, dim=-1).indices
-    chosen = torch.zeros_like(probabilities).scatter(-1, indices, 1.0)
+    best = routed_scores.detach().topk(active, dim=-1)
+    chosen = torch.zeros_like(probabilities)
+    chosen = chosen.scatter(-1, best.indices, 1.0)
 
     ones = torch.ones_like(shared_scores)
     if is_learned:
@@ -332,16 +334,19 @@ def route(
     else:
         shared_weights = ones
         routed_factor = probabilities.new_ones(())
-    if moh.quantized:  # equation 9, with the gradient of equation 5 without its threshold
+    if moh.quantized:
+        # equation 9, with the gradient of equation 5 without its threshold
         continuous = torch.cat(
             [shared_weights, probabilities * routed_factor],
             dim=-1,
         )
-        weights = torch.cat([ones, chosen], dim=-1) + (continuous - continuous.detach())
+        zero = continuous - continuous.detach()
+        weights = torch.cat([ones, chosen], dim=-1) + zero
         return Routing(weights, probabilities, chosen)
     routed_weights = probabilities * chosen
     if moh.scale == "code":
-        routed_weights = routed_weights * active / routed_weights.sum(-1, keepdim=True)
+        total = routed_weights.sum(-1, keepdim=True)
+        routed_weights = routed_weights * active / total
         if is_learned:
             shared_weights = shared_weights * (2 * shared)
             routed_weights = routed_weights * 2

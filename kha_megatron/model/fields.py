@@ -83,9 +83,11 @@ class Field:
             raise ConfigError(f"{self.flag} must be {self._expected_type}, got {shown}.")
         if self.value_type is not int or type(value) is not int:
             return
-        if not least <= value <= self.most:
-            limits = f"between {self.least} and {self.most}"
-            raise ConfigError(f"{self.flag} must be an integer {limits}, got {shown}.")
+        if least <= value <= self.most:
+            return
+        raise ConfigError(
+            f"{self.flag} must be an integer between {self.least} and {self.most}, got {shown}."
+        )
 
     @property
     def _expected_type(self) -> str:
@@ -158,23 +160,38 @@ def declared_fields(*owners: type) -> tuple[Field, ...]:
 
 def _complete(item: Any, hint: Any) -> Field:
     """Derive everything that :func:`flag` was not given from a field's name and type hint."""
-    names = dict(item.metadata[_DECLARATION])
-    if names["flag"] is None:
-        names["flag"] = "--" + item.name.replace("_", "-")
-    if names["argument"] is None:
-        names["argument"] = names["flag"].removeprefix("--").replace("-", "_")
-    if names["attribute"] == "":
-        names["attribute"] = names["argument"]
-    alternatives = [hint, *get_args(hint)]
-    value_types = [alternative for alternative in alternatives if alternative in (bool, int, float)]
-    has_tuple = any(get_origin(alternative) is tuple for alternative in alternatives)
+    declaration = dict(item.metadata[_DECLARATION])
+    flag_name = declaration.pop("flag")
+    if flag_name is None:
+        flag_name = "--" + item.name.replace("_", "-")
+    argument = declaration.pop("argument")
+    if argument is None:
+        argument = flag_name.removeprefix("--").replace("-", "_")
+    attribute = declaration.pop("attribute")
+    if attribute == "":
+        attribute = argument
     return Field(
         name=item.name,
+        flag=flag_name,
+        argument=argument,
+        attribute=attribute,
         default=None if item.default is MISSING else item.default,
-        value_type=value_types[0] if value_types else str,
-        is_list=has_tuple and names["reads"] is None,
-        **names,
+        value_type=_value_type(hint),
+        is_list=_accepts_tuple(hint) and declaration["reads"] is None,
+        **declaration,
     )
+
+
+def _value_type(hint: Any) -> type:
+    for alternative in (hint, *get_args(hint)):
+        if alternative in (bool, int, float):
+            return alternative
+    return str
+
+
+def _accepts_tuple(hint: Any) -> bool:
+    alternatives = (hint, *get_args(hint))
+    return any(get_origin(alternative) is tuple for alternative in alternatives)
 
 
 def read_arguments(

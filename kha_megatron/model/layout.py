@@ -164,23 +164,26 @@ class Layout:
         return counts
 
     def _split(self, num_layers: int, chunks: int) -> list[list[int]]:
+        pp = self.pp
         if self.stages is not None:
             stage_counts = [stage.count("t") for stage in self.stages]
-            return [
-                stage_counts[first : first + self.pp]
-                for first in range(0, chunks * self.pp, self.pp)
-            ]
-        if self.pp * chunks > num_layers + 2:  # 2 for the embedding and the loss
+            return [stage_counts[first : first + pp] for first in range(0, chunks * pp, pp)]
+        if pp * chunks > num_layers + 2:  # 2 for the embedding and the loss
             return [[0]]
-        ends: dict[int, int] = {}
+        last_rank = pp - 1
+        rank_counts: dict[int, int] = {}
         if self.first_stage_layers is not None:
-            ends[0] = self.first_stage_layers
+            rank_counts[0] = self.first_stage_layers
         if self.last_stage_layers is not None:
-            ends[self.pp - 1] = self.last_stage_layers
-        remaining = num_layers - sum(ends.values())
-        remaining += self.embedding_as_layer + self.loss_as_layer
-        even = remaining // max(1, self.pp - len(ends))
-        chunk_counts = [ends.get(rank, even) // chunks for rank in range(self.pp)]
+            rank_counts[last_rank] = self.last_stage_layers
+        remaining = num_layers - sum(rank_counts.values())
+        remaining += self.embedding_as_layer
+        remaining += self.loss_as_layer
+        even = remaining // max(1, pp - len(rank_counts))
+        chunk_counts = []
+        for rank in range(pp):
+            count = rank_counts.get(rank, even)
+            chunk_counts.append(count // chunks)
         counts = [list(chunk_counts) for _ in range(chunks)]
         counts[0][0] -= self.embedding_as_layer
         counts[-1][-1] -= self.loss_as_layer

@@ -1,16 +1,15 @@
 """Read the KHA config and KHA matrices from a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kha_megatron.errors import CheckpointError, show_value
-from kha_megatron.heads import HeadSizes, Knock, Projection
+from kha_megatron.heads import HeadSizes, HeadTensor, Knock, Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types
-from kha_megatron.model.config import ModelConfig
-from kha_megatron.model.fields import declared_fields
+from kha_megatron.model.config import MODEL_FIELDS, ModelConfig
 from kha_megatron.model.megatron import model_from_arguments
 
 _ATTENTION = "self_attention.linear_proj.weight"
@@ -21,9 +20,6 @@ _SIZES = (
     "num_attention_heads",
     "num_query_groups",
     "kv_channels",
-    "num_experts",
-    "moe_ffn_hidden_size",
-    "moe_shared_expert_intermediate_size",
     "q_lora_rank",
     "kv_lora_rank",
     "qk_head_dim",
@@ -274,15 +270,14 @@ def _check_switch(
 
 
 def _check_sizes(path: Path, before: ModelConfig, now: ModelConfig) -> None:
-    names = set(_SIZES)
-    if not (_has_experts(before) or _has_experts(now)):
-        names.difference_update(_EXPERT_SIZES)
+    names: tuple[str, ...] = _SIZES
+    if _has_experts(before) or _has_experts(now):
+        names += _EXPERT_SIZES
     if before.num_layers is not None and now.num_layers is not None:
-        for field in declared_fields(ModelConfig):
-            if field.name in names:
-                old = getattr(before, field.name)
-                new = getattr(now, field.name)
-                _check_value(path, field.flag, old, new)
+        for name in names:
+            old = getattr(before, name)
+            new = getattr(now, name)
+            _check_value(path, MODEL_FIELDS[name].flag, old, new)
     _check_value(
         path,
         "--hybrid-layer-pattern",
@@ -297,9 +292,9 @@ def _switches(
 ) -> dict[str, bool]:
     """Return which of the flags are set that add tensors to a model, or remove some."""
     switches = {}
-    for field in declared_fields(ModelConfig):
-        if field.name in _SWITCHES:
-            switches[field.flag] = getattr(model, field.name) != field.default
+    for name in _SWITCHES:
+        field = MODEL_FIELDS[name]
+        switches[field.flag] = getattr(model, name) != field.default
     # these include the biases of queries, keys and values
     switches["--add-qkv-bias"] |= model.add_bias_linear
     switches["--moe-router-enable-expert-bias"] &= _has_experts(model)
@@ -352,20 +347,25 @@ def _find_mismatch(
 ) -> str | None:
     """Find a KHA tensor that is missing or unexpected. This only compares names and the number of
     stacked matrices."""
-    prefixes = [f"self_attention.{name}_" for name in (Knock.name, *mechanism_types())]
+    knock_prefix = f"self_attention.{Knock.name}_"
+    prefixes = [f"self_attention.{name}_" for name in mechanism_types()]
     tensors = kha.tensors(replace(_ANY, latent=is_latent))
-    expected = set()
-    stored = set()
+    expected_matrices: dict[str, int] = {}
+    stored_matrices: dict[str, int] = {}
     for key, shape in shapes.items():
         if key.endswith(_ATTENTION):
             layer = key.removesuffix(_ATTENTION)
             for tensor in tensors:
-                expected.add((layer + tensor.key, len(tensor.matrices)))
-        if any(prefix in key for prefix in prefixes):
-            stacks_matrices = f"self_attention.{Knock.name}_" in key
-            has_matrices = stacks_matrices and len(shape) >= 3
-            stored.add((key, shape[-3] if has_matrices else 0))
-    return min((key for key, _ in expected ^ stored), default=None)
+                expected_matrices[layer + tensor.key] = len(tensor.matrices)
+        if knock_prefix in key:
+            is_stack = len(shape) >= 3
+            stored_matrices[key] = shape[-3] if is_stack else 0
+        elif any(prefix in key for prefix in prefixes):
+            stored_matrices[key] = 0
+    for key in sorted(expected_matrices.keys() | stored_matrices.keys()):
+        if expected_matrices.get(key) != stored_matrices.get(key):
+            return key
+    return None
 
 
 def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], Any]:
@@ -385,12 +385,20 @@ def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], A
             f"No KHA matrices found in {checkpoint.path} (KHA config: {kha or 'none'})."
         )
     tensors = knock.tensors(_ANY)
-    if not hasattr(checkpoint, "config"):
-        weights = {}
-        for tensor in tensors:
-            for layer, weight in enumerate(checkpoint.layer_tensors(tensor.key)):
-                weights[layer, tensor.heads] = weight
-        return weights
+    if hasattr(checkpoint, "config"):
+        return _read_hf_weights(checkpoint, kha, tensors)
+    weights = {}
+    for tensor in tensors:
+        for layer, weight in enumerate(checkpoint.layer_tensors(tensor.key)):
+            weights[layer, tensor.heads] = weight
+    return weights
+
+
+def _read_hf_weights(
+    checkpoint: Checkpoint,
+    kha: HeadsConfig | None,
+    tensors: Iterable[HeadTensor],
+) -> dict[tuple[int, Projection], Any]:
     stored_keys = {key for key in checkpoint.keys() if "_knock." in key}  # noqa: SIM118
     layers = checkpoint.config.get("num_hidden_layers")
     if type(layers) is not int:

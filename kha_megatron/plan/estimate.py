@@ -92,11 +92,9 @@ def estimate_run(run: Run, gpus: int) -> Estimate:
 
 
 def _estimate(setup: Setup, layout: Layout) -> Estimate:
-    ranks = []
-    for stage in range(layout.pp):
-        ranks.append(Rank(setup, layout, stage))
-    largest_rank = max(ranks, key=_sum_memory)
-    memory, kha_memory = estimate_memory(largest_rank)
+    ranks = [Rank(setup, layout, stage) for stage in range(layout.pp)]
+    largest_rank = max(ranks, key=_total_memory)
+    memory = estimate_memory(largest_rank)
     model = setup.model
     return Estimate(
         setup=setup,
@@ -104,14 +102,13 @@ def _estimate(setup: Setup, layout: Layout) -> Estimate:
         counts=count_model(model),
         flops=compute_flops(model, setup.batch.seq_length),
         rank=largest_rank,
-        memory=memory,
-        kha_memory=kha_memory,
+        memory=memory.base,
+        kha_memory=memory.kha,
     )
 
 
-def _sum_memory(rank: Rank) -> float:
-    memory, kha_memory = estimate_memory(rank)
-    return memory.total + kha_memory.total
+def _total_memory(rank: Rank) -> float:
+    return estimate_memory(rank).total
 
 
 def build_setup(run: Run) -> Setup:

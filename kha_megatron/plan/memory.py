@@ -17,6 +17,7 @@ other than those of KHA have not been compared with real models yet.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kha_megatron.plan.rank import Rank
 
@@ -35,8 +36,19 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def estimate_memory(rank: Rank) -> tuple[Memory, Memory]:
-    """Estimate peak memory. Returns the memory of the base model and the overhead of KHA."""
+class RankMemory(NamedTuple):
+    """Memory usage of the base model and the overhead of KHA."""
+
+    base: Memory
+    kha: Memory
+
+    @property
+    def total(self) -> float:
+        return self.base.total + self.kha.total
+
+
+def estimate_memory(rank: Rank) -> RankMemory:
+    """Estimate the peak memory of a rank."""
     setup = rank.setup
     layout = rank.layout
     counts = rank.counts
@@ -67,7 +79,7 @@ def estimate_memory(rank: Rank) -> tuple[Memory, Memory]:
         optimizer=state_bytes * counts.kha / replicas,
         activations=kha_activations,
     )
-    return base, kha
+    return RankMemory(base, kha)
 
 
 def count_in_flight(

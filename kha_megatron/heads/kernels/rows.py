@@ -20,9 +20,11 @@ class Strides(NamedTuple):
 
 def strides_of(x: Tensor) -> Strides | None:
     """Return the strides of the rows of ``x``, or None if this needs more than two strides."""
+    *row_sizes, _ = x.shape
+    *row_strides, feature_stride = x.stride()
     sizes: list[int] = []
     strides: list[int] = []
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+    for size, stride in zip(row_sizes, row_strides, strict=True):
         if size == 1:
             continue
         if strides and strides[-1] == size * stride:  # contiguous, so merge the dimensions
@@ -31,7 +33,7 @@ def strides_of(x: Tensor) -> Strides | None:
         else:
             sizes.append(size)
             strides.append(stride)
-    if len(strides) > 2 or x.stride(-1) != 1:
+    if len(strides) > 2 or feature_stride != 1:
         return None
     if len(strides) == 2:
         token_stride, head_stride = strides
