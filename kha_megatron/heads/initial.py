@@ -48,7 +48,9 @@ def initial_weight(
 def _fill_blocks(matrix: Tensor) -> None:
     rows, columns = matrix.shape
     row_numbers = torch.arange(rows, device=matrix.device)
-    row_of_column = torch.arange(columns, device=matrix.device) * rows // columns
+    column_numbers = torch.arange(columns, device=matrix.device)
+    row_of_column = column_numbers * rows // columns
     is_in_block = row_of_column == row_numbers[:, None]
     block_sizes = is_in_block.sum(1, keepdim=True)
-    matrix.copy_(is_in_block * (columns / block_sizes).sqrt())
+    scale = (columns / block_sizes).sqrt()
+    matrix.copy_(is_in_block * scale)

@@ -194,9 +194,11 @@ def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
     if variant == "linear":
         return x @ weight[0]
     if variant == "gate":
-        return 2 * x * (x @ weight[0]).sigmoid()
+        factor = (x @ weight[0]).sigmoid()
+        return 2 * x * factor
     up, gate, down = weight.unbind(0)
-    return (2 * (x @ up) * (x @ gate).sigmoid()) @ down
+    hidden = 2 * (x @ up) * (x @ gate).sigmoid()
+    return hidden @ down
 
 
 def gradients(

@@ -144,18 +144,20 @@ def count_parameters(
     attention = count_attention(model)
 
     # weights before they are sharded
+    dense = _count_mlp(model, model.dense_width)
+    expert = _count_mlp(model, model.expert_width)
+    shared = _count_mlp(model, model.shared_width)
     linear = len(predictions) * 2 * hidden**2
     experts = 0
     routers = 0
     for layer in layers:
         linear += attention.weights
         if model.is_moe(layer):
-            linear += _count_mlp(model, model.shared_width)
-            expert = _count_mlp(model, model.expert_width)
+            linear += shared
             experts += model.experts * expert
             routers += model.experts * hidden
         else:
-            linear += _count_mlp(model, model.dense_width)
+            linear += dense
     linear //= tp
     experts //= layout.ep * layout.expert_tp
 
@@ -333,17 +335,19 @@ def compute_flops(model: ModelConfig, length: int) -> Flops:
     sizes = model.head_sizes
     predictions = _list_prediction_layers(model)
     layers = [*range(model.layers), *predictions]
+    dense = _count_mlp(model, model.dense_width)
+    expert = _count_mlp(model, model.expert_width)
+    shared = _count_mlp(model, model.shared_width)
     mlp = 0
     router = 0
     skippable = Costs()
     for layer in layers:
         if model.is_moe(layer):
-            expert = _count_mlp(model, model.expert_width)
             mlp += model.moe_router_topk * expert
-            mlp += _count_mlp(model, model.shared_width)
+            mlp += shared
             router += hidden * model.experts
         else:
-            mlp += _count_mlp(model, model.dense_width)
+            mlp += dense
         for mechanism in model.kha.mechanisms:
             skippable += mechanism.for_layer(layer).costs(sizes)
     attention = count_attention(model)

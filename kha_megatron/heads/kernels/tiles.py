@@ -63,7 +63,9 @@ def doubled_sigmoid(x, dtype: tl.constexpr):
 
 @triton.jit
 def offsets(rows, columns, heads, token, head):
-    starts = (rows // heads).to(tl.int64) * token + (rows % heads).to(tl.int64) * head
+    token_starts = (rows // heads).to(tl.int64) * token
+    head_starts = (rows % heads).to(tl.int64) * head
+    starts = token_starts + head_starts
     return starts[:, None] + columns[None, :]
 
 
@@ -174,10 +176,14 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
     if VARIANT == "mlp":
         up, gate, down = weights
         factor = doubled_sigmoid(dot(x, gate), x.dtype)
-        d_up = dot(dy, tl.trans(down)) * factor
+        d_hidden = dot(dy, tl.trans(down))
+        d_up = d_hidden * factor
         hidden = dot(x, up)
         d_gate = d_up * hidden * (1.0 - 0.5 * factor)
-        return d_up.to(x.dtype), d_gate.to(x.dtype), (hidden * factor).to(x.dtype)
+        d_up = d_up.to(x.dtype)
+        d_gate = d_gate.to(x.dtype)
+        hidden = (hidden * factor).to(x.dtype)
+        return d_up, d_gate, hidden
     else:
         factor = doubled_sigmoid(dot(x, weights[0]), x.dtype)
         d_x = dy_j.to(tl.float32) * factor

@@ -75,34 +75,40 @@ class KnockCase:
         """Run the kernels and return an error message if a result is wrong, otherwise None."""
         from kha_megatron.heads.kernels import knock_launch as kernels
 
+        variant = self.variant
         x, weight, dy = self._draw_inputs(kernels.processors(self.device))
         freed = [torch.full_like(tensor, math.nan) for tensor in (dy, dy, weight)]
         del freed  # so that unwritten outputs are NaN
-        variant = self.variant
         y = kernels.knock_forward(x, weight, variant)
         dx = kernels.knock_backward_input(x, dy, weight, variant)
         dw = kernels.knock_backward_weight(x, dy, weight, variant)
 
-        exact_weight = weight.double()
-        expected_dw = torch.zeros_like(exact_weight)
+        weight = weight.double()
+        expected_dw = torch.zeros_like(weight)
         y_comparison = _Comparison("result")
         dx_comparison = _Comparison("input gradient")
         dw_comparison = _Comparison("gradient of the matrices")
-        step = max(1, CHUNK // self.strides.heads)
-        for start in range(0, len(x), step):
-            chunk = slice(start, start + step)
-            inputs = x[chunk].double()
-            upstream = dy[chunk].double()
-            expected_y = knocking.knock(inputs, exact_weight, variant)
+        chunk_size = max(1, CHUNK // self.strides.heads)
+        chunks = zip(
+            x.split(chunk_size),
+            dy.split(chunk_size),
+            y.split(chunk_size),
+            dx.split(chunk_size),
+            strict=True,
+        )
+        for x_chunk, dy_chunk, y_chunk, dx_chunk in chunks:
+            inputs = x_chunk.double()
+            upstream = dy_chunk.double()
+            expected_y = knocking.knock(inputs, weight, variant)
             expected_dx, chunk_dw = knocking.gradients(
                 inputs,
                 upstream,
-                exact_weight,
+                weight,
                 variant,
             )
             expected_dw += chunk_dw
-            y_comparison.add(y[chunk], expected_y)
-            dx_comparison.add(dx[chunk], expected_dx)
+            y_comparison.add(y_chunk, expected_y)
+            dx_comparison.add(dx_chunk, expected_dx)
         dw_comparison.add(dw.flatten(1), expected_dw.flatten(1))
         comparisons = (y_comparison, dx_comparison, dw_comparison)
         tolerance = MAX_RELATIVE_ERROR[self.dtype]
