@@ -22,7 +22,6 @@ from kha_megatron.heads.kernels.tiles import (
     knock_tile,
     load_rows,
     load_weights,
-    pointers,
     store_matrix,
     store_rows,
 )
@@ -210,13 +209,12 @@ def knock_backward_weight_kernel(
         if VARIANT == "mlp":
             d_gate = dot_add(x_columns, gradients[1], d_gate)
             d_down = dot_add(tl.trans(dy), gradients[2], d_down)
-    split = tl.program_id(0).to(tl.int64)
     if VARIANT == "mlp":
-        target = PARTIAL + split * (3 * D * D)
+        target = PARTIAL + tl.program_id(0).to(tl.int64) * (3 * D * D)
         store_matrix(target + D * D, every, block, d_gate, D)
         store_matrix(target + 2 * D * D, block, every, tl.trans(d_down), D)
     else:
-        target = PARTIAL + split * (D * D)
+        target = PARTIAL + tl.program_id(0).to(tl.int64) * (D * D)
     store_matrix(target, every, block, d_first, D)
 
 
@@ -229,8 +227,7 @@ def sum_partials(PARTIAL, DW, S, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     for first in range(0, S, SPLITS):
         s = first + tl.arange(0, SPLITS)
         inside = (s < S)[:, None] & (i < N)[None, :]
-        source = pointers(PARTIAL, s, i, N)
+        source = PARTIAL + s[:, None] * N + i[None, :]
         partials = tl.load(source, mask=inside, other=0.0)
         total += tl.sum(partials, 0)
-    total = total.to(DW.dtype.element_ty)
-    tl.store(DW + i, total, mask=i < N)
+    tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < N)

@@ -70,11 +70,6 @@ def offsets(rows, columns, heads, token, head):
 
 
 @triton.jit
-def is_inside(rows, columns, row_count, column_count):
-    return (rows < row_count)[:, None] & (columns < column_count)[None, :]
-
-
-@triton.jit
 def load_rows(
     X,
     first,
@@ -90,7 +85,7 @@ def load_rows(
     """Load columns ``j`` to ``j + J`` of ``M`` rows. Rows past ``count`` are zero."""
     rows = first + tl.arange(0, M)
     columns = j + tl.arange(0, J)
-    inside = is_inside(rows, columns, count, D)
+    inside = (rows < count)[:, None] & (columns < D)[None, :]
     source = X + offsets(rows, columns, heads, token, head)
     return tl.load(source, mask=inside, other=0.0)
 
@@ -99,28 +94,23 @@ def load_rows(
 def store_rows(X, tile, first, count, j, heads, token, head, D: tl.constexpr):
     rows = first + tl.arange(0, tile.shape[0])
     columns = j + tl.arange(0, tile.shape[1])
-    inside = is_inside(rows, columns, count, D)
+    inside = (rows < count)[:, None] & (columns < D)[None, :]
     target = X + offsets(rows, columns, heads, token, head)
     values = tile.to(X.dtype.element_ty)
     tl.store(target, values, mask=inside)
 
 
 @triton.jit
-def pointers(W, rows, columns, row_size):
-    return W + rows[:, None] * row_size + columns[None, :]
-
-
-@triton.jit
 def load_matrix(W, rows, columns, D: tl.constexpr):
-    inside = is_inside(rows, columns, D, D)
-    source = pointers(W, rows, columns, D)
+    inside = (rows < D)[:, None] & (columns < D)[None, :]
+    source = W + rows[:, None] * D + columns[None, :]
     return tl.load(source, mask=inside, other=0.0)
 
 
 @triton.jit
 def store_matrix(W, rows, columns, value, D: tl.constexpr):
-    inside = is_inside(rows, columns, D, D)
-    target = pointers(W, rows, columns, D)
+    inside = (rows < D)[:, None] & (columns < D)[None, :]
+    target = W + rows[:, None] * D + columns[None, :]
     tl.store(target, value, mask=inside)
 
 
