@@ -141,8 +141,7 @@ def _launch(
                 dtype=torch.float32,
             )
             x, dy = arguments
-            grid = (splits, blocks)
-            function[grid](
+            function[(splits, blocks)](
                 *x,
                 *dy,
                 weight,
@@ -152,8 +151,7 @@ def _launch(
             )
             return partials
         *sources, target = arguments
-        grid = (programs,)
-        function[grid](
+        function[(programs,)](
             *chain.from_iterable(sources),
             weight,
             *target,
