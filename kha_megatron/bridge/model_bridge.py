@@ -30,7 +30,10 @@ CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
 
 # The source has to be a string, because KHAForCausalLM is not part of the transformers package.
 @MegatronModelBridge.register_bridge(
-    source="KHAForCausalLM", target=GPTModel, provider=KHAModelProvider, model_type="kha"
+    source="KHAForCausalLM",
+    target=GPTModel,
+    provider=KHAModelProvider,
+    model_type="kha",
 )
 class KHABridge(MegatronModelBridge):
     """Converts between ``KHAForCausalLM`` and Megatron's ``GPTModel`` with KHA."""
@@ -62,42 +65,69 @@ class KHABridge(MegatronModelBridge):
         return MegatronMappingRegistry(*build_mappings(self.hf_config))
 
     def build_conversion_tasks(
-        self, hf_pretrained: Any, megatron_model: list[Any], *args: Any, **kwargs: Any
+        self,
+        hf_pretrained: Any,
+        megatron_model: list[Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> list[WeightConversionTask]:
         """Build the tasks and verify that configs and tensor names match."""
         config = self._read_config(megatron_model)
-        if differing := compare_fields(config, getattr(hf_pretrained, "config", hf_pretrained)):
+        hf_config = getattr(hf_pretrained, "config", hf_pretrained)
+        differing = compare_fields(config, hf_config)
+        if differing:
             raise CheckpointError(
                 "The Megatron model does not match the Hugging Face configuration: "
                 f"{', '.join(differing)}."
             )
-        tasks = super().build_conversion_tasks(hf_pretrained, megatron_model, *args, **kwargs)
-        unmatched = self._unmatched_tensors(tasks, config).items()
-        if found := [f"{what}: {', '.join(names[:5])}" for what, names in unmatched if names]:
+        tasks = super().build_conversion_tasks(
+            hf_pretrained,
+            megatron_model,
+            *args,
+            **kwargs,
+        )
+        mistakes = []
+        for problem, names in self._unmatched_tensors(tasks, config).items():
+            if names:
+                mistakes.append(f"{problem}: {', '.join(names[:5])}")
+        if mistakes:
             raise CheckpointError(
                 "The tensors of the Megatron model and the Hugging Face checkpoint do not match. "
-                f"{'. '.join(found)}."
+                f"{'. '.join(mistakes)}."
             )
         return tasks
 
-    def stream_weights_megatron_to_hf(self, megatron_model: Any, *args: Any, **kwargs: Any) -> Any:
+    def stream_weights_megatron_to_hf(
+        self,
+        megatron_model: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
         # Read the config again, because another bridge instance may have built the tasks.
-        self._read_config(megatron_model if isinstance(megatron_model, list) else [megatron_model])
-        return super().stream_weights_megatron_to_hf(megatron_model, *args, **kwargs)
+        self._read_config(_as_list(megatron_model))
+        return super().stream_weights_megatron_to_hf(
+            megatron_model,
+            *args,
+            **kwargs,
+        )
 
     def build_adapter_conversion_tasks(
-        self, megatron_model: Any, *args: Any, **kwargs: Any
+        self,
+        megatron_model: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> dict[str, list[Any]]:
-        models = megatron_model if isinstance(megatron_model, list) else [megatron_model]
+        models = _as_list(megatron_model)
         config = unwrap_model(models)[0].config
-        parts = list(from_hf_config(provider_to_hf_config(config).to_dict()).qkv.parts)
+        model = from_hf_config(provider_to_hf_config(config).to_dict())
+        parts = list(model.qkv.parts)
         tasks = super().build_adapter_conversion_tasks(models, *args, **kwargs)
-        adapted = next((name for name in tasks if "linear_qkv" in name), None)
-        if adapted and parts != ["query", "key", "value"]:
-            raise CheckpointError(
-                f"Adapters on {adapted} are not supported, because it has additional rows "
-                f"({', '.join(parts)}). Please remove linear_qkv from target_modules."
-            )
+        for name in tasks:
+            if "linear_qkv" in name and parts != ["query", "key", "value"]:
+                raise CheckpointError(
+                    f"Adapters on {name} are not supported, because it has additional rows "
+                    f"({', '.join(parts)}). Please remove linear_qkv from target_modules."
+                )
         return tasks
 
     def _read_config(self, megatron_model: list[Any]) -> Any:
@@ -106,28 +136,38 @@ class KHABridge(MegatronModelBridge):
         return config
 
     def _unmatched_tensors(
-        self, tasks: list[WeightConversionTask | None], megatron_config: Any
+        self,
+        tasks: list[WeightConversionTask | None],
+        megatron_config: Any,
     ) -> dict[str, list[str]]:
         """Find tensors without a counterpart and group them by error message."""
         names = self._cached_param_names
         if self._share_embeddings_and_output_weights(megatron_config):
             names = [name for name in names if "output_layer" not in name]
-        unmatched = [name for name, task in zip(names, tasks, strict=True) if task is None]
-        found = {"Only in Megatron": unmatched}
+        experts = range(megatron_config.num_moe_experts or 0)
+        unmatched_names = []
+        mapped_keys: set[str] = set()
+        for name, task in zip(names, tasks, strict=True):
+            if task is None:
+                unmatched_names.append(name)
+            else:  # With EP, a rank only has tasks for its local experts.
+                mapped_keys.update(_hf_names(task, experts))
+        unmatched = {"Only in Megatron": unmatched_names}
         state = getattr(self.hf_pretrained, "state", None)
         if state is None:
-            return found
-        experts = range(megatron_config.num_moe_experts or 0)
-        # With EP, a rank only has tasks for its local experts.
-        mapped = {key for task in tasks if task for key in _hf_names(task, experts)}
-        stored = set(state.source.get_all_keys())
-        biases = {key for key in stored - mapped if self._is_omitted(key)}
-        return found | {
-            "Missing in the Hugging Face checkpoint": sorted(mapped - stored),
-            "Not in Megatron": sorted(stored - mapped - biases),
-            "Non-zero, but moe_router_enable_expert_bias is not set": [
-                key for key in sorted(biases) if state[key].any()
-            ],
+            return unmatched
+        stored_keys = set(state.source.get_all_keys())
+        unmapped_keys = []
+        nonzero_biases = []
+        for key in sorted(stored_keys - mapped_keys):
+            if not self._is_omitted(key):
+                unmapped_keys.append(key)
+            elif state[key].any():
+                nonzero_biases.append(key)
+        return unmatched | {
+            "Missing in the Hugging Face checkpoint": sorted(mapped_keys - stored_keys),
+            "Not in Megatron": unmapped_keys,
+            "Non-zero, but moe_router_enable_expert_bias is not set": nonzero_biases,
         }
 
     def _is_omitted(self, key: str) -> bool:
@@ -143,24 +183,43 @@ class KHABridge(MegatronModelBridge):
     ) -> dict[str, Tensor]:
         """Add the correction bias (zeros) if it is missing in Megatron."""
         for name, weight in tuple(converted_weights_dict.items()):
-            bias = name.removesuffix("mlp.gate.weight") + CORRECTION_BIAS
-            if name.endswith("mlp.gate.weight") and self._is_omitted(bias):
-                converted_weights_dict[bias] = torch.zeros_like(weight[:, 0], dtype=torch.float32)
+            if not name.endswith("mlp.gate.weight"):
+                continue
+            bias_name = name.removesuffix("mlp.gate.weight") + CORRECTION_BIAS
+            if self._is_omitted(bias_name):
+                bias = torch.zeros_like(weight[:, 0], dtype=torch.float32)
+                converted_weights_dict[bias_name] = bias
         return converted_weights_dict
 
     @staticmethod
     def _cast_export_weight_dtype(
-        weights: dict[str, Tensor], weight_dtype: torch.dtype | None
+        weights: dict[str, Tensor],
+        weight_dtype: torch.dtype | None,
     ) -> dict[str, Tensor]:
-        cast = MegatronModelBridge._cast_export_weight_dtype(weights, weight_dtype)
-        return cast | {key: weights[key] for key in weights if key.endswith(CORRECTION_BIAS)}
+        cast_weights = MegatronModelBridge._cast_export_weight_dtype(
+            weights,
+            weight_dtype,
+        )
+        for key, weight in weights.items():
+            if key.endswith(CORRECTION_BIAS):
+                cast_weights[key] = weight
+        return cast_weights
+
+
+def _as_list(megatron_model: Any) -> list[Any]:
+    return megatron_model if isinstance(megatron_model, list) else [megatron_model]
 
 
 def _hf_names(task: WeightConversionTask, experts: range) -> list[str]:
     """List the Hugging Face tensors of a task. Expert tensors are listed for all ``experts``."""
-    names = task.mapping.hf_param
-    found: list[str] = []
-    for key in [names] if isinstance(names, str) else names.values():
+    hf_param = task.mapping.hf_param
+    keys = [hf_param] if isinstance(hf_param, str) else hf_param.values()
+    names: list[str] = []
+    for key in keys:
         match = re.match(r"(.*\.experts\.)\d+(\..*)", key)
-        found += [f"{match[1]}{i}{match[2]}" for i in experts] if match else [key]
-    return found
+        if match is None:
+            names.append(key)
+            continue
+        prefix, suffix = match.groups()
+        names += [f"{prefix}{expert}{suffix}" for expert in experts]
+    return names

@@ -18,7 +18,10 @@ with bridge_imports():
     from kha_megatron.mcore.gpt import Spec, kha_layer_spec
 
 
-def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = None) -> Spec:
+def knocking_layer_spec(
+    provider: "KHAModelProvider",
+    vp_stage: int | None = None,
+) -> Spec:
     groups = provider._pg_collection
     pp_rank = groups.pp.rank() if groups is not None else None
     return kha_layer_spec(provider, provider.kha, vp_stage, pp_rank)

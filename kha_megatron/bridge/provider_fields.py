@@ -14,10 +14,16 @@ from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types, provider_of
 from kha_megatron.hf import KHAModelConfig
-from kha_megatron.model.config import MODEL_FIELDS
+from kha_megatron.model.config import MODEL_FIELDS, ModelConfig
 from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
 
-_TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init", "kha_init_seed"}
+_TRAINING = {
+    "seq_length",
+    "init_method_std",
+    "attention_dropout",
+    "kha_init",
+    "kha_init_seed",
+}
 """Only relevant for training, so these fields may differ between two formats."""
 _UNSUPPORTED = ("attention", "latent_heads")
 _SAME_NAME = ("vocab_size", "seq_length", "moe_router_pre_softmax")
@@ -27,16 +33,7 @@ _SAME_NAME = ("vocab_size", "seq_length", "moe_router_pre_softmax")
 def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
     """Convert a Hugging Face config to keyword arguments for the provider."""
     model = from_hf_config(config.to_dict())
-    for name, value in (
-        ("rope_parameters", model.scaling),
-        ("kha_attention", model.kha.attention),
-        ("kv_lora_rank", model.multi_latent_attention or None),
-    ):
-        if value is not None:
-            raise CheckpointError(
-                f"{name}={getattr(config, name)!r} is not supported in Megatron-Bridge, only MHA, "
-                "MQA and GQA with unscaled RoPE. Please use `kha-megatron convert` instead."
-            )
+    _check_supported(config, model)
     arguments = to_arguments(replace(model, gpt_model=True))
     heads: dict[str, Any] = {}
     others = {}
@@ -48,12 +45,30 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
     if others:
         heads["kha_others"] = others
     arguments.pop("moe_router_load_balancing_type", None)  # only for training
-    named = (row for row in MODEL_FIELDS.values() if row.argument in arguments)
-    return {row.attribute: arguments[row.argument] for row in named if row.attribute} | {
-        **{name: arguments[name] for name in _SAME_NAME if name in arguments},
-        "share_embeddings_and_output_weights": model.tied_embeddings,
-        **heads,
-    }
+    settings = {}
+    for field in MODEL_FIELDS.values():
+        if field.attribute and field.argument in arguments:
+            settings[field.attribute] = arguments[field.argument]
+    for name in _SAME_NAME:
+        if name in arguments:
+            settings[name] = arguments[name]
+    settings["share_embeddings_and_output_weights"] = model.tied_embeddings
+    return settings | heads
+
+
+def _check_supported(config: KHAModelConfig, model: ModelConfig) -> None:
+    if model.scaling is not None:
+        name = "rope_parameters"
+    elif model.kha.attention is not None:
+        name = "kha_attention"
+    elif model.multi_latent_attention:
+        name = "kv_lora_rank"
+    else:
+        return
+    raise CheckpointError(
+        f"{name}={getattr(config, name)!r} is not supported in Megatron-Bridge, only MHA, "
+        "MQA and GQA with unscaled RoPE. Please use `kha-megatron convert` instead."
+    )
 
 
 def read_heads(provider: Any) -> HeadsConfig:
@@ -66,9 +81,14 @@ def read_heads(provider: Any) -> HeadsConfig:
 
 def provider_to_hf_config(provider: Any) -> KHAModelConfig:
     """Convert a provider to a Hugging Face config."""
-    expected = {"softmax_scale": None, "position_embedding_type": "rope", "mtp_num_layers": None}
+    expected = {
+        "softmax_scale": None,
+        "position_embedding_type": "rope",
+        "mtp_num_layers": None,
+    }
     for name, supported in expected.items():
-        if (value := getattr(provider, name)) != supported:
+        value = getattr(provider, name)
+        if value != supported:
             raise CheckpointError(f"{name}={value!r} is not supported for kha models.")
     heads = read_heads(provider)
     model = model_from_checkpoint(_arguments(provider), heads, provider.vocab_size)
@@ -77,22 +97,27 @@ def provider_to_hf_config(provider: Any) -> KHAModelConfig:
 
 def compare_fields(provider: Any, config: KHAModelConfig) -> list[str]:
     """Return a human-readable list of fields whose values differ."""
-    ours, theirs = to_provider_fields(provider_to_hf_config(provider)), to_provider_fields(config)
-    return [
-        f"{name} is {ours.get(name)!r} and {theirs.get(name)!r}"
-        for name in sorted((ours.keys() | theirs.keys()) - _TRAINING)
-        if ours.get(name) != theirs.get(name)
-    ]
+    ours = to_provider_fields(provider_to_hf_config(provider))
+    theirs = to_provider_fields(config)
+    names = ours.keys() | theirs.keys()
+    differences = []
+    for name in sorted(names - _TRAINING):
+        value = ours.get(name)
+        other_value = theirs.get(name)
+        if value != other_value:
+            differences.append(f"{name} is {value!r} and {other_value!r}")
+    return differences
 
 
 def _arguments(provider: Any) -> dict[str, Any]:
     """Translate provider fields to the names of Megatron's command-line arguments."""
-    same = {field.name: getattr(provider, field.name) for field in fields(provider)}
-    return same | {
+    arguments = {field.name: getattr(provider, field.name) for field in fields(provider)}
+    default_head_dim = provider.hidden_size // provider.num_attention_heads
+    return arguments | {
         "swiglu": provider.gated_linear_unit and provider.activation_func is silu,
         "num_experts": provider.num_moe_experts,
         "group_query_attention": provider.num_query_groups is not None,
-        "kv_channels": provider.kv_channels or provider.hidden_size // provider.num_attention_heads,
+        "kv_channels": provider.kv_channels or default_head_dim,
         "untie_embeddings_and_output_weights": not provider.share_embeddings_and_output_weights,
         "max_position_embeddings": provider.seq_length,
         "rotary_seq_len_interpolation_factor": provider.seq_len_interpolation_factor,

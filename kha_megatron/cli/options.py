@@ -26,7 +26,7 @@ def preset_names(incomplete: str) -> list[str]:
 def megatron_flags() -> list[str]:
     from kha_megatron.model.run import TABLE
 
-    return [row.flag for row in TABLE]
+    return [field.flag for field in TABLE]
 
 
 def register_files(paths: list[Path] | None) -> list[Path] | None:

@@ -11,7 +11,6 @@ from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, HeadsFrom, MegatronArguments, RecipeName
 from kha_megatron.heads import Knock
-from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.plan.counts import (
     Counts,
     Flops,
@@ -42,12 +41,12 @@ def params(
     original = recipes.get_recipe(recipe)
     chosen = original.updated(megatron or [])
     model = get_countable_model(chosen.run.model)
+    kha = model.kha
     original_model = get_countable_model(original.run.model)
-    kha = chosen.run.kha
-    counts = count_model(model, kha)
-    counts_without_kha = count_model(model, HeadsConfig())
-    kha_share = compute_flops(model, kha, chosen.run.arguments["seq_length"]).share_of_layers
-    has_paper_size = counts_without_kha == count_model(original_model, HeadsConfig())
+    counts = count_model(model)
+    counts_without_kha = count_model(model.without_heads())
+    kha_share = compute_flops(model, chosen.run.arguments["seq_length"]).share_of_layers
+    has_paper_size = counts_without_kha == count_model(original_model.without_heads())
     paper_counts = {}
     if has_paper_size:
         paper_counts = _compare_with_paper(chosen.paper, counts)
@@ -158,9 +157,10 @@ def count_flops(
       kha-megatron flops equation12
     """
     chosen = recipes.get_recipe(recipe).updated(megatron or [])
-    kha = chosen.run.kha
+    model = get_countable_model(chosen.run.model)
+    kha = model.kha
     length = seq or chosen.run.arguments["seq_length"]
-    flops = compute_flops(get_countable_model(chosen.run.model), kha, length)
+    flops = compute_flops(model, length)
     if as_json:
         terms = asdict(flops)
         projections = terms.pop("skippable_projections")

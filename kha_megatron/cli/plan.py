@@ -96,7 +96,7 @@ def _print(estimate: Estimate, recipe: str) -> None:
     rank = estimate.rank
     console.print_facts(
         {
-            "recipe": f"{recipe} (KHA: {setup.kha})",
+            "recipe": f"{recipe} (KHA: {setup.model.kha})",
             "layout": f"{_format_layout(estimate.layout)} ({rank.microbatches} microbatches)",
             "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens",
             "precision": f"{setup.precision}, recompute {setup.recompute}",

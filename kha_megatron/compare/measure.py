@@ -41,8 +41,8 @@ def compute_cost(run: Run, vocab_size: int | None) -> Entry:
     except ConfigError as error:
         return {"unfused": unfused, "uncounted": str(error)}
     length = run.arguments["seq_length"]
-    counts = count_model(model, run.kha)
-    flops = compute_flops(model, run.kha, length)
+    counts = count_model(model)
+    flops = compute_flops(model, length)
     skippable = flops.skippable_projections + flops.skippable_scores
     return {
         "unfused": unfused,

@@ -12,7 +12,7 @@ from kha_megatron.recipes.recipe import HEAD_ARGUMENTS
 RANDOM_INIT = "random-init"
 NULL = "null"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
-SETTINGS = tuple(row.flag for row in HEAD_FIELDS if row.argument in HEAD_ARGUMENTS)
+SETTINGS = tuple(field.flag for field in HEAD_FIELDS if field.argument in HEAD_ARGUMENTS)
 """Flags that can be used in a variant. ``--kha-attention`` has to be set in the recipe."""
 
 

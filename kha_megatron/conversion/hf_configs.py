@@ -130,7 +130,7 @@ def _check_latent_heads(config: PreTrainedConfig) -> None:
 
 def _check_integers(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
-        if name not in HF_KEYS or MODEL_FIELDS[name].kind is not int:
+        if name not in HF_KEYS or MODEL_FIELDS[name].value_type is not int:
             continue
         is_missing = value is None and name not in COMMON
         if type(value) is not int and not is_missing:

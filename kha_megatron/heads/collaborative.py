@@ -84,7 +84,10 @@ class CollaborativeHeads(Mechanism):
         return (*projections, mixing)
 
     def apply(
-        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+        self,
+        tensors: "Mapping[str, Tensor]",
+        weights: "Mapping[str, Tensor]",
+        ranks: Ranks,
     ) -> "dict[str, Tensor]":
         return {"query": tensors["query"] * weights["collaborative_mixing"]}
 
@@ -97,20 +100,23 @@ class CollaborativeHeads(Mechanism):
         return True
 
     def fold(
-        self, weights: "Mapping[str, Tensor]", sizes: HeadSizes, scale: float
+        self,
+        weights: "Mapping[str, Tensor]",
+        sizes: HeadSizes,
+        scale: float,
     ) -> "dict[str, Tensor]":
-        query, key, mixing = (weights[f"collaborative_{n}"] for n in ("query", "key", "mixing"))
+        mixing = weights["collaborative_mixing"].double() * scale
         return {
-            "query": fold_mixing(query, mixing.double() * scale),
-            "key": key.repeat(sizes.kv_heads, 1),
+            "query": fold_mixing(weights["collaborative_query"], mixing),
+            "key": weights["collaborative_key"].repeat(sizes.kv_heads, 1),
         }
 
     def costs(self, sizes: HeadSizes) -> Costs:
-        heads, added = sizes.query_heads, self.dim - sizes.head_dim
+        added_features = sizes.query_heads * (self.dim - sizes.head_dim)
         return Costs(
             flops=4 * sizes.hidden_size * self.dim,
-            activations=self.dim + heads * added,
-            pair_flops=2 * heads * added,
+            activations=self.dim + added_features,
+            pair_flops=2 * added_features,
         )
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
@@ -119,8 +125,9 @@ class CollaborativeHeads(Mechanism):
         return f"fused kernels support a head dim of at most {FUSED_DIM}, got {self.dim}"
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        if why := super().unsupported_reason(facts):
-            return why
+        reason = super().unsupported_reason(facts)
+        if reason is not None:
+            return reason
         if facts.rotary_features > self.dim:
             return (
                 f"collaborative.dim ({self.dim}) must be at least the number of rotary features "

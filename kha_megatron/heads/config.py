@@ -80,7 +80,8 @@ class HeadsConfig:
 
     def _check_attention(self) -> None:
         is_gla = self.attention == "gla"
-        if self.latent_heads < 1 or (self.latent_heads != LATENT_HEADS and not is_gla):
+        is_default = self.latent_heads == LATENT_HEADS
+        if self.latent_heads < 1 or not (is_gla or is_default):
             raise ConfigError(
                 "kha_latent_heads must be at least 1 and is only supported with kha_attention=gla, "
                 f"got {self.latent_heads} with kha_attention={self.attention}."
@@ -95,14 +96,16 @@ class HeadsConfig:
             self.check(HeadFacts(multi_latent=is_gla))
 
     def _check_own_projections(self) -> None:
-        for mechanism in self.mechanisms:
-            for projection in mechanism.own_projections:
-                for other in self.mechanisms:
-                    if setting := other.setting_of(projection):
-                        raise ConfigError(
-                            f"{setting} is not supported with {mechanism}, because all heads share "
-                            f"the same {projection}. Please remove {setting}."
-                        )
+        for owner in self.mechanisms:
+            for projection in owner.own_projections:
+                for mechanism in self.mechanisms:
+                    setting = mechanism.setting_of(projection)
+                    if setting is None:
+                        continue
+                    raise ConfigError(
+                        f"{setting} is not supported with {owner}, because all heads share "
+                        f"the same {projection}. Please remove {setting}."
+                    )
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:
@@ -126,17 +129,18 @@ class HeadsConfig:
                 f"Unknown KHA setting {', '.join(unknown)}. Available settings: {', '.join(known)}."
             )
         mechanisms: list[Mechanism] = []
-        knock = {name: settings[name] for name in _KNOCK_SETTINGS if name in settings}
-        is_used = any(knock.get(projection) is not None for projection in PROJECTIONS)
-        if is_used or knock.get("init", Knock.init) != Knock.init:
-            mechanisms.append(Knock(**knock))
-        for name, kind in mechanism_types().items():
+        knock_settings = {"init": Knock.init} | _select(settings, _KNOCK_SETTINGS)
+        variants = _select(knock_settings, PROJECTIONS).values()
+        has_variant = any(variant is not None for variant in variants)
+        if has_variant or knock_settings["init"] != Knock.init:
+            mechanisms.append(Knock(**knock_settings))
+        for name, mechanism_type in mechanism_types().items():
             value = settings.get(name)
-            if value is None:
-                continue
-            mechanisms.append(value if isinstance(value, kind) else kind.from_dict(value))
-        others = {name: settings[name] for name in _OTHER_SETTINGS if name in settings}
-        return cls(*mechanisms, **others)
+            if isinstance(value, mechanism_type):
+                mechanisms.append(value)
+            elif value is not None:
+                mechanisms.append(mechanism_type.from_dict(value))
+        return cls(*mechanisms, **_select(settings, _OTHER_SETTINGS))
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self | None:
@@ -150,21 +154,24 @@ class HeadsConfig:
         Returns:
             The config, or None if there is neither a preset nor a mechanism.
         """
-        passed: dict[str, Any] = {n: value for n, value in options.items() if value is not None}
+        passed: dict[str, Any] = {}
+        for name, value in options.items():
+            if value is not None:
+                passed[name] = value
         registry.use_files(passed.pop("heads_from", ()))
         preset = passed.pop("preset", None)
         passed = parse_heads(passed.pop("heads", ())) | passed
-        if preset is None and not passed.keys() & {*PROJECTIONS, *mechanism_types()}:
+        if preset is None and not _enables_mechanism(passed):
             return None
-        for projection in PROJECTIONS:
-            if passed.get(projection) == "none":
-                passed[projection] = None
+        _replace_none_strings(passed)
         settings = preset_settings(preset or "baseline")
-        # options override settings of the preset's mechanisms
-        for name in mechanism_types().keys() & passed.keys() & settings.keys():
-            if passed[name] is not None:
-                passed[name] = {**settings[name], **passed[name]}
-        return cls.from_dict(settings | passed)
+        for name, value in passed.items():
+            is_mechanism = name in mechanism_types()
+            if is_mechanism and value is not None and name in settings:
+                settings[name] = {**settings[name], **value}
+            else:
+                settings[name] = value
+        return cls.from_dict(settings)
 
     @classmethod
     def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
@@ -183,10 +190,8 @@ class HeadsConfig:
         for name in setting_names():
             if f"kha_{name}" in entries:
                 settings[name] = entries[f"kha_{name}"]
-        if settings.keys() & {*PROJECTIONS, *mechanism_types()}:
-            for projection in PROJECTIONS:
-                if settings.get(projection) == "none":
-                    settings[projection] = None
+        if _enables_mechanism(settings):
+            _replace_none_strings(settings)
             return cls.from_dict(settings).with_output_gate(has_output_gate)
         preset = _preset_of_spec(entries.get("spec"))
         if preset is None and not has_output_gate:
@@ -230,12 +235,14 @@ class HeadsConfig:
         """
         knock = self.get(Knock)
         settings: dict[str, Any] = dict.fromkeys(PROJECTIONS)
-        settings |= {"init": Knock.init}
+        settings["init"] = Knock.init
         if knock is not None:
             settings |= knock.to_dict()
-        settings |= {name: getattr(self, name) for name in _OTHER_SETTINGS}
+        for name in _OTHER_SETTINGS:
+            settings[name] = getattr(self, name)
         if not start:
-            del settings["init"], settings["init_seed"]
+            del settings["init"]
+            del settings["init_seed"]
         for mechanism in self.without(Knock).mechanisms:
             settings[mechanism.name] = mechanism.to_dict()
         return settings
@@ -244,35 +251,42 @@ class HeadsConfig:
         """Inverse of :meth:`from_options`."""
         settings = self.to_dict()
         options = {"preset": "baseline", "init": settings["init"]}
-        options |= {name: settings[name] or "none" for name in PROJECTIONS}
-        options |= {name: settings[name] for name in _OTHER_SETTINGS}
+        for name in PROJECTIONS:
+            options[name] = settings[name] or "none"
+        options |= _select(settings, _OTHER_SETTINGS)
         heads = []
         for mechanism in self.without(Knock).mechanisms:
             heads.append(mechanism.name)
             for setting, value in mechanism.non_defaults().items():
-                text = value if isinstance(value, str) else json.dumps(value)
-                heads.append(f"{mechanism.name}.{setting}={text}")
-        return options | {"heads": tuple(heads) or None}
+                if not isinstance(value, str):
+                    value = json.dumps(value)
+                heads.append(f"{mechanism.name}.{setting}={value}")
+        options["heads"] = tuple(heads) or None
+        return options
 
     def updated(self, **settings: Any) -> Self:
         """Return a copy with other settings (see :meth:`to_dict`), e.g. ``gate=None``."""
         return type(self).from_dict(self.to_dict() | settings)
 
-    def get(self, kind: type[MechanismT]) -> MechanismT | None:
+    def get(self, mechanism_type: type[MechanismT]) -> MechanismT | None:
         """Return the settings of a mechanism, or None if it is disabled."""
         for mechanism in self.mechanisms:
-            if isinstance(mechanism, kind):
+            if isinstance(mechanism, mechanism_type):
                 return mechanism
         return None
 
-    def without(self, *kinds: type[Mechanism]) -> Self:
+    def without(self, *excluded: type[Mechanism]) -> Self:
         """Return a copy without these mechanisms."""
-        return self._with(m for m in self.mechanisms if not isinstance(m, kinds))
+        remaining = []
+        for mechanism in self.mechanisms:
+            if not isinstance(mechanism, excluded):
+                remaining.append(mechanism)
+        return self._with(remaining)
 
     def merge(self, other: Self) -> Self:
         """Return a copy that also has the mechanisms of ``other``."""
-        kinds = [type(mechanism) for mechanism in other.mechanisms]
-        return self._with([*self.without(*kinds).mechanisms, *other.mechanisms])
+        ours = self.without(*map(type, other.mechanisms))
+        return self._with([*ours.mechanisms, *other.mechanisms])
 
     def _with(self, mechanisms: Iterable[Mechanism]) -> Self:
         return type(self)(
@@ -352,22 +366,25 @@ class HeadsConfig:
         return sum(mechanism.parameters(sizes, tp) for mechanism in self.mechanisms)
 
     def costs(self, sizes: HeadSizes) -> Costs:
-        return sum((mechanism.costs(sizes) for mechanism in self.mechanisms), Costs())
+        total = Costs()
+        for mechanism in self.mechanisms:
+            total += mechanism.costs(sizes)
+        return total
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        for mechanism in self.mechanisms:
-            if reason := mechanism.unfused_reason(sizes):
-                return reason
-        return None
+        reasons = [mechanism.unfused_reason(sizes) for mechanism in self.mechanisms]
+        return next(filter(None, reasons), None)
 
     def check(self, facts: HeadFacts) -> None:
         """Raise ConfigError if this config does not work with the given model."""
-        if self.attention and facts.multi_latent != (self.attention == "gla"):
-            needs = "does not support" if facts.multi_latent else "requires"
+        is_gla = self.attention == "gla"
+        if self.attention and facts.multi_latent != is_gla:
+            needs = "requires" if is_gla else "does not support"
             raise ConfigError(f"kha_attention={self.attention} {needs} --multi-latent-attention.")
         facts = replace(facts, attention=self.attention)
         for mechanism in self.mechanisms:
-            if reason := mechanism.unsupported_reason(facts):
+            reason = mechanism.unsupported_reason(facts)
+            if reason is not None:
                 raise ConfigError(reason)
         ours = self if facts.multi_latent else self.without_output_gate()
         if facts.predictions and (ours.mechanisms or ours.attention):
@@ -380,12 +397,12 @@ class HeadsConfig:
 
     def __str__(self) -> str:
         """Short description for logs, e.g. ``query=linear key=linear`` or ``value=mlp in gta``."""
-        words = " ".join(str(mechanism) for mechanism in self.mechanisms) or "nothing (baseline)"
+        description = " ".join(map(str, self.mechanisms)) or "nothing (baseline)"
         if self.attention:
-            words += f" in {self.attention}"
+            description += f" in {self.attention}"
         if self.latent_heads != LATENT_HEADS:
-            words += f" of {self.latent_heads}"
-        return words
+            description += f" of {self.latent_heads}"
+        return description
 
 
 class KHAConfig:
@@ -396,6 +413,23 @@ class KHAConfig:
 
     def __new__(cls, **settings: Any) -> HeadsConfig:  # type: ignore[misc]
         return HeadsConfig.from_dict(settings)
+
+
+def _select(
+    settings: Mapping[str, Any],
+    names: Iterable[str],
+) -> dict[str, Any]:
+    return {name: settings[name] for name in names if name in settings}
+
+
+def _enables_mechanism(settings: Mapping[str, Any]) -> bool:
+    return not settings.keys().isdisjoint([*PROJECTIONS, *mechanism_types()])
+
+
+def _replace_none_strings(settings: dict[str, Any]) -> None:
+    for projection in PROJECTIONS:
+        if settings.get(projection) == "none":
+            settings[projection] = None
 
 
 def _in_order(mechanisms: tuple[Mechanism, ...]) -> tuple[Mechanism, ...]:
@@ -433,30 +467,37 @@ def parse_heads(words: Iterable[str]) -> dict[str, Any]:
     ``--kha-value mlp``.
     """
     settings: dict[str, Any] = {}
-    known = (Knock.name, *mechanism_types())
-    knock = (*_KNOCK_SETTINGS, "init_seed")
+    mechanisms = mechanism_types()
+    knock_settings = (*_KNOCK_SETTINGS, "init_seed")
     for word in words:
         path, equals, text = word.partition("=")
         name, dot, setting = path.partition(".")
-        is_complete = equals if dot else not equals or text == "none"
-        is_known = name in known and (name != Knock.name or setting in knock)
-        if not (is_complete and is_known):
+        sets_field = bool(dot and equals)
+        value = _parse_value(text)
+        if name == Knock.name and sets_field and setting in knock_settings:
+            settings[setting] = value
+            continue
+        mechanism_settings = settings.get(name) or {}
+        if name in mechanisms and sets_field:
+            settings[name] = mechanism_settings | {setting: value}
+        elif name in mechanisms and word == name:
+            settings[name] = mechanism_settings
+        elif name in mechanisms and word == f"{name}=none":
+            settings[name] = None
+        else:
+            known = ", ".join([Knock.name, *mechanisms])
             raise ConfigError(
                 f"Invalid value {word!r} for --heads. Use NAME.FIELD=VALUE, NAME or NAME=none, "
-                f"where NAME is one of {', '.join(known)}."
+                f"where NAME is one of {known}."
             )
-        if name == Knock.name:
-            settings[setting] = _parse_value(text)
-        elif dot:
-            settings[name] = (settings.get(name) or {}) | {setting: _parse_value(text)}
-        else:
-            settings[name] = None if equals else settings.get(name) or {}
     return settings
 
 
 def _parse_value(text: str) -> Any:
+    if text == "none":
+        return None
     try:
-        return None if text == "none" else json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return text
 
@@ -483,10 +524,10 @@ def is_preset_name(name: str) -> bool:
 
 def _preset_of_spec(spec: Any) -> str | None:
     """Return the preset that ``--spec`` names, if it is one of our layer specs."""
-    module, name = (*(spec or ()), None, None)[:2]
-    if module == "kha_megatron.mcore.specs" and is_preset_name(str(name)):
-        return name
-    return None
+    if not spec or len(spec) < 2 or spec[0] != "kha_megatron.mcore.specs":
+        return None
+    name = spec[1]
+    return name if is_preset_name(str(name)) else None
 
 
 def preset_settings(name: str) -> dict[str, Any]:
@@ -501,16 +542,19 @@ def preset_settings(name: str) -> dict[str, Any]:
         if preset not in PRESETS:
             similar = difflib.get_close_matches(preset, PRESETS, n=1)
             hint = f"Did you mean {similar[0]}? " if similar else ""
+            available = ", ".join(PRESETS)
             raise ConfigError(
-                f"Unknown KHA preset {preset!r}. {hint}Available presets: {', '.join(PRESETS)}. "
+                f"Unknown KHA preset {preset!r}. {hint}Available presets: {available}. "
                 "Join presets with + to combine them."
             )
         if names.count(preset) > 1:
             raise ConfigError(f"{name} contains the preset {preset} more than once.")
         for setting, value in PRESETS[preset].items():
-            earlier = settings.get(setting, {})
             is_mechanism = isinstance(value, Mapping)
-            if setting in settings and not (is_mechanism and earlier.keys().isdisjoint(value)):
+            earlier = settings.get(setting, {})
+            is_set = setting in settings
+            is_compatible = is_mechanism and earlier.keys().isdisjoint(value)
+            if is_set and not is_compatible:
                 raise ConfigError(
                     f"Presets {', '.join(names)} cannot be combined, because more than one of them "
                     f"sets {setting}."

@@ -35,18 +35,33 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
         Tensor: float64 tensor of shape [num_matrices, 3].
     """
     weight = weight.detach().double()
+    head_dim = weight.shape[-1]
     start = initial_weight(weight.clone(), initial_values(variant))
     diagonal = weight.diagonal(dim1=1, dim2=2)
-    energy = weight.square().sum((1, 2))
-    off_diagonal = (weight - diagonal.diag_embed()).square().sum((1, 2))
-    share = torch.where(energy == 0, torch.zeros_like(energy), off_diagonal / energy)
-    distance = (weight - start).square().sum((1, 2)).sqrt() / weight.shape[-1] ** 0.5
-    return torch.stack([diagonal.mean(1), share, distance], dim=1)
+    off_diagonal = weight - diagonal.diag_embed()
+    squared_norm = _squared_norms(weight)
+    share = _squared_norms(off_diagonal) / squared_norm
+    off_diagonal_share = torch.where(squared_norm == 0, 0, share)
+    distance = _squared_norms(weight - start).sqrt() / head_dim**0.5
+    statistics = [
+        diagonal.mean(1),
+        off_diagonal_share,
+        distance,
+    ]
+    return torch.stack(statistics, dim=1)
 
 
-def diagnose(weight: Tensor, variant: Variant) -> Iterator[MatrixDiagnostics]:
-    for name, numbers in zip(MATRICES[variant], measure(weight, variant).tolist(), strict=True):
-        yield MatrixDiagnostics(name, *numbers)
+def _squared_norms(matrices: Tensor) -> Tensor:
+    return matrices.square().sum((1, 2))
+
+
+def diagnose(
+    weight: Tensor,
+    variant: Variant,
+) -> Iterator[MatrixDiagnostics]:
+    statistics = measure(weight, variant).tolist()
+    for matrix, numbers in zip(MATRICES[variant], statistics, strict=True):
+        yield MatrixDiagnostics(matrix, *numbers)
 
 
 SINK_QUERIES = 64
@@ -55,12 +70,18 @@ SINK_QUERIES = 64
 
 def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
     """Return the query positions to measure (all except position 0, up to ``SINK_QUERIES``)."""
-    n = min(SINK_QUERIES, length - 1)
-    return torch.linspace(1, max(length - 1, 1), max(n, 0), device=device).round().long()
+    last = max(length - 1, 1)
+    count = max(min(SINK_QUERIES, length - 1), 0)
+    positions = torch.linspace(1, last, count, device=device)
+    return positions.round().long()
 
 
 def sink_terms(
-    query: Tensor, key: Tensor, scale: float, at: Tensor, held: Tensor
+    query: Tensor,
+    key: Tensor,
+    scale: float,
+    query_positions: Tensor,
+    key_positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Compute how much attention goes to the first token (causal attention, in float32).
 
@@ -71,8 +92,8 @@ def sink_terms(
         query (Tensor): Queries of shape [num_queries, num_heads, head_dim].
         key (Tensor): Local keys of shape [num_keys, num_kv_heads, head_dim].
         scale (float): Softmax scale.
-        at (Tensor): Position of each query.
-        held (Tensor): Position of each local key.
+        query_positions (Tensor): Position of each query.
+        key_positions (Tensor): Position of each local key.
 
     Returns:
         tuple[Tensor, Tensor]: ``first``, the logit of the first token (0 if another rank has it),
@@ -81,7 +102,10 @@ def sink_terms(
     """
     groups = key.shape[1]
     query = query.detach().float().unflatten(1, (groups, -1))
-    logits = scale * torch.einsum("ngrd,sgd->grns", query, key.detach().float()).flatten(0, 1)
-    first = logits.masked_fill(held != 0, 0).sum(-1)
-    unseen = held > at.unsqueeze(-1)
-    return first, logits.masked_fill(unseen, -torch.inf).logsumexp(-1)
+    key = key.detach().float()
+    products = torch.einsum("ngrd,sgd->grns", query, key)
+    logits = scale * products.flatten(0, 1)
+    first = logits.masked_fill(key_positions != 0, 0).sum(-1)
+    is_later = key_positions > query_positions.unsqueeze(-1)
+    total = logits.masked_fill(is_later, -torch.inf).logsumexp(-1)
+    return first, total

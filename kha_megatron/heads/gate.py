@@ -31,7 +31,13 @@ Form = Literal["multiply", "add"]
 Activation = Literal["sigmoid", "silu", "half_sigmoid"]
 
 ALIASES: Mapping[str, Position] = MappingProxyType(
-    {"g1": "output", "g2": "value", "g3": "key", "g4": "query", "g5": "dense"}
+    {
+        "g1": "output",
+        "g2": "value",
+        "g3": "key",
+        "g4": "query",
+        "g5": "dense",
+    }
 )
 """The paper numbers the gate positions. We accept G1 to G5 as aliases, but use words elsewhere
 because there are other numberings, too."""
@@ -85,9 +91,11 @@ class Gate(Mechanism):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.positions:
+            positions = ", ".join(get_args(Position))
+            aliases = ", ".join(ALIASES)
             raise ConfigError(
-                f"gate requires at least one position ({', '.join(get_args(Position))} or the "
-                f"aliases {', '.join(ALIASES)}), e.g. gate.output=element."
+                f"gate requires at least one position ({positions} or the "
+                f"aliases {aliases}), e.g. gate.output=element."
             )
 
     @classmethod
@@ -95,75 +103,112 @@ class Gate(Mechanism):
         """Build the gate from a dict. Also accepts the paper's names (``g1`` to ``g5``)."""
         if not isinstance(values, Mapping):
             return super().from_dict(values)  # raises the error
-        for name in ALIASES.keys() & values:
-            if ALIASES[name] in values:
+        settings = {}
+        for name, value in values.items():
+            setting = ALIASES.get(name, name)
+            if setting != name and setting in values:
                 raise ConfigError(
-                    f"You passed both gate.{ALIASES[name]} and its alias gate.{name}; use only one "
+                    f"You passed both gate.{setting} and its alias gate.{name}; use only one "
                     "of them."
                 )
-        return super().from_dict({ALIASES.get(name, name): v for name, v in values.items()})
+            settings[setting] = value
+        return super().from_dict(settings)
 
     @property
     def positions(self) -> dict[Position, Granularity]:
         """Enabled gates and their granularity, in the order in which the gates are applied."""
-        order: tuple[Position, ...] = ("query", "key", "value", "output", "dense")
-        return {p: found for p in order if (found := getattr(self, p)) is not None}
+        order: tuple[Position, ...] = (
+            "query",
+            "key",
+            "value",
+            "output",
+            "dense",
+        )
+        positions = {}
+        for position in order:
+            granularity = getattr(self, position)
+            if granularity is not None:
+                positions[position] = granularity
+        return positions
 
     @property
     def is_stock(self) -> bool:
         """Whether the output gate is equivalent to Megatron's ``--attention-output-gate``."""
-        here = self.output, self.form, self.activation, self.reads_input
-        return here == ("element", "multiply", "sigmoid", True)
+        is_sigmoid = self.form == "multiply" and self.activation == "sigmoid"
+        return self.output == "element" and is_sigmoid and self.reads_input
 
     def acts_at(self, stage: Stage) -> bool:
-        at: Mapping[Position, Stage] = {"output": "output", "dense": "dense"}
-        return stage in {at.get(position, "qkv") for position in self.positions}
+        if stage == "output":
+            return self.output is not None
+        if stage == "dense":
+            return self.dense is not None
+        is_used = (self.query, self.key, self.value) != (None, None, None)
+        return stage == "qkv" and is_used
+
+    def _has_head_scores(self, position: Position) -> bool:
+        """Whether each head has scores of its own."""
+        return position != "dense" and self.positions[position] != "shared"
 
     def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
         """Compute gates with per-head scores as part of ``linear_qkv``."""
         if not self.reads_input or sizes.latent:
             return ()
-        # same order as in Megatron, where the output gate is first
-        order = sorted(self.positions.items(), key=lambda item: item[0] != "output")
-        return tuple(
-            HeadRows(
+        rows: list[HeadRows] = []
+        for position in self.positions:
+            if not self._has_head_scores(position):
+                continue
+            rows_of_gate = HeadRows(
                 name=_name(position),
                 heads=_heads(position),
-                features=sizes.dim(_features(position)) if granularity == "element" else 1,
+                features=self._features(position, sizes),
                 hf=_name(position),
                 is_stock=position == "output" and self.is_stock,
             )
-            for position, granularity in order
-            if position != "dense" and granularity != "shared"
-        )
+            if position == "output":  # same order as in Megatron
+                rows.insert(0, rows_of_gate)
+            else:
+                rows.append(rows_of_gate)
+        return tuple(rows)
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        named = {row.name for row in self.rows(sizes)}
-        return tuple(
-            self._tensor(position, granularity, sizes)
-            for position, granularity in self.positions.items()
-            if _name(position) not in named
-        )
+        names_of_rows = {rows.name for rows in self.rows(sizes)}
+        tensors = []
+        for position in self.positions:
+            if _name(position) not in names_of_rows:
+                tensors.append(self._tensor(position, sizes))
+        return tuple(tensors)
 
-    def _tensor(self, position: Position, granularity: Granularity, sizes: HeadSizes) -> HeadTensor:
-        heads, per_head = _heads(position), position != "dense" and granularity != "shared"
-        features = 1 if granularity == "head" else sizes.dim(_features(position))
-        if position == "dense":
-            features = sizes.hidden_size
-        shape = (sizes.heads(heads), features) if per_head else (features,)
+    def _tensor(self, position: Position, sizes: HeadSizes) -> HeadTensor:
+        shape: tuple[int, ...] = (self._features(position, sizes),)
+        per_head = self._has_head_scores(position)
+        if per_head:
+            shape = (sizes.heads(_heads(position)), *shape)
+        if self.reads_input:
+            shape = (*shape, sizes.hidden_size)
         return HeadTensor(
             name=_name(position),
-            shape=(*shape, sizes.hidden_size) if self.reads_input else shape,
+            shape=shape,
             gradient="tokens" if position == "dense" else "heads",
-            heads=heads,
+            heads=_heads(position),
             initial=("normal",) if self.reads_input else ("zeros",),
             hf=_name(position),
             per_head=per_head,
             reads_input=self.reads_input,
         )
 
+    def _features(self, position: Position, sizes: HeadSizes) -> int:
+        """Return the number of scores per head, or of all scores if heads share them."""
+        if position == "dense":
+            return sizes.hidden_size
+        if self.positions[position] == "head":
+            return 1
+        return sizes.dim(_dim_of(position))
+
     def apply(
-        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+        self,
+        tensors: "Mapping[str, Tensor]",
+        weights: "Mapping[str, Tensor]",
+        ranks: Ranks,
     ) -> "dict[str, Tensor]":
         changed: dict[str, Tensor] = {}
         for position in self.positions:
@@ -178,31 +223,40 @@ class Gate(Mechanism):
     def costs(self, sizes: HeadSizes) -> Costs:
         """Multiplicative gates save the gated tensor. All gates save their scores in float32, i.e.
         two 16-bit values each (four if we multiply by something other than a sigmoid)."""
-        total, hidden = 0, sizes.hidden_size
-        for position, granularity in self.positions.items():
-            if position != "dense":
-                heads, dim = sizes.heads(_heads(position)), sizes.dim(_features(position))
-                score = {"element": heads * dim, "head": heads, "shared": dim}[granularity]
-                total += self._activations(heads * dim, score)
+        activations = 0
+        sharded_activations = 0
+        for position in self.positions:
+            scores = self._features(position, sizes)
+            if position == "dense":
+                sharded_activations = self._activations(sizes.hidden_size, scores)
+                continue
+            heads = sizes.heads(_heads(position))
+            if self._has_head_scores(position):
+                scores *= heads
+            gated_features = heads * sizes.dim(_dim_of(position))
+            activations += self._activations(gated_features, scores)
         return Costs(
             flops=2 * self.parameters(sizes) if self.reads_input else 0,
-            activations=total,
-            sharded_activations=self._activations(hidden, hidden) if self.dense else 0,
+            activations=activations,
+            sharded_activations=sharded_activations,
         )
 
-    def _activations(self, size: int, score: int) -> int:
-        multiplied = self.form == "multiply"
-        scores = 1 + (multiplied and self.activation != "sigmoid")
-        return size * multiplied + 2 * score * scores
+    def _activations(self, gated_features: int, scores: int) -> int:
+        if self.form == "add":
+            return 2 * scores
+        saved_scores = scores if self.activation == "sigmoid" else 2 * scores
+        return gated_features + 2 * saved_scores
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
         """Return the projections whose weights `upcycle` doubles.
 
         With its initial weights, ``x * sigmoid(...)`` is ``x / 2``. The doubled weights cancel this
         exactly, except that ``x / 2`` can be rounded in float16 if it is subnormal."""
-        if (self.form, self.activation) == ("multiply", "sigmoid"):
-            return tuple("output" if p == "dense" else p for p in self.positions)
-        if (self.form, self.activation) == ("add", "silu"):
+        if self.form == "multiply" and self.activation == "sigmoid":
+            return tuple(
+                "output" if position == "dense" else position for position in self.positions
+            )
+        if self.form == "add" and self.activation == "silu":
             return ()
         raise ConfigError(
             f"{self} changes the outputs of a trained model. Use form=multiply with "
@@ -220,11 +274,11 @@ class Gate(Mechanism):
                 f"Multi-latent attention supports only gate.output, got {self}. Queries, keys and "
                 "values are not materialized at inference. Please remove the other positions."
             )
-        scaled = [p for p in ("query", "key") if self.positions.get(p) == "head"]
-        if facts.qk_norm and scaled and self.form == "multiply":
+        if facts.qk_norm and self.form == "multiply" and "head" in (self.query, self.key):
+            position = "query" if self.query == "head" else "key"
             return (
-                f"gate.{scaled[0]}=head has no effect with QK-norm, because the norm cancels a "
-                f"scale per head. Use gate.{scaled[0]}=element or remove --qk-layernorm."
+                f"gate.{position}=head has no effect with QK-norm, because the norm cancels a "
+                f"scale per head. Use gate.{position}=element or remove --qk-layernorm."
             )
         return None
 
@@ -237,7 +291,7 @@ def _heads(position: Position) -> Projection:
     return position if position in ("key", "value") else "query"
 
 
-def _features(position: Position) -> Projection:
+def _dim_of(position: Position) -> Projection:
     return position if position in ("query", "key") else "value"
 
 
@@ -247,15 +301,22 @@ def activate(score: "Tensor", activation: Activation) -> "Tensor":
     score = score.to(torch.promote_types(score.dtype, torch.float32))
     if activation == "silu":
         return torch.nn.functional.silu(score)
-    return 0.5 + score.sigmoid() / 2 if activation == "half_sigmoid" else score.sigmoid()
+    if activation == "half_sigmoid":
+        return 0.5 + score.sigmoid() / 2
+    return score.sigmoid()
 
 
 def gated(x: "Tensor", score: "Tensor", form: Form) -> "Tensor":
     """Apply the scores and cast the result back to the dtype of ``x``."""
-    return (x * score if form == "multiply" else x + score).to(x.dtype)
+    changed = x * score if form == "multiply" else x + score
+    return changed.to(x.dtype)
 
 
-def observe_gate(position: str, score: "Callable[[], Tensor]", ranks: Ranks) -> None:
+def observe_gate(
+    position: str,
+    score: "Callable[[], Tensor]",
+    ranks: Ranks,
+) -> None:
     """Log the mean gate score and the fraction of closed gates."""
     ranks.observe(f"gate-score/{position}", lambda: score().mean())
     ranks.observe(f"gate-shut/{position}", lambda: (score() < CLOSED_THRESHOLD).float().mean())

@@ -10,7 +10,11 @@ from kha_megatron.heads.mechanism import InitialValue
 
 @torch.no_grad()
 def initial_weight(
-    weight: Tensor, values: Sequence[InitialValue], *, std: float = 0.02, seed: int | None = None
+    weight: Tensor,
+    values: Sequence[InitialValue],
+    *,
+    std: float = 0.02,
+    seed: int | None = None,
 ) -> Tensor:
     """Initialize a mechanism's parameter in place and return it.
 
@@ -24,18 +28,29 @@ def initial_weight(
             so all ranks and devices get the same ones. Defaults to the global torch generator.
     """
     if "normal" in values:
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        weight.copy_(torch.randn(weight.shape, device="cpu", generator=generator) * std)
-    for part, start in zip(weight, values, strict=True):
-        if callable(start):
-            start(part)
-        elif start == "identity":
-            torch.nn.init.eye_(part)
-        elif start == "blocks":
-            rows, columns = part.shape
-            owner = torch.arange(columns, device=part.device) * rows // columns
-            mine = owner == torch.arange(rows, device=part.device)[:, None]
-            part.copy_(mine * (columns / mine.sum(1, keepdim=True)).sqrt())
-        elif start != "normal":
-            part.fill_(start == "ones")
+        generator = None
+        if seed is not None:
+            generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn(weight.shape, device="cpu", generator=generator)
+        weight.copy_(noise * std)
+    for matrix, value in zip(weight, values, strict=True):
+        if callable(value):
+            value(matrix)
+        elif value == "identity":
+            torch.nn.init.eye_(matrix)
+        elif value == "blocks":
+            _fill_blocks(matrix)
+        elif value != "normal":
+            matrix.fill_(value == "ones")
     return weight
+
+
+def _fill_blocks(matrix: Tensor) -> None:
+    rows, columns = matrix.shape
+    row_numbers = torch.arange(rows, device=matrix.device)
+    column_numbers = torch.arange(columns, device=matrix.device)
+    row_of_column = column_numbers * rows // columns
+    is_in_block = row_of_column == row_numbers[:, None]
+    block_sizes = is_in_block.sum(1, keepdim=True)
+    scale = (columns / block_sizes).sqrt()
+    matrix.copy_(is_in_block * scale)

@@ -32,7 +32,11 @@ Init = Literal["identity", "random"]
 PROJECTIONS: tuple[Projection, ...] = ("query", "key", "value")
 
 MATRICES: Mapping[Variant, tuple[str, ...]] = MappingProxyType(
-    {"linear": ("proj",), "mlp": ("up", "gate", "down"), "gate": ("gate",)}
+    {
+        "linear": ("proj",),
+        "mlp": ("up", "gate", "down"),
+        "gate": ("gate",),
+    }
 )
 """Names of each variant's matrices, in stacking order."""
 
@@ -85,33 +89,43 @@ class Knock(Mechanism):
 
     @property
     def variants(self) -> dict[Projection, Variant]:
-        chosen = {"query": self.query, "key": self.key, "value": self.value}
-        return {p: variant for p in PROJECTIONS if (variant := chosen[p]) is not None}
+        variants = {}
+        for projection in PROJECTIONS:
+            variant = getattr(self, projection)
+            if variant is not None:
+                variants[projection] = variant
+        return variants
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        return tuple(
-            HeadTensor(
+        tensors = []
+        for projection, variant in self.variants.items():
+            dim = sizes.dim(projection)
+            matrices = MATRICES[variant]
+            stacked_matrices = HeadTensor(
                 name=f"knock_{projection}",
-                shape=(len(MATRICES[variant]), sizes.dim(projection), sizes.dim(projection)),
+                shape=(len(matrices), dim, dim),
                 gradient="heads",
                 heads=projection,
                 initial=initial_values(variant, self.init),
                 hf=f"{projection[0]}_knock",
-                matrices=tuple(module_name(matrix) for matrix in MATRICES[variant]),
+                matrices=tuple(map(module_name, matrices)),
             )
-            for projection, variant in self.variants.items()
-        )
+            tensors.append(stacked_matrices)
+        return tuple(tensors)
 
     def costs(self, sizes: HeadSizes) -> Costs:
         """``2 * head_dim**2`` FLOPs per matrix and head (eq. 12).
 
         We ignore element-wise operations, like the paper and Megatron.
         """
-        applied = [(sizes.dim(p), sizes.heads(p), v) for p, v in self.variants.items()]
-        return Costs(
-            flops=sum(2 * dim**2 * heads * len(MATRICES[v]) for dim, heads, v in applied),
-            activations=sum(dim * heads * SAVED[v] for dim, heads, v in applied),
-        )
+        flops = 0
+        activations = 0
+        for projection, variant in self.variants.items():
+            dim = sizes.dim(projection)
+            heads = sizes.heads(projection)
+            flops += 2 * dim**2 * heads * len(MATRICES[variant])
+            activations += dim * heads * SAVED[variant]
+        return Costs(flops=flops, activations=activations)
 
     def setting_of(self, projection: Projection) -> str | None:
         return f"--kha-{projection}" if projection in self.variants else None
@@ -130,7 +144,11 @@ class Knock(Mechanism):
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
         if not facts.multi_latent:
             return None
-        if nonlinear := [f"{p}={v}" for p, v in self.variants.items() if v != "linear"]:
+        nonlinear = []
+        for projection, variant in self.variants.items():
+            if variant != "linear":
+                nonlinear.append(f"{projection}={variant}")
+        if nonlinear:
             return (
                 f"Multi-latent attention supports only linear KHA, got {' '.join(nonlinear)}. "
                 "Since queries, keys and values are not materialized at inference, the matrices "
@@ -139,13 +157,16 @@ class Knock(Mechanism):
         return None
 
     def __str__(self) -> str:
-        words = [f"{projection}={variant}" for projection, variant in self.variants.items()]
-        if words and self.init != "identity":
-            words.append(f"init={self.init}")
-        return " ".join(words)
+        settings = [f"{projection}={variant}" for projection, variant in self.variants.items()]
+        if self.init != "identity":
+            settings.append(f"init={self.init}")
+        return " ".join(settings)
 
 
-def initial_values(variant: Variant, init: Init = "identity") -> tuple[InitialValue, ...]:
+def initial_values(
+    variant: Variant,
+    init: Init = "identity",
+) -> tuple[InitialValue, ...]:
     """Return how to initialize each matrix. Gates start at zero since ``2 * sigmoid(0) = 1``."""
     if init == "random":
         return tuple("normal" for _ in MATRICES[variant])
@@ -173,13 +194,18 @@ def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
     if variant == "linear":
         return x @ weight[0]
     if variant == "gate":
-        return 2 * x * (x @ weight[0]).sigmoid()
+        factor = (x @ weight[0]).sigmoid()
+        return 2 * x * factor
     up, gate, down = weight.unbind(0)
-    return (2 * (x @ up) * (x @ gate).sigmoid()) @ down
+    hidden = 2 * (x @ up) * (x @ gate).sigmoid()
+    return hidden @ down
 
 
 def gradients(
-    x: "Tensor", dy: "Tensor", weight: "Tensor", variant: Variant
+    x: "Tensor",
+    dy: "Tensor",
+    weight: "Tensor",
+    variant: Variant,
 ) -> "tuple[Tensor, Tensor]":
     """Backward pass of :func:`knock`. Returns the gradients of ``x`` and ``weight``.
 
@@ -188,26 +214,41 @@ def gradients(
     import torch
 
     if variant == "linear":
-        return dy @ weight[0].mT, _outer(x, dy)[None]
+        proj = weight[0]
+        return dy @ proj.mT, _outer(x, dy)[None]
     if variant == "gate":
-        factor = torch.sigmoid(x @ weight[0])
+        gate = weight[0]
+        factor = torch.sigmoid(x @ gate)
         d_gate = 2 * dy * x * factor * (1 - factor)
-        return 2 * dy * factor + d_gate @ weight[0].mT, _outer(x, d_gate)[None]
+        d_gate_matrix = _outer(x, d_gate)
+        dx = 2 * dy * factor + d_gate @ gate.mT
+        return dx, d_gate_matrix[None]
     up, gate, down = weight.unbind(0)
-    hidden, factor = x @ up, torch.sigmoid(x @ gate)
+    hidden = x @ up
+    factor = torch.sigmoid(x @ gate)
     d_hidden = dy @ down.mT
     d_up = 2 * d_hidden * factor
     d_gate = 2 * d_hidden * hidden * factor * (1 - factor)
-    d_weight = _outer(x, d_up), _outer(x, d_gate), _outer(2 * hidden * factor, dy)
-    return d_up @ up.mT + d_gate @ gate.mT, torch.stack(d_weight)
+    dx = d_up @ up.mT + d_gate @ gate.mT
+    d_matrices = [
+        _outer(x, d_up),
+        _outer(x, d_gate),
+        _outer(2 * hidden * factor, dy),
+    ]
+    return dx, torch.stack(d_matrices)
 
 
-def _outer(rows: "Tensor", others: "Tensor") -> "Tensor":
-    return rows.flatten(0, -2).mT @ others.flatten(0, -2)
+def _outer(inputs: "Tensor", gradients: "Tensor") -> "Tensor":
+    """Sum the outer products of the inputs and gradients of a matmul."""
+    return inputs.flatten(0, -2).mT @ gradients.flatten(0, -2)
 
 
 def fold(
-    projection: "Tensor", weight: "Tensor", *, head_rows: int | None = None, start: int = 0
+    projection: "Tensor",
+    weight: "Tensor",
+    *,
+    head_rows: int | None = None,
+    start: int = 0,
 ) -> "Tensor":
     """Fold a KHA-Linear matrix into the preceding projection (eq. 8), computed in float64.
 
@@ -224,8 +265,9 @@ def fold(
         start (int): First row to fold within each head.
     """
     matrix = weight[0].double()
+    stop = start + len(matrix)
     folded = projection.clone().unflatten(0, (-1, head_rows or len(matrix)))
     for head in range(len(folded)):
-        rows = folded[head, start : start + len(matrix)]
+        rows = folded[head, start:stop]
         rows.copy_(matrix.mT @ rows.double())
     return folded.flatten(0, 1)

@@ -33,12 +33,16 @@ class HeadSizes:
         return self.query_heads if projection == "query" else self.kv_heads
 
     def dim(self, projection: Projection) -> int:
-        return (self.value_dim or self.head_dim) if projection == "value" else self.head_dim
+        if projection == "value" and self.value_dim:
+            return self.value_dim
+        return self.head_dim
 
     def on_rank(self, tp: int) -> Self:
         """Divide the head counts by the TP size, with at least one head per rank."""
         return replace(
-            self, query_heads=max(1, self.query_heads // tp), kv_heads=max(1, self.kv_heads // tp)
+            self,
+            query_heads=max(1, self.query_heads // tp),
+            kv_heads=max(1, self.kv_heads // tp),
         )
 
 
@@ -92,15 +96,17 @@ class HeadTensor:
     @property
     def hf_names(self) -> tuple[str, ...]:
         """Hugging Face checkpoint keys, relative to ``model.layers.{layer}.``"""
-        parts = [f"{self.hf}.{matrix}" for matrix in self.matrices] or [self.hf]
-        return tuple(f"self_attn.{part}.weight" for part in parts)
+        if not self.matrices:
+            return (f"self_attn.{self.hf}.weight",)
+        return tuple(f"self_attn.{self.hf}.{matrix}.weight" for matrix in self.matrices)
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
     def ranks(self, tp: int) -> int:
-        return tp if self.per_head and self.shape[0] % tp == 0 else 1
+        is_sharded = self.per_head and self.shape[0] % tp == 0
+        return tp if is_sharded else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,8 +141,10 @@ class Costs:
     pair_activations: int = 0  # per query-key pair
 
     def __add__(self, other: "Costs") -> "Costs":
-        names = (f.name for f in fields(self))
-        return Costs(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        total = {}
+        for field in fields(self):
+            total[field.name] = getattr(self, field.name) + getattr(other, field.name)
+        return Costs(**total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +191,10 @@ class Mechanism:
         return ()
 
     def apply(
-        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+        self,
+        tensors: "Mapping[str, Tensor]",
+        weights: "Mapping[str, Tensor]",
+        ranks: Ranks,
     ) -> "dict[str, Tensor]":
         """Apply the mechanism. Does nothing by default.
 
@@ -203,7 +214,11 @@ class Mechanism:
         """
         return {}
 
-    def mix_logits(self, logits: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+    def mix_logits(
+        self,
+        logits: "Tensor",
+        weights: "Mapping[str, Tensor]",
+    ) -> "Tensor":
         """Change the attention logits of all heads, before masking (stage ``core`` only).
 
         Args:
@@ -211,7 +226,11 @@ class Mechanism:
         """
         return logits
 
-    def mix_scores(self, scores: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+    def mix_scores(
+        self,
+        scores: "Tensor",
+        weights: "Mapping[str, Tensor]",
+    ) -> "Tensor":
         """Like :meth:`mix_logits`, for the attention weights after the softmax."""
         return scores
 
@@ -246,8 +265,10 @@ class Mechanism:
         """
         import torch
 
-        shared = query.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        heads_per_group = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(heads_per_group, 1)
+        value = value.repeat_interleave(heads_per_group, 1)
+        batch_and_heads = query.shape[:2]
         # same matmul as in Megatron's attention, so that results are bit-identical
         logits = torch.baddbmm(
             query.new_empty(1, 1, 1),
@@ -255,20 +276,26 @@ class Mechanism:
             key.flatten(0, 1).mT,
             beta=0.0,
             alpha=scale,
-        ).unflatten(0, query.shape[:2])
-        logits = self.mix_logits(logits, weights)
+        )
+        logits = self.mix_logits(logits.unflatten(0, batch_and_heads), weights)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if mask is not None:
             lowest = torch.finfo(logits.dtype).min
-            hides = mask.dtype == torch.bool
-            logits = logits.masked_fill(mask, lowest) if hides else (logits + mask).clamp(lowest)
-        scores = self.mix_scores(logits.softmax(-1).to(query.dtype), weights)
+            if mask.dtype == torch.bool:
+                logits = logits.masked_fill(mask, lowest)
+            else:
+                logits = (logits + mask).clamp(lowest)
+        scores = logits.softmax(-1).to(query.dtype)
+        scores = self.mix_scores(scores, weights)
         dropped = scores if dropout is None else dropout(scores)
         output = torch.bmm(dropped.flatten(0, 1), value.flatten(0, 1))
-        return output.unflatten(0, query.shape[:2]), scores
+        return output.unflatten(0, batch_and_heads), scores
 
     def fold(
-        self, weights: "Mapping[str, Tensor]", sizes: HeadSizes, scale: float
+        self,
+        weights: "Mapping[str, Tensor]",
+        sizes: HeadSizes,
+        scale: float,
     ) -> "dict[str, Tensor]":
         """Compute ordinary projections that replace :attr:`own_projections`, for folding.
 
@@ -287,8 +314,11 @@ class Mechanism:
 
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
         """Count the parameters per layer and TP rank (excluding padding)."""
-        rows = sum(row.size(sizes) for row in self.rows(sizes))
-        return sum(t.size // t.ranks(tp) for t in self.tensors(sizes)) + rows // tp
+        rows_size = sum(rows.size(sizes) for rows in self.rows(sizes))
+        count = rows_size // tp
+        for tensor in self.tensors(sizes):
+            count += tensor.size // tensor.ranks(tp)
+        return count
 
     def costs(self, sizes: HeadSizes) -> Costs:
         """Count FLOPs and saved activations in one layer (nothing by default)."""
@@ -326,8 +356,8 @@ class Mechanism:
             doubled = self.projections_to_double()
         except ConfigError:
             return False
-        drawn = any("normal" in tensor.initial for tensor in self.tensors(sizes))
-        return not (doubled or drawn or self.rows(sizes))
+        is_random = any("normal" in tensor.initial for tensor in self.tensors(sizes))
+        return not (doubled or is_random or self.rows(sizes))
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         """Explain why fused attention kernels cannot be used (None if they can)."""
@@ -338,15 +368,20 @@ class Mechanism:
 
         The default implementation rejects MLA, GTA and GLA.
         """
-        kind = facts.attention or ("multi-latent attention" if facts.multi_latent else None)
-        return kind and f"{self} does not support {kind}. Use MHA, MQA or GQA."
+        attention = facts.attention
+        if attention is None and facts.multi_latent:
+            attention = "multi-latent attention"
+        if attention is None:
+            return None
+        return f"{self} does not support {attention}. Use MHA, MQA or GQA."
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         if not isinstance(values, Mapping):
             raise ConfigError(f"{cls.name} must be a mapping of settings, got {values!r}.")
-        known = [f.name for f in fields(cls)]
-        if unknown := sorted({*values} - {*known}):
+        known = [field.name for field in fields(cls)]
+        unknown = sorted(values.keys() - set(known))
+        if unknown:
             raise ConfigError(
                 f"Unknown setting {', '.join(unknown)} for {cls.name}. Available settings: "
                 f"{', '.join(known)}."
@@ -354,10 +389,15 @@ class Mechanism:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def non_defaults(self) -> dict[str, Any]:
-        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+        settings = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                settings[field.name] = value
+        return settings
 
     def __str__(self) -> str:
         settings = ", ".join(f"{name}={value}" for name, value in self.non_defaults().items())
@@ -366,18 +406,26 @@ class Mechanism:
 
 def check_fields(settings: Any, prefix: str) -> None:
     """Check a dataclass against its type annotations. Raises ConfigError."""
-    for item in fields(settings):
-        value, kind = getattr(settings, item.name), item.type
-        kinds = (kind,) if get_origin(kind) in (None, Literal, tuple) else get_args(kind)
-        if not any(_is_valid(value, kind) for kind in kinds):
-            literal = [
-                word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)
-            ]
-            words = literal + [_WORDS[kind] for kind in kinds if kind in _WORDS]
-            raise ConfigError(f"{prefix}{item.name} must be {' or '.join(words)}, got {value!r}.")
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        alternatives: tuple[Any, ...] = (field.type,)
+        is_union = get_origin(field.type) not in (None, Literal, tuple)
+        if is_union:
+            alternatives = get_args(field.type)
+        if any(_is_valid(value, alternative) for alternative in alternatives):
+            continue
+        literals: list[str] = []
+        descriptions = []
+        for alternative in alternatives:
+            if get_origin(alternative) is Literal:
+                literals += get_args(alternative)
+            elif alternative in _DESCRIPTIONS:
+                descriptions.append(_DESCRIPTIONS[alternative])
+        expected = " or ".join(literals + descriptions)
+        raise ConfigError(f"{prefix}{field.name} must be {expected}, got {value!r}.")
 
 
-_WORDS = {
+_DESCRIPTIONS = {
     NoneType: "none",
     bool: "true or false",
     int: "a non-negative integer",
@@ -386,14 +434,20 @@ _WORDS = {
 }
 
 
-def _is_valid(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is_valid(n, get_args(kind)[0]) for n in value)
-    if kind in (int, float):
-        return type(value) in (int, kind) and 0 <= value < math.inf
-    return isinstance(value, kind)
+def _is_valid(value: Any, annotation: Any) -> bool:
+    origin = get_origin(annotation)
+    if origin is Literal:
+        return isinstance(value, str) and value in get_args(annotation)
+    if origin is tuple:
+        item_type = get_args(annotation)[0]
+        if not isinstance(value, tuple):
+            return False
+        return all(_is_valid(item, item_type) for item in value)
+    if annotation in (int, float):
+        if type(value) not in (int, annotation):
+            return False
+        return 0 <= value < math.inf
+    return isinstance(value, annotation)
 
 
 def apply_stage(
@@ -415,7 +469,12 @@ def apply_stage(
         list[Tensor]: The updated ``tensors``.
     """
     for mechanism, weights in mechanisms:
-        if mechanism.acts_at(stage):
-            for name, x in mechanism.apply(tensors | seen, weights, ranks).items():
-                (tensors if name in tensors else seen)[name] = x
+        if not mechanism.acts_at(stage):
+            continue
+        outputs = mechanism.apply(tensors | seen, weights, ranks)
+        for name, output in outputs.items():
+            if name in tensors:
+                tensors[name] = output
+            else:
+                seen[name] = output
     return list(tensors.values())

@@ -17,7 +17,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads.mechanism import Costs, HeadFacts, HeadSizes, HeadTensor, Mechanism, Stage
+from kha_megatron.heads.mechanism import (
+    Costs,
+    HeadFacts,
+    HeadSizes,
+    HeadTensor,
+    Mechanism,
+    Stage,
+)
 from kha_megatron.heads.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -42,7 +49,11 @@ class MixtureOfHeads(Mechanism):
     stages: ClassVar[tuple[Stage, ...]] = ("qkv", "output")
     is_sparse: ClassVar[bool] = True
     presets: ClassVar = MappingProxyType(
-        {"moh_50": {"share": 0.5}, "moh_75": {"share": 0.75}, "moh_90": {"share": 0.9}}
+        {
+            "moh_50": {"share": 0.5},
+            "moh_75": {"share": 0.75},
+            "moh_90": {"share": 0.9},
+        }
     )
 
     shared: int | None = None
@@ -79,22 +90,34 @@ class MixtureOfHeads(Mechanism):
         if isinstance(self.active, list):  # from JSON
             object.__setattr__(self, "active", tuple(self.active))
         super().__post_init__()
-        active = self.active if isinstance(self.active, tuple) else (self.active,)
-        given = [name for name in ("shared", "active", "share") if getattr(self, name) is not None]
-        if given not in (["shared", "active"], ["share"], ["shared", "share"], ["active", "share"]):
+        self._check_head_counts()
+        error = self._setting_without_effect()
+        if error is not None:
+            raise ConfigError(error)
+
+    def _check_head_counts(self) -> None:
+        counts = []
+        for name in ("shared", "active", "share"):
+            if getattr(self, name) is not None:
+                counts.append(name)
+        is_sufficient = "share" in counts or counts == ["shared", "active"]
+        if not is_sufficient or len(counts) == 3:
             raise ConfigError(
                 "moh requires either shared and active, or share with at most one of the two, got "
-                f"{', '.join(given) or 'none of them'}. For example, use moh.share=0.75."
+                f"{', '.join(counts) or 'none of them'}. For example, use moh.share=0.75."
             )
-        is_list, share = isinstance(self.active, tuple), self.share
-        if not active or 0 in active or (share is not None and (is_list or not 0 < share <= 1)):
+        if isinstance(self.active, tuple):
+            is_valid = len(self.active) > 0 and 0 not in self.active and self.share is None
+        else:
+            is_valid = self.active != 0
+        if self.share is not None and not 0 < self.share <= 1:
+            is_valid = False
+        if not is_valid:
             raise ConfigError(
                 "moh.active must be at least 1 (a list of numbers cannot be combined with "
                 f"moh.share) and moh.share must be in (0, 1], got active={self.active} and "
-                f"share={share}."
+                f"share={self.share}."
             )
-        if why := self._setting_without_effect():
-            raise ConfigError(why)
 
     def _setting_without_effect(self) -> str | None:
         """Return an error message for a setting that other settings disable."""
@@ -112,22 +135,26 @@ class MixtureOfHeads(Mechanism):
     def shared_heads(self, heads: int) -> int:
         if self.shared is not None:
             return self.shared
-        assert self.share is not None
         assert not isinstance(self.active, tuple)
-        on = round(self.share * heads)
-        return on // 2 if self.active is None else on - self.active
+        used = self._used_heads(heads)
+        return used // 2 if self.active is None else used - self.active
 
     def active_heads(self, heads: int, iteration: int | None = None) -> int:
         """Return the number of routed heads per token. Pass ``iteration`` to apply annealing."""
-        shared, active = self.shared_heads(heads), self.active
+        shared = self.shared_heads(heads)
+        active = self.active
         assert not isinstance(active, tuple)
         if active is None:
-            assert self.share is not None
-            active = round(self.share * heads) - shared
+            active = self._used_heads(heads) - shared
         if iteration is None or iteration >= self.anneal:
             return active
         routed = heads - shared
-        return routed - (routed - active) * iteration // self.anneal
+        inactive = routed - active
+        return routed - inactive * iteration // self.anneal
+
+    def _used_heads(self, heads: int) -> int:
+        assert self.share is not None
+        return round(self.share * heads)
 
     def for_layer(self, layer: int) -> Self:
         if not isinstance(self.active, tuple):
@@ -150,7 +177,10 @@ class MixtureOfHeads(Mechanism):
         )
 
     def apply(
-        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+        self,
+        tensors: "Mapping[str, Tensor]",
+        weights: "Mapping[str, Tensor]",
+        ranks: Ranks,
     ) -> "dict[str, Tensor]":
         if "query" in tensors:
             return {"moh_norms": _widen(tensors["query"]).norm(dim=-1)}
@@ -158,27 +188,41 @@ class MixtureOfHeads(Mechanism):
             scores = tensors["moh_router"]
         else:
             scores = ranks.all_heads(tensors["moh_norms"])
-        routing = route(scores, self, ranks.iteration("moh.anneal") if self.anneal else None)
+        iteration = ranks.iteration("moh.anneal") if self.anneal else None
+        routing = route(scores, self, iteration)
         ranks.observe("moh-load", partial(_load, routing, ranks))
         ranks.observe("moh-entropy", partial(_entropy, routing.probabilities))
-        factors = _add_balance_loss(routing, self, ranks) if ranks.trains else routing.weights
+        weights_of_heads = routing.weights
+        if ranks.trains:
+            weights_of_heads = _add_balance_loss(routing, self, ranks)
         output = tensors["output"]
-        return {"output": (output * ranks.own_heads(factors).unsqueeze(-1)).to(output.dtype)}
+        weighted = output * ranks.own_heads(weights_of_heads).unsqueeze(-1)
+        return {"output": weighted.to(output.dtype)}
 
     def costs(self, sizes: HeadSizes) -> Costs:
-        heads, by_norms = sizes.query_heads, self.router == "query_norm"
-        query, value, idle = sizes.dim("query"), sizes.dim("value"), 0
+        heads = sizes.query_heads
+        query_dim = sizes.dim("query")
+        value_dim = sizes.dim("value")
+        idle_heads = 0
         if not isinstance(self.active, tuple):  # see for_layer
-            idle = heads - self.shared_heads(heads) - self.active_heads(heads)
+            idle_heads = heads - self.shared_heads(heads) - self.active_heads(heads)
+        skippable_columns = value_dim
+        activations = value_dim + 10
+        if self.router == "query_norm":
+            activations += 2 * query_dim
+        else:  # the queries of idle heads are not needed
+            skippable_columns += query_dim
         return Costs(
             flops=2 * sum(tensor.size for tensor in self.tensors(sizes)),
-            skippable_flops=2 * idle * sizes.hidden_size * (value + query * (not by_norms)),
-            skippable_pair_flops=2 * idle * (query + value),
-            activations=heads * (value + 10) + 2 * heads * query * by_norms,
+            skippable_flops=2 * idle_heads * sizes.hidden_size * skippable_columns,
+            skippable_pair_flops=2 * idle_heads * (query_dim + value_dim),
+            activations=heads * activations,
         )
 
     def acts_at(self, stage: Stage) -> bool:
-        return super().acts_at(stage) and (stage == "output" or self.router == "query_norm")
+        if stage == "qkv":
+            return self.router == "query_norm"
+        return stage == "output"
 
     @property
     def adds_loss(self) -> bool:
@@ -190,7 +234,9 @@ class MixtureOfHeads(Mechanism):
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
-        return values | {"active": list(self.active)} if isinstance(self.active, tuple) else values
+        if isinstance(self.active, tuple):
+            values["active"] = list(self.active)
+        return values
 
     def projections_to_double(self) -> tuple[()]:
         if self.router == "learned" or not self.quantized:
@@ -201,32 +247,42 @@ class MixtureOfHeads(Mechanism):
         return ()
 
     def unsupported_reason(self, facts: HeadFacts) -> str | None:
-        if why := super().unsupported_reason(facts):
-            return why
-        by_norms = self.router == "query_norm" and self.scale == "paper" and not self.quantized
-        if facts.scales_queries and by_norms:
+        reason = super().unsupported_reason(facts)
+        if reason is not None:
+            return reason
+        weights_by_norm = self.router == "query_norm" and self.scale == "paper"
+        if facts.scales_queries and weights_by_norm and not self.quantized:
             return f"{self} depends on query norms, which change when the heads are folded"
-        layers, heads = facts.layers, facts.query_heads
-        per_layer = self.active if isinstance(self.active, tuple) else ()
-        if layers and per_layer and len(per_layer) != layers:
+        if facts.layers and isinstance(self.active, tuple) and len(self.active) != facts.layers:
             return (
                 "moh.active must be a number or a list with one number for each of the "
-                f"{layers} layers, got {len(per_layer)} numbers."
+                f"{facts.layers} layers, got {len(self.active)} numbers."
             )
-        if not heads:
-            return None
+        if facts.query_heads:
+            return self._unsupported_heads(facts.query_heads)
+        return None
+
+    def _unsupported_heads(self, heads: int) -> str | None:
+        """Return an error message if the numbers of heads do not fit together."""
+        shared = self.shared_heads(heads)
+        routed = heads - shared
         # a learned router weights shared against routed heads (equation 6)
-        shared, least = self.shared_heads(heads), int(self.router == "learned")
-        active = per_layer or (self.active_heads(heads),)
-        if shared < least or not 1 <= min(active) <= max(active) <= heads - shared:
+        least_shared = 1 if self.router == "learned" else 0
+        if isinstance(self.active, tuple):
+            least_active = min(self.active)
+            most_active = max(self.active)
+        else:
+            least_active = most_active = self.active_heads(heads)
+        is_possible = shared >= least_shared and 1 <= least_active <= most_active <= routed
+        if not is_possible:
             return (
-                f"{self} needs {shared} shared and {max(active)} active of {heads} heads, but at "
-                f"least {least} shared and 1 active are required, and the sum must not exceed "
-                f"{heads}. Change moh.shared or moh.active."
+                f"{self} needs {shared} shared and {most_active} active of {heads} heads, but at "
+                f"least {least_shared} shared and 1 active are required, and the sum must not "
+                f"exceed {heads}. Change moh.shared or moh.active."
             )
-        if self.router == "query_norm" and heads - shared == 1:
+        if self.router == "query_norm" and routed == 1:
             return f"{self} has no effect with a single routed head. Decrease moh.shared."
-        if self.anneal and min(active) == heads - shared:
+        if self.anneal and least_active == routed:
             return "moh.anneal has no effect if all heads are active. Remove moh.anneal."
         return None
 
@@ -237,7 +293,11 @@ class Routing(NamedTuple):
     chosen: "Tensor"  # [..., num_routed], 1 for active heads, else 0 (no gradient)
 
 
-def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -> Routing:
+def route(
+    scores: "Tensor",
+    moh: MixtureOfHeads,
+    iteration: int | None = None,
+) -> Routing:
     """Select and weight the heads of each token.
 
     Args:
@@ -250,46 +310,67 @@ def route(scores: "Tensor", moh: MixtureOfHeads, iteration: int | None = None) -
     import torch
 
     scores = _widen(scores)
-    learned = moh.router == "learned"
-    heads = scores.shape[-1] - 2 * learned
-    shared, active = moh.shared_heads(heads), moh.active_heads(heads, iteration)
-    of_shared, of_routed, of_kinds = scores.split([shared, heads - shared, 2 * learned], dim=-1)
-    if not learned and moh.scale == "code":
-        of_routed = of_routed / _spread(of_routed)
-    probabilities = of_routed.softmax(-1)
+    is_learned = moh.router == "learned"
+    balance_scores = 2 if is_learned else 0
+    heads = scores.shape[-1] - balance_scores
+    shared = moh.shared_heads(heads)
+    routed = heads - shared
+    active = moh.active_heads(heads, iteration)
+    shared_scores, routed_scores, group_scores = scores.split(
+        [shared, routed, balance_scores],
+        dim=-1,
+    )
+    if not is_learned and moh.scale == "code":
+        routed_scores = routed_scores / _spread(routed_scores)
+    probabilities = routed_scores.softmax(-1)
+    best = routed_scores.detach().topk(active, dim=-1)
     chosen = torch.zeros_like(probabilities)
-    chosen = chosen.scatter(-1, of_routed.detach().topk(active, dim=-1).indices, 1.0)
+    chosen = chosen.scatter(-1, best.indices, 1.0)
 
-    one = torch.ones_like(of_shared)
-    if learned:
-        shared_kind, routed_kind = of_kinds.softmax(-1).split(1, dim=-1)  # equation 6
-        of_shared = of_shared.softmax(-1) * shared_kind
+    ones = torch.ones_like(shared_scores)
+    if is_learned:
+        shared_factor, routed_factor = group_scores.softmax(-1).split(1, dim=-1)  # equation 6
+        shared_weights = shared_scores.softmax(-1) * shared_factor
     else:
-        of_shared, routed_kind = one, probabilities.new_ones(())
-    if moh.quantized:  # equation 9, with the gradient of equation 5 without its threshold
-        real = torch.cat([of_shared, probabilities * routed_kind], dim=-1)
-        weights = torch.cat([one, chosen], dim=-1) + (real - real.detach())
+        shared_weights = ones
+        routed_factor = probabilities.new_ones(())
+    if moh.quantized:
+        # equation 9, with the gradient of equation 5 without its threshold
+        continuous = torch.cat(
+            [shared_weights, probabilities * routed_factor],
+            dim=-1,
+        )
+        zero = continuous - continuous.detach()
+        weights = torch.cat([ones, chosen], dim=-1) + zero
         return Routing(weights, probabilities, chosen)
-    of_routed = probabilities * chosen
+    routed_weights = probabilities * chosen
     if moh.scale == "code":
-        of_routed = of_routed * active / of_routed.sum(-1, keepdim=True)
-        if learned:
-            of_shared, of_routed = of_shared * (2 * shared), of_routed * 2
-    weights = torch.cat([of_shared, of_routed * routed_kind], dim=-1)
+        total = routed_weights.sum(-1, keepdim=True)
+        routed_weights = routed_weights * active / total
+        if is_learned:
+            shared_weights = shared_weights * (2 * shared)
+            routed_weights = routed_weights * 2
+    weights = torch.cat([shared_weights, routed_weights * routed_factor], dim=-1)
     return Routing(weights, probabilities, chosen)
 
 
-def _add_balance_loss(routing: Routing, moh: MixtureOfHeads, ranks: Ranks) -> "Tensor":
+def _add_balance_loss(
+    routing: Routing,
+    moh: MixtureOfHeads,
+    ranks: Ranks,
+) -> "Tensor":
     """Add the load-balancing loss (eq. 7 and 8) in the backward pass of the head weights."""
-    _, probabilities, chosen = routing
-    frequency = ranks.token_mean(chosen)
-    loss = (probabilities.flatten(0, -2).mean(0) * frequency).sum()
+    frequency = ranks.token_mean(routing.chosen)
+    mean_probabilities = routing.probabilities.flatten(0, -2).mean(0)
+    loss = (mean_probabilities * frequency).sum()
     weight = moh.balance
     if moh.balance_scale == "code":
         loss = loss * len(frequency)
         weight /= ranks.layers
     ranks.observe("moh-balance-loss", loss.detach)
-    return ranks.add_loss(routing.weights, weight * loss) if weight else routing.weights
+    if not weight:
+        return routing.weights
+    return ranks.add_loss(routing.weights, weight * loss)
 
 
 def _load(routing: Routing, ranks: Ranks) -> "Tensor":
@@ -304,8 +385,10 @@ def _spread(norms: "Tensor") -> "Tensor":
     import torch
 
     offset = norms - norms.mean(-1, keepdim=True)
-    variance = offset.square().sum(-1, keepdim=True) / max(1, norms.shape[-1] - 1)
-    return variance.clamp_min(torch.finfo(norms.dtype).eps).sqrt()
+    degrees_of_freedom = max(1, norms.shape[-1] - 1)
+    variance = offset.square().sum(-1, keepdim=True) / degrees_of_freedom
+    smallest = torch.finfo(norms.dtype).eps
+    return variance.clamp_min(smallest).sqrt()
 
 
 def _entropy(probabilities: "Tensor") -> "Tensor":

@@ -16,9 +16,10 @@ from dataclasses import fields
 from functools import cache, partial
 from importlib.metadata import entry_points
 from importlib.util import module_from_spec, spec_from_file_location
+from operator import attrgetter
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
 from zlib import crc32
 
 from kha_megatron.errors import ConfigError, in_one_line
@@ -39,14 +40,27 @@ FILES_VARIABLE = "KHA_HEADS_FROM"
 observe_output_gate = partial(observe_gate, "output")
 """Logs the gate of ``--attention-output-gate``."""
 
-_OWN: tuple[type[Mechanism], ...] = (CollaborativeHeads, TalkingHeads, Gate, MixtureOfHeads)
+_OWN: tuple[type[Mechanism], ...] = (
+    CollaborativeHeads,
+    TalkingHeads,
+    Gate,
+    MixtureOfHeads,
+)
 _RESERVED = {
     *(field.name for field in fields(Knock)),
-    *("knock", "preset", "heads", "heads_from", "providers"),
-    *("init_seed", "attention", "latent_heads"),
-    *("upcycle", "log_interval", "perturb_embedding", "stock"),
+    "knock",
+    "preset",
+    "heads",
+    "heads_from",
+    "providers",
+    "init_seed",
+    "attention",
+    "latent_heads",
+    "upcycle",
+    "log_interval",
+    "perturb_embedding",
+    "stock",
 }
-
 
 _PROVIDER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 """A package name, or the name of a Python file without directories. Saved models contain it, so it
@@ -55,18 +69,27 @@ must not be anything else that pip or a shell would interpret."""
 _MECHANISM_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
+class _Registered(NamedTuple):
+    mechanism_type: type[Mechanism]
+    provider: str | None
+    """Name of the package or file. None for mechanisms of this package."""
+
+
 def mechanism_types() -> Mapping[str, type[Mechanism]]:
     """Return all mechanism classes except ``Knock`` by name, in the order in which they run.
 
     Raises:
         ConfigError: If an entry point or a file cannot be imported, or a class is invalid.
     """
-    return MappingProxyType({name: kind for name, (kind, _) in _registered().items()})
+    types = {}
+    for name, registered in _registered().items():
+        types[name] = registered.mechanism_type
+    return MappingProxyType(types)
 
 
 def provider_of(name: str) -> str | None:
     """Return the package or file name of a mechanism (None for those of this package)."""
-    return _registered()[name][1]
+    return _registered()[name].provider
 
 
 def file_of(name: str) -> str | None:
@@ -78,12 +101,13 @@ def file_of(name: str) -> str | None:
 def use_files(paths: Sequence[str | Path]) -> None:
     """Register all mechanisms in these Python files, also for child processes."""
     added = [os.path.abspath(path) for path in paths]
-    before = os.environ.get(FILES_VARIABLE, "")
-    os.environ[FILES_VARIABLE] = os.pathsep.join(dict.fromkeys([*_files(), *added]))
+    all_files = dict.fromkeys([*_files(), *added])
+    old_value = os.environ.get(FILES_VARIABLE, "")
+    os.environ[FILES_VARIABLE] = os.pathsep.join(all_files)
     try:
         mechanism_types()
     except ConfigError:
-        os.environ[FILES_VARIABLE] = before
+        os.environ[FILES_VARIABLE] = old_value
         raise
 
 
@@ -96,8 +120,11 @@ def check_registered(providers: Mapping[str, str]) -> None:
     Raises:
         ConfigError: If a mechanism is missing, or ``providers`` is not such a mapping.
     """
-    pairs = providers.items() if isinstance(providers, Mapping) else [(None, None)]
-    if not all(isinstance(text, str) and text.isprintable() for pair in pairs for text in pair):
+    is_valid = isinstance(providers, Mapping)
+    if is_valid:
+        names = [*providers.keys(), *providers.values()]
+        is_valid = all(isinstance(name, str) and name.isprintable() for name in names)
+    if not is_valid:
         raise ConfigError(f"kha_providers must map mechanisms to packages, got {providers!r:.200}.")
     for name in sorted(providers.keys() - mechanism_types().keys()):
         source = providers[name]
@@ -118,17 +145,15 @@ def check_registered(providers: Mapping[str, str]) -> None:
 
 def presets() -> dict[str, Mapping[str, Any]]:
     """Return the presets of all mechanisms, including a few combinations with KHA."""
-    others = {
-        preset: {name: dict(settings)}
-        for name, mechanism in mechanism_types().items()
-        for preset, settings in mechanism.presets.items()
-    }
-    combined = {
-        f"{knock}_{other}": {**Knock.presets[knock], **others[other]}
-        for knock in ("kha_linear", "kha_mlp")
-        for other in ("gate_output", "moh_75")
-    }
-    return {**Knock.presets, **others, **combined}
+    all_presets: dict[str, Mapping[str, Any]] = dict(Knock.presets)
+    for name, mechanism in mechanism_types().items():
+        for preset, settings in mechanism.presets.items():
+            all_presets[preset] = {name: dict(settings)}
+    for knock in ("kha_linear", "kha_mlp"):
+        for addition in ("gate_output", "moh_75"):
+            combined = {**all_presets[knock], **all_presets[addition]}
+            all_presets[f"{knock}_{addition}"] = combined
+    return all_presets
 
 
 def _files() -> list[str]:
@@ -136,54 +161,72 @@ def _files() -> list[str]:
     return [os.path.abspath(path) for path in paths if path]
 
 
-def _registered() -> Mapping[str, tuple[type[Mechanism], str | None]]:
+def _registered() -> Mapping[str, _Registered]:
     return _register(tuple(_files()))
 
 
 @cache
-def _register(files: tuple[str, ...]) -> Mapping[str, tuple[type[Mechanism], str | None]]:
-    found: dict[str, tuple[type[Mechanism], str | None]] = {k.name: (k, None) for k in _OWN}
-    for kind, provider in [*_from_packages(), *(pair for f in files for pair in _from_file(f))]:
-        name = kind.name
-        if name in found or name in _RESERVED or not _MECHANISM_NAME.fullmatch(name):
+def _register(files: tuple[str, ...]) -> Mapping[str, _Registered]:
+    registered: dict[str, _Registered] = {}
+    for mechanism_type in _OWN:
+        registered[mechanism_type.name] = _Registered(mechanism_type, None)
+    external = [*_from_packages()]
+    for file in files:
+        external += _from_file(file)
+    for mechanism in external:
+        name = mechanism.mechanism_type.name
+        is_used = name in registered or name in _RESERVED
+        if is_used or not _MECHANISM_NAME.fullmatch(name):
             raise ConfigError(
-                f"The mechanism name {name!r} in {provider} is invalid or already in use. Choose "
-                "another name with lower-case letters, digits and underscores."
+                f"The mechanism name {name!r} in {mechanism.provider} is invalid or already in "
+                "use. Choose another name with lower-case letters, digits and underscores."
             )
-        found[name] = kind, provider
-    return found
+        registered[name] = mechanism
+    return registered
 
 
 @cache
-def _from_packages() -> tuple[tuple[Any, str], ...]:
-    found = []
-    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+def _from_packages() -> tuple[_Registered, ...]:
+    mechanisms = []
+    for entry in sorted(entry_points(group=GROUP), key=attrgetter("name")):
         package = entry.dist.name if entry.dist else entry.value
         try:
-            found.append((entry.load(), package))
+            mechanism_type = entry.load()
         except Exception as error:
             raise ConfigError(
                 f"The head mechanism {entry.name} of {package} cannot be imported "
                 f"({in_one_line(error)}). Update or uninstall {package}."
             ) from error
-    return tuple(found)
+        mechanisms.append(_Registered(mechanism_type, package))
+    return tuple(mechanisms)
 
 
 @cache
-def _from_file(path: str) -> tuple[tuple[type[Mechanism], str], ...]:
+def _from_file(path: str) -> tuple[_Registered, ...]:
+    module = _import_file(path)
+    mechanisms = []
+    for value in vars(module).values():
+        if not isinstance(value, type) or not issubclass(value, Mechanism):
+            continue
+        if value.__module__ == module.__name__:  # not imported from elsewhere
+            mechanisms.append(_Registered(value, Path(path).name))
+    if not mechanisms:
+        raise ConfigError(f"--heads-from {path} contains no subclass of Mechanism.")
+    return tuple(mechanisms)
+
+
+def _import_file(path: str) -> ModuleType:
     # unique, because two files may have the same name
-    module_name = f"kha_heads_{re.sub(r'\W', '_', Path(path).stem)}_{crc32(path.encode()):08x}"
+    stem = re.sub(r"\W", "_", Path(path).stem)
+    module_name = f"kha_heads_{stem}_{crc32(path.encode()):08x}"
     spec = spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None or not Path(path).is_file():
         raise ConfigError(f"--heads-from must be a Python file, got {path}.")
-    module = sys.modules[module_name] = module_from_spec(spec)
+    module = module_from_spec(spec)
+    sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[module_name]
         raise ConfigError(f"--heads-from {path} failed: {in_one_line(error)}.") from error
-    defined = [v for v in vars(module).values() if getattr(v, "__module__", None) == module_name]
-    kinds = [v for v in defined if isinstance(v, type) and issubclass(v, Mechanism)]
-    if not kinds:
-        raise ConfigError(f"--heads-from {path} contains no subclass of Mechanism.")
-    return tuple((kind, Path(path).name) for kind in kinds)
+    return module

@@ -44,7 +44,7 @@ class TalkingHeads(Mechanism):
 
     @property
     def mixings(self) -> tuple[str, ...]:
-        return tuple(word for word in ("pre", "post") if getattr(self, word))
+        return tuple(name for name in ("pre", "post") if getattr(self, name))
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         heads = sizes.query_heads
@@ -60,18 +60,34 @@ class TalkingHeads(Mechanism):
             for mixing in self.mixings
         )
 
-    def mix_logits(self, logits: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
-        return mix_heads(logits, weights["talking_pre"]) if self.pre else logits
+    def mix_logits(
+        self,
+        logits: "Tensor",
+        weights: "Mapping[str, Tensor]",
+    ) -> "Tensor":
+        if not self.pre:
+            return logits
+        return mix_heads(logits, weights["talking_pre"])
 
-    def mix_scores(self, scores: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
-        return mix_heads(scores, weights["talking_post"]) if self.post else scores
+    def mix_scores(
+        self,
+        scores: "Tensor",
+        weights: "Mapping[str, Tensor]",
+    ) -> "Tensor":
+        if not self.post:
+            return scores
+        return mix_heads(scores, weights["talking_post"])
 
     def projections_to_double(self) -> tuple[()]:
         return ()
 
     def costs(self, sizes: HeadSizes) -> Costs:
-        heads, mixings = sizes.query_heads, len(self.mixings)
-        return Costs(pair_flops=2 * heads**2 * mixings, pair_activations=heads * (3 + mixings))
+        heads = sizes.query_heads
+        mixings = len(self.mixings)
+        return Costs(
+            pair_flops=2 * heads**2 * mixings,
+            pair_activations=heads * (3 + mixings),
+        )
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         return "heads mix their logits, but fused kernels process each head independently"
@@ -79,4 +95,5 @@ class TalkingHeads(Mechanism):
 
 def mix_heads(x: "Tensor", weight: "Tensor") -> "Tensor":
     """Compute ``y[:, k] = sum_h(x[:, h] * weight[h, k])``."""
-    return (weight.mT @ x.flatten(2)).unflatten(2, x.shape[2:])
+    mixed = weight.mT @ x.flatten(2)
+    return mixed.unflatten(2, x.shape[2:])

@@ -3,14 +3,14 @@
 import ast
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from kha_megatron.errors import ConfigError, show_value
 from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, Field, flag, rows
+from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, Field, declared_fields, flag
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rope import RopeScaling
@@ -21,34 +21,41 @@ AttentionType = Literal["gqa", "mla", "gta", "gla"]
 def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
     """Parse ``--moe-layer-freq``, e.g. ``2`` or ``[0]*1+[1]*3``."""
 
-    def value(node: ast.AST) -> Any:
+    def evaluate(node: ast.AST) -> Any:
         match node:
             case ast.Constant(value=int(number)):
                 return number
             case ast.List(elts=items):
-                return [value(item) for item in items]
+                return [evaluate(item) for item in items]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return value(left) + value(right)
+                return evaluate(left) + evaluate(right)
             case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(number))):
                 if number <= MAX_LAYERS:
-                    return value(left) * number
+                    return evaluate(left) * number
         raise ValueError
 
     try:
-        found = value(ast.parse(text, mode="eval").body)
-        frequency = found if isinstance(found, int) else tuple(found)
-        if frequency != 0 and (isinstance(frequency, int) or set(frequency) <= {0, 1}):
-            return frequency
+        frequency = evaluate(ast.parse(text, mode="eval").body)
+        if isinstance(frequency, int):
+            is_valid = frequency != 0
+        else:
+            frequency = tuple(frequency)
+            is_valid = set(frequency) <= {0, 1}
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        pass
-    raise ValueError("a positive integer or lists of 0 and 1 such as [0]*1+[1]*3")
+        is_valid = False
+    if not is_valid:
+        raise ValueError("a positive integer or lists of 0 and 1 such as [0]*1+[1]*3")
+    return frequency
 
 
 def _format_layer_frequency(frequency: int | Sequence[int]) -> str:
     if isinstance(frequency, int):
         return str(frequency)
-    runs = ((value, len(list(same))) for value, same in itertools.groupby(frequency))
-    return "(" + "+".join(f"[{value}]*{count}" for value, count in runs) + ")"
+    lists = []
+    for value, layers in itertools.groupby(frequency):
+        count = len(list(layers))
+        lists.append(f"[{value}]*{count}")
+    return f"({'+'.join(lists)})"
 
 
 _TRAINING_ONLY = ("start", "balance", "balance_scale", "anneal")
@@ -80,7 +87,11 @@ class ModelConfig:
     make_vocab_size_divisible_by: int = flag(128, attribute=None)
     padded_vocab_size: int | None = flag(None, attribute=None)
     """Overrides the padded vocab size that we'd compute otherwise."""
-    max_position_embeddings: int | None = flag(None, attribute=None, hf="max_position_embeddings")
+    max_position_embeddings: int | None = flag(
+        None,
+        attribute=None,
+        hf="max_position_embeddings",
+    )
     position_embedding_type: str = flag("learned_absolute", attribute=None)
     rotary_base: float = flag(10000)
     rotary_percent: float = flag(1.0)
@@ -88,7 +99,10 @@ class ModelConfig:
     """RoPE scaling. Not known from a command line."""
     normalization: str = flag("LayerNorm")
     layernorm_epsilon: float = flag(
-        1e-5, "--norm-epsilon", argument="layernorm_epsilon", hf="rms_norm_eps"
+        1e-5,
+        "--norm-epsilon",
+        argument="layernorm_epsilon",
+        hf="rms_norm_eps",
     )
     layernorm_zero_centered_gamma: bool = flag(
         False,
@@ -100,7 +114,11 @@ class ModelConfig:
     qk_layernorm: bool = flag(False, hf="use_qk_norm")
     qk_l2_norm: bool = flag(False)
     swiglu: bool = flag(False, attribute="gated_linear_unit")
-    add_bias_linear: bool = flag(True, "--disable-bias-linear", argument="add_bias_linear")
+    add_bias_linear: bool = flag(
+        True,
+        "--disable-bias-linear",
+        argument="add_bias_linear",
+    )
     add_qkv_bias: bool = flag(False, hf="attention_bias")
     attention_output_gate: bool = flag(False)
     untie_embeddings_and_output_weights: bool = flag(False, attribute=None)
@@ -119,23 +137,32 @@ class ModelConfig:
     transformer_impl: str = flag("transformer_engine")
 
     num_experts: int | None = flag(
-        None, attribute="num_moe_experts", hf="num_experts", most=MAX_EXPERTS
+        None,
+        attribute="num_moe_experts",
+        hf="num_experts",
+        most=MAX_EXPERTS,
     )
     moe_layer_freq: int | tuple[int, ...] = flag(
-        1, reads=parse_layer_frequency, writes=_format_layer_frequency
+        1,
+        reads=parse_layer_frequency,
+        writes=_format_layer_frequency,
     )
     """Either an interval, or a list with 0 (dense) or 1 (MoE) for each layer. In models that are
     converted, this is always a list. See :attr:`moe_layers`."""
     moe_ffn_hidden_size: int | None = flag(None, hf="moe_intermediate_size")
     moe_shared_expert_intermediate_size: int | None = flag(
-        None, hf="shared_expert_intermediate_size"
+        None,
+        hf="shared_expert_intermediate_size",
     )
     moe_shared_expert_gate: bool = flag(False, hf="shared_expert_gate")
     moe_router_topk: int = flag(2, hf="num_experts_per_tok")
     normalizes_topk: bool = True
     """Whether the top-k router weights sum to 1 (``norm_topk_prob`` in Hugging Face). Not known
     from a command line."""
-    moe_router_topk_scaling_factor: float | None = flag(None, hf="routed_scaling_factor")
+    moe_router_topk_scaling_factor: float | None = flag(
+        None,
+        hf="routed_scaling_factor",
+    )
     moe_router_num_groups: int | None = flag(None, hf="n_group")
     """Number of expert groups for group-limited routing (DeepSeek-V3)."""
     moe_router_group_topk: int | None = flag(None, hf="topk_group")
@@ -158,28 +185,34 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         kha = self.kha.with_output_gate(self.attention_output_gate)
-        gated = kha.has_output_gate and not self.multi_latent_attention
-        freq = self.moe_layer_freq
-        kinds = set(map(type, freq)) if isinstance(freq, tuple) else {type(freq)}
-        if not kinds <= {int} or freq == 0:
+        uses_output_gate = kha.has_output_gate and not self.multi_latent_attention
+        self._check_layer_frequency()
+        object.__setattr__(self, "kha", kha)
+        object.__setattr__(self, "attention_output_gate", uses_output_gate)
+        kha.check(self.head_facts)
+
+    def _check_layer_frequency(self) -> None:
+        frequency = self.moe_layer_freq
+        values = frequency if isinstance(frequency, tuple) else (frequency,)
+        if frequency == 0 or not all(type(value) is int for value in values):
             raise ConfigError(
                 "--moe-layer-freq must be a positive integer or a list of 0 and 1, got "
-                f"{show_value(freq)}."
+                f"{show_value(frequency)}."
             )
-        is_used = bool(self.num_experts) and self.num_layers is not None
-        if is_used and isinstance(freq, tuple) and len(freq) != self.num_layers:
+        if not isinstance(frequency, tuple) or not self.num_experts or self.num_layers is None:
+            return
+        if len(frequency) != self.num_layers:
             raise ConfigError(
-                f"--moe-layer-freq has {len(freq)} values, but the model has {self.num_layers} "
-                "layers. Pass one value for each layer."
+                f"--moe-layer-freq has {len(frequency)} values, but the model has "
+                f"{self.num_layers} layers. Pass one value for each layer."
             )
-        object.__setattr__(self, "kha", kha)
-        object.__setattr__(self, "attention_output_gate", gated)
-        kha.check(self.head_facts)
 
     @property
     def attention_type(self) -> AttentionType:
         """``gqa`` also includes MHA and MQA."""
-        return self.kha.attention or ("mla" if self.multi_latent_attention else "gqa")
+        if self.kha.attention is not None:
+            return self.kha.attention
+        return "mla" if self.multi_latent_attention else "gqa"
 
     @property
     def head_dim(self) -> int:
@@ -189,20 +222,22 @@ class ModelConfig:
     @property
     def normed_dim(self) -> int:
         """Head dim of queries and keys in QK-norm."""
-        dims = (mechanism.own_dim for mechanism in self.kha.mechanisms)
-        return next(filter(None, dims), self.head_dim)
+        for mechanism in self.kha.mechanisms:
+            if mechanism.own_dim:
+                return mechanism.own_dim
+        return self.head_dim
 
     @property
     def head_sizes(self) -> HeadSizes:
         """Head sizes before they are divided by TP."""
-        latent = self.multi_latent_attention
+        is_latent = self.multi_latent_attention
         return HeadSizes(
             query_heads=self.num_attention_heads,
-            kv_heads=self.num_attention_heads if latent else self.num_query_groups,
+            kv_heads=self.num_attention_heads if is_latent else self.num_query_groups,
             head_dim=self.head_dim,
-            value_dim=self.v_head_dim if latent else None,
+            value_dim=self.v_head_dim if is_latent else None,
             hidden_size=self.hidden_size,
-            latent=latent,
+            latent=is_latent,
         )
 
     @property
@@ -312,14 +347,20 @@ class ModelConfig:
     def layer_pattern(self, stages: Iterable[int]) -> LayerPattern:
         """Describe the layers of a hybrid model. ``stages`` are numbers of layers."""
         return LayerPattern(
-            self.moe_layers, tuple(stages), self.multi_latent_attention, self.predictions
+            moe=self.moe_layers,
+            stages=tuple(stages),
+            latent=self.multi_latent_attention,
+            predictions=self.predictions,
         )
 
     @property
     def has_dense_layers(self) -> bool:
-        freq = self.moe_layer_freq
-        some = freq > 1 and self.num_layers != 1 if isinstance(freq, int) else not all(freq)
-        return not self.num_experts or some
+        if not self.num_experts:
+            return True
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, int):
+            return frequency > 1 and self.num_layers != 1
+        return not all(frequency)
 
     @property
     def qkv(self) -> QKVLayout:
@@ -339,9 +380,19 @@ class ModelConfig:
             return self.padded_vocab_size
         assert self.vocab_size is not None
         unit = self.make_vocab_size_divisible_by * tp
-        return -(-self.vocab_size // unit) * unit
+        units = -(-self.vocab_size // unit)
+        return units * unit
 
-    def differences(self, other: "ModelConfig", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+    def without_heads(self) -> Self:
+        """Return the same model without its head mechanisms."""
+        kha = self.kha.without(*map(type, self.kha.mechanisms))
+        return replace(self, kha=kha, attention_output_gate=False)
+
+    def differences(
+        self,
+        other: "ModelConfig",
+        ignored: tuple[str, ...] = (),
+    ) -> dict[str, Any]:
         """Return ``{name: (ours, theirs)}`` for all settings with different values.
 
         Does not compare the vocab size, the model class in Megatron, the dtype of the router (stock
@@ -356,8 +407,14 @@ class ModelConfig:
         return differences
 
     def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
-        skipped = {"vocab_size", "padded_vocab_size", "kha", "moe_router_dtype", "gpt_model"}
-        skipped.update(ignored)
+        skipped = {
+            "vocab_size",
+            "padded_vocab_size",
+            "kha",
+            "moe_router_dtype",
+            "gpt_model",
+            *ignored,
+        }
         settings = {}
         for item in fields(self):
             if item.name not in skipped:
@@ -372,9 +429,9 @@ class ModelConfig:
         return settings
 
 
-MODEL_FIELDS: dict[str, Field] = {row.field: row for row in rows(ModelConfig)}
+MODEL_FIELDS: dict[str, Field] = {item.name: item for item in declared_fields(ModelConfig)}
 """Lookup table from field names to Megatron and Hugging Face names."""
-HF_KEYS: dict[str, str] = {name: row.hf for name, row in MODEL_FIELDS.items() if row.hf}
+HF_KEYS: dict[str, str] = {name: item.hf for name, item in MODEL_FIELDS.items() if item.hf}
 
 STYLE: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -385,5 +442,11 @@ STYLE: dict[str, Any] = {
 }
 """Settings that all supported models have in common."""
 
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+LATENT = (
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_head_dim",
+    "qk_pos_emb_head_dim",
+    "v_head_dim",
+)
 """These fields are only used for latent attention (MLA and GLA)."""

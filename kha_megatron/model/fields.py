@@ -22,35 +22,36 @@ MAX_LAYERS = 4096
 MAX_EXPERTS = 10**5
 """Upper limit for experts. Other sizes do not determine the length of a list."""
 
-_ROW = "row"
+_DECLARATION = "declaration"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """A field declared with :func:`flag`."""
 
-    field: str
+    name: str
     flag: str  # boolean flags do not take a value, they invert the default
     argument: str  # name in Megatron's ``args`` and in its checkpoints
     attribute: str | None  # name in ``TransformerConfig``, if it has this field
     hf: str | None  # key in ``config.json``, None if it depends on the architecture
     default: Any  # Megatron's default (None for required fields)
-    kind: type  # int, float, str or bool
-    many: bool  # whether the flag takes a list of values
+    value_type: type  # int, float, str or bool
+    is_list: bool  # whether the flag takes a list of values
     least: int  # minimum for integers; 0 is accepted as well where Megatron records it
     most: int
     reads: Callable[[str], Any] | None  # parser that raises ValueError with the expected format
     writes: Callable[[Any], str]
 
     def parse_words(self, words: tuple[str, ...]) -> Any:
-        if self.many:
+        if self.is_list:
             return words
-        expected = 0 if self.kind is bool else 1
-        if len(words) != expected:
-            raise ConfigError(
-                f"{self.flag} takes {expected or 'no'} value, got {' '.join(words)!r}."
-            )
-        return self.convert(words[0]) if words else not self.default
+        is_flag = self.value_type is bool
+        if len(words) != (0 if is_flag else 1):
+            expected = "no" if is_flag else "1"
+            raise ConfigError(f"{self.flag} takes {expected} value, got {' '.join(words)!r}.")
+        if is_flag:
+            return not self.default
+        return self.convert(words[0])
 
     def convert(self, value: Any) -> Any:
         """Convert a string, list or enum member to the type of this field."""
@@ -58,40 +59,61 @@ class Field:
             value = tuple(value)
         if isinstance(value, Enum):
             value = value.value if isinstance(value.value, str) else value.name
-        is_text = isinstance(value, str) and self.kind is not bool
-        if is_text and self.many:
+        if not isinstance(value, str) or self.value_type is bool:
+            self._check(value, value, least=min(self.least, 0))
+            return value
+        if self.is_list:
             return (value,)
-        shown = show_value(value)
+        parsed = self._parse(value)
+        self._check(parsed, value, least=self.least)
+        return parsed
+
+    def _parse(self, text: str) -> Any:
+        parse = self.reads or self.value_type
         try:
-            parsed = (self.reads or self.kind)(value) if is_text else value
+            return parse(text)
         except ValueError as error:
             expected = str(error) if self.reads else self._expected_type
-            raise ConfigError(f"{self.flag} must be {expected}, got {shown}.") from error
-        if not self._has_type(parsed):
+            raise ConfigError(f"{self.flag} must be {expected}, got {show_value(text)}.") from error
+
+    def _check(self, value: Any, passed: Any, least: int) -> None:
+        """Check the type and the limits. ``passed`` is the value before it was parsed."""
+        shown = show_value(passed)
+        if not self._has_type(value):
             raise ConfigError(f"{self.flag} must be {self._expected_type}, got {shown}.")
-        least = self.least if is_text else min(self.least, 0)
-        if self.kind is int and type(parsed) is int and not least <= parsed <= self.most:
-            limits = f"between {self.least} and {self.most}"
-            raise ConfigError(f"{self.flag} must be an integer {limits}, got {shown}.")
-        return parsed
+        if self.value_type is not int or type(value) is not int:
+            return
+        if least <= value <= self.most:
+            return
+        raise ConfigError(
+            f"{self.flag} must be an integer between {self.least} and {self.most}, got {shown}."
+        )
 
     @property
     def _expected_type(self) -> str:
-        return {int: "an integer", float: "a number"}.get(self.kind, "a string")
+        if self.value_type is int:
+            return "an integer"
+        return "a number" if self.value_type is float else "a string"
 
     def _has_type(self, value: Any) -> bool:
         """Whether a value that is not from a command line has the right type, or is missing."""
-        if value is None or self.many or self.reads or self.kind is bool:
+        if value is None or self.is_list or self.reads:
             return True
-        return isinstance(value, (int, float) if self.kind is float else self.kind)
+        if self.value_type is bool:
+            return True
+        if self.value_type is float:
+            return isinstance(value, (int, float))
+        return isinstance(value, self.value_type)
 
     def format_words(self, value: Any) -> tuple[str, ...] | None:
         """Inverse of :meth:`parse_words`. None means that we should not pass the flag at all."""
-        if value is None or (self.kind is bool and value == self.default):
+        if value is None:
             return None
-        if self.kind is bool:
-            return ()
-        return tuple(map(str, value)) if self.many else (self.writes(value),)
+        if self.value_type is bool:
+            return None if value == self.default else ()
+        if self.is_list:
+            return tuple(map(str, value))
+        return (self.writes(value),)
 
 
 def flag(
@@ -111,39 +133,84 @@ def flag(
     Names are derived from the field by default, e.g. ``num_layers`` becomes ``--num-layers``. If
     you pass a different flag, ``argument`` and ``attribute`` follow the flag.
     """
-    names = {"flag": name, "argument": argument, "attribute": attribute, "hf": hf}
-    row = names | {"least": least, "most": most, "reads": reads, "writes": writes}
-    return field(default=default, metadata={_ROW: row})
+    declaration = {
+        "flag": name,
+        "argument": argument,
+        "attribute": attribute,
+        "hf": hf,
+        "least": least,
+        "most": most,
+        "reads": reads,
+        "writes": writes,
+    }
+    return field(default=default, metadata={_DECLARATION: declaration})
 
 
 @cache
-def rows(*kinds: type) -> tuple[Field, ...]:
+def declared_fields(*owners: type) -> tuple[Field, ...]:
     """Return all fields of the given dataclasses that were declared with :func:`flag`."""
-    found = []
-    for owner in kinds:
+    declared = []
+    for owner in owners:
         hints = get_type_hints(owner)
         for item in fields(owner):
-            if _ROW not in item.metadata:
-                continue
-            row = dict(item.metadata[_ROW])
-            row["flag"] = row["flag"] or "--" + item.name.replace("_", "-")
-            row["argument"] = row["argument"] or row["flag"].removeprefix("--").replace("-", "_")
-            if row["attribute"] == "":
-                row["attribute"] = row["argument"]
-            parts = [hints[item.name], *get_args(hints[item.name])]
-            kind = next((part for part in parts if part in (bool, int, float)), str)
-            many = row["reads"] is None and any(get_origin(part) is tuple for part in parts)
-            default = None if item.default is MISSING else item.default
-            found.append(Field(field=item.name, default=default, kind=kind, many=many, **row))
-    return tuple(found)
+            if _DECLARATION in item.metadata:
+                declared.append(_complete(item, hints[item.name]))
+    return tuple(declared)
 
 
-def read_arguments(owner: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _complete(item: Any, hint: Any) -> Field:
+    """Derive everything that :func:`flag` was not given from a field's name and type hint."""
+    declaration = dict(item.metadata[_DECLARATION])
+    flag_name = declaration.pop("flag")
+    if flag_name is None:
+        flag_name = "--" + item.name.replace("_", "-")
+    argument = declaration.pop("argument")
+    if argument is None:
+        argument = flag_name.removeprefix("--").replace("-", "_")
+    attribute = declaration.pop("attribute")
+    if attribute == "":
+        attribute = argument
+    return Field(
+        name=item.name,
+        flag=flag_name,
+        argument=argument,
+        attribute=attribute,
+        default=None if item.default is MISSING else item.default,
+        value_type=_value_type(hint),
+        is_list=_accepts_tuple(hint) and declaration["reads"] is None,
+        **declaration,
+    )
+
+
+def _value_type(hint: Any) -> type:
+    for alternative in (hint, *get_args(hint)):
+        if alternative in (bool, int, float):
+            return alternative
+    return str
+
+
+def _accepts_tuple(hint: Any) -> bool:
+    alternatives = (hint, *get_args(hint))
+    return any(get_origin(alternative) is tuple for alternative in alternatives)
+
+
+def read_arguments(
+    owner: type,
+    arguments: Mapping[str, Any],
+) -> dict[str, Any]:
     """Read the fields of a dataclass from Megatron's arguments (or use their defaults)."""
-    return {r.field: r.convert(arguments.get(r.argument, r.default)) for r in rows(owner)}
+    values = {}
+    for declared in declared_fields(owner):
+        value = arguments.get(declared.argument, declared.default)
+        values[declared.name] = declared.convert(value)
+    return values
 
 
 def read_attributes(owner: type, config: Any) -> dict[str, Any]:
     """Like :func:`read_arguments`, but for the attributes of a ``TransformerConfig``."""
-    named = ((r, r.attribute) for r in rows(owner) if r.attribute is not None)
-    return {r.field: r.convert(getattr(config, name)) for r, name in named if hasattr(config, name)}
+    values = {}
+    for declared in declared_fields(owner):
+        attribute = declared.attribute
+        if attribute is not None and hasattr(config, attribute):
+            values[declared.name] = declared.convert(getattr(config, attribute))
+    return values

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kha_megatron.errors import ConfigError
@@ -17,22 +17,31 @@ def parse_pipeline_layout(text: str) -> tuple[str, ...]:
     >>> parse_pipeline_layout("Ett|(t|)*2L")
     ('Ett', 't', 't', 'L')
     """
-    plain = text.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        if any(int(found[1]) > MAX_LAYERS for found in re.findall(repeated, plain)):
+    symbols = text.replace(",", "")
+    for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        counts = [int(count) for _, count in re.findall(repetition, symbols)]
+        if any(count > MAX_LAYERS for count in counts):
             break
-        plain = re.sub(repeated, lambda found: found[1] * int(found[2]), plain)
-    if not set(plain) <= set("EtmL|"):
+        symbols = re.sub(repetition, _repeat, symbols)
+    if not set(symbols) <= set("EtmL|"):
         raise ValueError(
             "composed of E (embedding), t (layer), m (multi-token prediction), L (loss) and | "
             f"(stage separator), with at most {MAX_LAYERS} repetitions"
         )
-    return tuple(plain.split("|"))
+    return tuple(symbols.split("|"))
 
 
-def divisors(n: int) -> list[int]:
-    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
-    return sorted({*low, *(n // d for d in low)})
+def _repeat(match: re.Match[str]) -> str:
+    symbols, count = match.groups()
+    return symbols * int(count)
+
+
+def divisors(number: int) -> list[int]:
+    divisors = set()
+    for candidate in range(1, math.isqrt(number) + 1):
+        if number % candidate == 0:
+            divisors |= {candidate, number // candidate}
+    return sorted(divisors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,26 +58,39 @@ class Layout:
     )
     """Virtual stages per pipeline rank. If None, the 1F1B schedule is not interleaved."""
     virtual_stage_layers: int | None = flag(
-        None, "--num-layers-per-virtual-pipeline-stage", attribute=None
+        None,
+        "--num-layers-per-virtual-pipeline-stage",
+        attribute=None,
     )
     """Megatron's other way to set ``vpp``. We only use it to compute ``vpp``."""
     cp: int = flag(1, "--context-parallel-size")
     ep: int = flag(1, "--expert-model-parallel-size")
     etp: int | None = flag(None, "--expert-tensor-parallel-size")
     sequence_parallel: bool = flag(False)
-    overlap_p2p: bool = flag(True, "--no-overlap-p2p-communication", argument="overlap_p2p_comm")
+    overlap_p2p: bool = flag(
+        True,
+        "--no-overlap-p2p-communication",
+        argument="overlap_p2p_comm",
+    )
     microbatch_group: int | None = flag(
         None,
         "--microbatch-group-size-per-virtual-pipeline-stage",
         argument="microbatch_group_size_per_vp_stage",
     )
     first_stage_layers: int | None = flag(
-        None, "--decoder-first-pipeline-num-layers", attribute="num_layers_in_first_pipeline_stage"
+        None,
+        "--decoder-first-pipeline-num-layers",
+        attribute="num_layers_in_first_pipeline_stage",
     )
     last_stage_layers: int | None = flag(
-        None, "--decoder-last-pipeline-num-layers", attribute="num_layers_in_last_pipeline_stage"
+        None,
+        "--decoder-last-pipeline-num-layers",
+        attribute="num_layers_in_last_pipeline_stage",
     )
-    embedding_as_layer: bool = flag(False, "--account-for-embedding-in-pipeline-split")
+    embedding_as_layer: bool = flag(
+        False,
+        "--account-for-embedding-in-pipeline-split",
+    )
     loss_as_layer: bool = flag(False, "--account-for-loss-in-pipeline-split")
     stages: tuple[str, ...] | None = flag(
         None,
@@ -79,23 +101,32 @@ class Layout:
     )
     """Custom pipeline layout. See :func:`parse_pipeline_layout`."""
     weight_shards: int | None = flag(None, "--tensor-parallel-num-weight-shards")
-    expert_weight_shards: int | None = flag(None, "--expert-tensor-parallel-num-weight-shards")
+    expert_weight_shards: int | None = flag(
+        None,
+        "--expert-tensor-parallel-num-weight-shards",
+    )
 
     @classmethod
-    def from_arguments(cls, arguments: Mapping[str, Any], world_size: int | None) -> Self:
-        given = read_arguments(cls, arguments)
+    def from_arguments(
+        cls,
+        arguments: Mapping[str, Any],
+        world_size: int | None,
+    ) -> Self:
+        layout = cls(world_size=world_size, **read_arguments(cls, arguments))
+        stages = layout.stages
         pattern = LayerPattern.parse(arguments.get("hybrid_layer_pattern") or "")
         if pattern and len(pattern.stages) > 1:
-            given["stages"] = tuple(count * "t" for count in pattern.stages)
-        if given["stages"] is not None:
-            given["vpp"] = len(given["stages"]) // given["pp"]
-        elif given["virtual_stage_layers"]:
-            extra = given["embedding_as_layer"] + given["loss_as_layer"]
-            layers = (arguments.get("num_layers") or 0) + extra
-            given["vpp"] = layers // given["pp"] // given["virtual_stage_layers"]
-        if (given["vpp"] or 1) == 1:
-            given["vpp"] = None
-        return cls(world_size=world_size, **given)
+            stages = tuple(count * "t" for count in pattern.stages)
+        vpp = layout.vpp
+        if stages is not None:
+            vpp = len(stages) // layout.pp
+        elif layout.virtual_stage_layers:
+            layers = arguments.get("num_layers") or 0
+            layers += layout.embedding_as_layer + layout.loss_as_layer
+            vpp = layers // layout.pp // layout.virtual_stage_layers
+        if vpp in (0, 1):
+            vpp = None
+        return replace(layout, stages=stages, vpp=vpp)
 
     @classmethod
     def from_config(cls, config: Any) -> Self:
@@ -133,30 +164,41 @@ class Layout:
         return counts
 
     def _split(self, num_layers: int, chunks: int) -> list[list[int]]:
+        pp = self.pp
         if self.stages is not None:
-            words = [word.count("t") for word in self.stages]
-            return [words[c * self.pp : (c + 1) * self.pp] for c in range(chunks)]
-        if self.pp * chunks > num_layers + 2:  # 2 for the embedding and the loss
+            stage_counts = [stage.count("t") for stage in self.stages]
+            return [stage_counts[first : first + pp] for first in range(0, chunks * pp, pp)]
+        if pp * chunks > num_layers + 2:  # 2 for the embedding and the loss
             return [[0]]
-        own = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers}
-        ends = {rank: layers for rank, layers in own.items() if layers is not None}
-        left = num_layers - sum(ends.values()) + self.embedding_as_layer + self.loss_as_layer
-        even = left // max(1, self.pp - len(ends))
-        counts = [
-            [ends.get(rank, even) // chunks for rank in range(self.pp)] for _ in range(chunks)
-        ]
+        last_rank = pp - 1
+        rank_counts: dict[int, int] = {}
+        if self.first_stage_layers is not None:
+            rank_counts[0] = self.first_stage_layers
+        if self.last_stage_layers is not None:
+            rank_counts[last_rank] = self.last_stage_layers
+        remaining = num_layers - sum(rank_counts.values())
+        remaining += self.embedding_as_layer
+        remaining += self.loss_as_layer
+        even = remaining // max(1, pp - len(rank_counts))
+        chunk_counts = []
+        for rank in range(pp):
+            count = rank_counts.get(rank, even)
+            chunk_counts.append(count // chunks)
+        counts = [list(chunk_counts) for _ in range(chunks)]
         counts[0][0] -= self.embedding_as_layer
         counts[-1][-1] -= self.loss_as_layer
         return counts
 
     def stage_layers(self, num_layers: int, stage: int) -> list[list[int]]:
         """Layer indices on pipeline rank ``stage``, as one list per virtual stage."""
-        result, start = [], 0
+        chunks = []
+        chunk_start = 0
         for counts in self.chunk_layers(num_layers):
-            first = start + sum(counts[:stage])
-            result.append(list(range(first, first + counts[stage])))
-            start += sum(counts)
-        return result
+            first = chunk_start + sum(counts[:stage])
+            layers = range(first, first + counts[stage])
+            chunks.append(list(layers))
+            chunk_start += sum(counts)
+        return chunks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,14 +212,16 @@ class Batch:
     @classmethod
     def from_arguments(cls, arguments: Mapping[str, Any]) -> Self | None:
         """Build the batch from Megatron's arguments. Returns None if sizes are missing."""
-        given = read_arguments(cls, arguments)
-        given["seq_length"] = given["seq_length"] or arguments.get("encoder_seq_length")
-        if not given["seq_length"] or not given["micro_batch_size"]:
+        sizes = read_arguments(cls, arguments)
+        if not sizes["seq_length"]:
+            sizes["seq_length"] = arguments.get("encoder_seq_length")
+        if not sizes["seq_length"] or not sizes["micro_batch_size"]:
             return None
         if arguments.get("decrease_batch_size_if_needed"):
-            given["global_batch_size"] = None  # Megatron rounds it
-        return cls(**given)
+            sizes["global_batch_size"] = None  # Megatron rounds it
+        return cls(**sizes)
 
     def microbatches(self, dp: int) -> int:
         assert self.global_batch_size is not None
-        return self.global_batch_size // (self.micro_batch_size * dp)
+        sequences = self.micro_batch_size * dp
+        return self.global_batch_size // sequences

@@ -86,7 +86,8 @@ _GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
 def model_from_arguments(
-    arguments: Mapping[str, Any], kha: HeadsConfig | None = None
+    arguments: Mapping[str, Any],
+    kha: HeadsConfig | None = None,
 ) -> ModelConfig | None:
     """Describe the model of a command line. Returns None if model sizes are missing.
 
@@ -138,7 +139,10 @@ def _layers_of_pattern(pattern: LayerPattern | None) -> dict[str, Any]:
     }
 
 
-def model_from_config(config: Any, kha: HeadsConfig | None = None) -> ModelConfig:
+def model_from_config(
+    config: Any,
+    kha: HeadsConfig | None = None,
+) -> ModelConfig:
     """Describe the model of a ``TransformerConfig``, which has no vocab size.
 
     ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
@@ -149,14 +153,20 @@ def model_from_config(config: Any, kha: HeadsConfig | None = None) -> ModelConfi
     if kha is not None:
         settings["kha"] = kha
     if config.is_hybrid_model:
-        settings |= {"num_layers": None, "ffn_hidden_size": None, "mtp_num_layers": None}
+        settings |= {
+            "num_layers": None,
+            "ffn_hidden_size": None,
+            "mtp_num_layers": None,
+        }
     if config.pipeline_model_parallel_layout is not None:
         settings["num_layers"] = None
     return ModelConfig(**settings)
 
 
 def model_from_checkpoint(
-    args: Mapping[str, Any], kha: HeadsConfig, padded_vocab_size: int
+    args: Mapping[str, Any],
+    kha: HeadsConfig,
+    padded_vocab_size: int,
 ) -> ModelConfig:
     """Describe a trained model by the arguments in its checkpoint.
 
@@ -179,7 +189,9 @@ def model_from_checkpoint(
 
 
 def _model_from_complete(
-    args: Mapping[str, Any], kha: HeadsConfig, padded_vocab_size: int
+    args: Mapping[str, Any],
+    kha: HeadsConfig,
+    padded_vocab_size: int,
 ) -> ModelConfig:
     _check_pattern(args)
     is_latent = bool(args.get("multi_latent_attention"))
@@ -195,10 +207,18 @@ def _model_from_complete(
             raise KeyError(argument)
     if is_latent and args["q_lora_rank"] is None and args["qk_layernorm"]:
         # Megatron would then normalize the input of q_proj
-        raise _unsupported("q_lora_rank", None, "qk_layernorm requires compressed queries")
+        raise _unsupported(
+            "q_lora_rank",
+            None,
+            "qk_layernorm requires compressed queries",
+        )
     parsed = model_from_arguments(args, kha)
     if parsed is None:
-        raise _unsupported("num_layers", args["num_layers"], "expected at least one layer")
+        raise _unsupported(
+            "num_layers",
+            args["num_layers"],
+            "expected at least one layer",
+        )
     settings = STYLE | {name: getattr(parsed, name) for name in names}
     settings |= {
         "vocab_size": padded_vocab_size,
@@ -230,23 +250,40 @@ def _check_pattern(args: Mapping[str, Any]) -> None:
     if pattern is None:
         return
     if not isinstance(pattern, str) or LayerPattern.parse(pattern) is None:
-        raise _unsupported(_HYBRID, pattern, "expected attention alternating with - or E")
+        raise _unsupported(
+            _HYBRID,
+            pattern,
+            "expected attention alternating with - or E",
+        )
     if args.get("use_rope_scaling") and not _of_our_entry_point(args):
-        raise _unsupported("use_rope_scaling", True, "stock hybrid models ignore it")
+        raise _unsupported(
+            "use_rope_scaling",
+            True,
+            "stock hybrid models ignore it",
+        )
 
 
 def _check_router(args: Mapping[str, Any]) -> None:
     score = args["moe_router_score_function"]
     balancing = args["moe_router_load_balancing_type"]
     if score not in ("softmax", "sigmoid"):
-        raise _unsupported("moe_router_score_function", score, "expected softmax or sigmoid")
+        raise _unsupported(
+            "moe_router_score_function",
+            score,
+            "expected softmax or sigmoid",
+        )
     if balancing in ("sinkhorn", "quantile_balancing"):
         raise _unsupported(
-            "moe_router_load_balancing_type", balancing, "it affects expert selection"
+            "moe_router_load_balancing_type",
+            balancing,
+            "it affects expert selection",
         )
 
 
-def _router_settings(args: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+def _router_settings(
+    args: Mapping[str, Any],
+    model: ModelConfig,
+) -> dict[str, Any]:
     """Return the settings of experts that depend on several arguments."""
     # Sigmoid scores are only normalized for top-k > 1. Softmax comes after top-k (so weights sum
     # to 1), unless moe_router_pre_softmax is set.
@@ -294,16 +331,23 @@ def _of_our_entry_point(args: Mapping[str, Any]) -> bool:
 def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
     if args["position_embedding_type"] == "yarn":
         if args["rotary_percent"] != 1.0:  # ignored by Megatron
-            raise _unsupported("rotary_percent", args["rotary_percent"], "YaRN requires 1.0")
+            raise _unsupported(
+                "rotary_percent",
+                args["rotary_percent"],
+                "YaRN requires 1.0",
+            )
         yarn = Yarn(**_scaling_fields(args, Yarn))
         return yarn if yarn.factor != 1.0 else None
     return _llama3(args) if args.get("use_rope_scaling") else None
 
 
-def _scaling_fields(args: Mapping[str, Any], kind: type[RopeScaling]) -> dict[str, Any]:
-    """Return the fields of ``kind`` whose arguments are set."""
+def _scaling_fields(
+    args: Mapping[str, Any],
+    scaling_type: type[RopeScaling],
+) -> dict[str, Any]:
+    """Return the fields of ``scaling_type`` whose arguments are set."""
     settings = {}
-    for field, argument in kind.arguments.items():
+    for field, argument in scaling_type.arguments.items():
         if args.get(argument) is not None:
             settings[field] = args[argument]
     return settings
@@ -327,10 +371,16 @@ def _latent_yarn(args: Mapping[str, Any]) -> Yarn | None:
     if args.get("rope_type") == "rope":
         rotary_percent = args["rotary_percent"]
         if rotary_percent != 1.0:
-            raise _unsupported("rotary_percent", rotary_percent, "rope_type=rope requires 1.0")
+            raise _unsupported(
+                "rotary_percent",
+                rotary_percent,
+                "rope_type=rope requires 1.0",
+            )
         if factor > 1.0 and args["mscale_all_dim"]:  # would change the softmax scale
             raise _unsupported(
-                "mscale_all_dim", args["mscale_all_dim"], "rope_type=rope requires 0.0"
+                "mscale_all_dim",
+                args["mscale_all_dim"],
+                "rope_type=rope requires 0.0",
             )
         return None
     if factor == 1.0:
@@ -399,7 +449,12 @@ def _scaling_arguments(model: ModelConfig) -> dict[str, Any]:
 
 
 def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
-    names = (*_EXPERTS, *_GROUPS, "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
+    names = (
+        *_EXPERTS,
+        *_GROUPS,
+        "moe_ffn_hidden_size",
+        "moe_router_topk_scaling_factor",
+    )
     args: dict[str, Any] = {name: getattr(model, name) for name in names}
     if model.is_uniform:
         args["moe_layer_freq"] = 1
@@ -447,8 +502,13 @@ def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
     if args.get("kha_attention") == "gta":  # checked by our entry point before loading
         names += ("position_embedding_type", "rotary_percent")
     for name in names:
-        flag = MODEL_FIELDS[name].flag if name in MODEL_FIELDS else f"--{name.replace('_', '-')}"
         value = args.get(name)
-        if value is not None and value is not False:
-            words += [flag] if value is True else [flag, str(value)]
+        if value is None or value is False:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        if name in MODEL_FIELDS:
+            flag = MODEL_FIELDS[name].flag
+        words.append(flag)
+        if value is not True:
+            words.append(str(value))
     return words

@@ -60,28 +60,34 @@ class LayerPattern:
         if not symbols or len(symbols) % 2:
             return None
         attention = symbols[0]
-        if attention not in ATTENTION or set(symbols[::2]) != {attention}:
-            return None
+        attentions = symbols[::2]
         mlps = symbols[1::2]
-        if not all(mlp in MLP for mlp in mlps):
+        if attention not in ATTENTION or set(attentions) != {attention}:
+            return None
+        if not set(mlps) <= MLP.keys():
             return None
         last_pair = symbols[-2:]
-        if any(prediction != last_pair for prediction in predictions):
+        if not set(predictions) <= {last_pair}:
             return None
+        stages = main.split("|")
         return cls(
             moe=tuple(MLP[mlp] for mlp in mlps),
-            stages=tuple(stage.count(attention) for stage in main.split("|")),
+            stages=tuple(stage.count(attention) for stage in stages),
             latent=ATTENTION[attention],
             predictions=len(predictions),
         )
 
     def __str__(self) -> str:
         attention = _LATENT_ATTENTION if self.latent else _ATTENTION
-        pairs = [attention + (_EXPERTS if is_moe else _DENSE) for is_moe in self.moe]
+        pairs = []
+        for is_moe in self.moe:
+            mlp = _EXPERTS if is_moe else _DENSE
+            pairs.append(attention + mlp)
         stages = []
         start = 0
         for count in self.stages:
-            stages.append("".join(pairs[start : start + count]))
+            stage = pairs[start : start + count]
+            stages.append("".join(stage))
             start += count
         return "|".join(stages) + self.predictions * f"/{pairs[-1]}"
 

@@ -55,7 +55,13 @@ class QKVLayout:
         parts: dict[str, Part] = {}
         next_row = 0
 
-        def append(name: str, *, hf: str, features: int, is_per_query: bool = False) -> None:
+        def append(
+            name: str,
+            *,
+            hf: str,
+            features: int,
+            is_per_query: bool = False,
+        ) -> None:
             nonlocal next_row
             parts[name] = Part(
                 first=next_row,
@@ -68,33 +74,40 @@ class QKVLayout:
 
         if "query" not in self.omitted:
             append("query", hf="q_proj", features=self.head_dim, is_per_query=True)
-        for row in self.extra:
-            is_per_query = row.heads == "query"
-            append(row.name, hf=row.hf, features=row.features, is_per_query=is_per_query)
+        for mechanism_rows in self.extra:
+            append(
+                mechanism_rows.name,
+                hf=mechanism_rows.hf,
+                features=mechanism_rows.features,
+                is_per_query=mechanism_rows.heads == "query",
+            )
         next_row = self.padding.stop
         if not self.tied and "key" not in self.omitted:
             append("key", hf="k_proj", features=self.head_dim)
-        append("value", hf="kv_proj" if self.tied else "v_proj", features=self.head_dim)
+        value_hf = "kv_proj" if self.tied else "v_proj"
+        append("value", hf=value_hf, features=self.head_dim)
         return parts
 
     @cached_property
     def padding(self) -> slice:
         """Padding rows in a group (right before the key)."""
         first = 0 if "query" in self.omitted else self.queries * self.head_dim
-        rows_of_mechanisms = 0
-        for row in self.extra:
-            count = row.features
-            if row.heads == "query":
+        padded_rows = 0
+        for mechanism_rows in self.extra:
+            count = mechanism_rows.features
+            if mechanism_rows.heads == "query":
                 count *= self.queries
             first += count
-            if not row.is_stock:
-                rows_of_mechanisms += count
-        return slice(first, first + -rows_of_mechanisms % UNIT)
+            if not mechanism_rows.is_stock:
+                padded_rows += count
+        return slice(first, first + -padded_rows % UNIT)
 
     @property
     def is_stock(self) -> bool:
         """True if Megatron itself supports this layout (this includes its output gate)."""
-        return not (self.tied or self.omitted) and all(row.is_stock for row in self.extra)
+        if self.tied or self.omitted:
+            return False
+        return all(rows.is_stock for rows in self.extra)
 
     @property
     def parts_before_padding(self) -> int:
@@ -103,9 +116,9 @@ class QKVLayout:
     @property
     def stock_gate(self) -> str | None:
         """Name of the part with Megatron's own output gate."""
-        for row in self.extra:
-            if row.is_stock:
-                return row.name
+        for rows in self.extra:
+            if rows.is_stock:
+                return rows.name
         return None
 
     @property

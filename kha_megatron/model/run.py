@@ -8,9 +8,10 @@ Example::
 Flags that we do not know are passed to Megatron as they are.
 """
 
+import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any, Literal, Self
@@ -19,7 +20,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.config import INIT_SEED, LATENT_HEADS, HeadsConfig
 from kha_megatron.model.config import ModelConfig
-from kha_megatron.model.fields import Field, flag, read_arguments, rows
+from kha_megatron.model.fields import Field, declared_fields, flag, read_arguments
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.pattern import check_no_gpt_arguments
@@ -46,7 +47,11 @@ class Training:
     lr_warmup_iters: int = _option(0, least=0)
     lr_warmup_init: float = _option(0.0)
     optimizer: str = _option("adam")
-    muon_split_qkv: bool = _option(True, "--muon-no-split-qkv", argument="muon_split_qkv")
+    muon_split_qkv: bool = _option(
+        True,
+        "--muon-no-split-qkv",
+        argument="muon_split_qkv",
+    )
     adam_beta1: float = _option(0.9)
     adam_beta2: float = _option(0.999)
     weight_decay: float = _option(0.01)
@@ -60,7 +65,9 @@ class Training:
     overlap_grad_reduce: bool = _option(False)
     overlap_param_gather: bool = _option(False)
     gradient_accumulation_fusion: bool = _option(
-        True, "--no-gradient-accumulation-fusion", argument="gradient_accumulation_fusion"
+        True,
+        "--no-gradient-accumulation-fusion",
+        argument="gradient_accumulation_fusion",
     )
     recompute_granularity: Literal["selective", "full"] | None = _option(None)
     decrease_batch_size_if_needed: bool = _option(False)
@@ -114,38 +121,63 @@ class HeadOptions:
     kha_init_seed: int = _option(INIT_SEED, least=-(2**63))
     kha_attention: str | None = _option(None)
     kha_latent_heads: int = _option(LATENT_HEADS)
-    kha_heads: tuple[str, ...] | None = _option(None, "--heads", argument="kha_heads")
+    kha_heads: tuple[str, ...] | None = _option(
+        None,
+        "--heads",
+        argument="kha_heads",
+    )
     kha_heads_from: tuple[str, ...] | None = _option(
-        None, "--heads-from", argument="kha_heads_from"
+        None,
+        "--heads-from",
+        argument="kha_heads_from",
     )
 
 
-TABLE: tuple[Field, ...] = rows(ModelConfig, Layout, Batch, Training, HeadOptions)
+TABLE: tuple[Field, ...] = declared_fields(
+    ModelConfig,
+    Layout,
+    Batch,
+    Training,
+    HeadOptions,
+)
 """Every argument that this package reads or writes."""
 
-HEAD_FIELDS = rows(HeadOptions)
-
-
-_TE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion")
-_EXCLUDES: Mapping[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
-    "tensor_model_parallel_size": (lambda size: size == 1, ("sequence_parallel",)),
-    "use_torch_fsdp2": (
-        bool,
-        ("use_distributed_optimizer", "overlap_param_gather", "expert_model_parallel_size"),
-    ),
-    "multi_latent_attention": (bool, ("group_query_attention", "num_query_groups")),
-    "fp16": (bool, ("bf16",)),
-    "device": (lambda device: device == "cpu", _TE_ONLY),
-    "transformer_impl": (lambda layers: layers == "local", _TE_ONLY),
-    "train_samples": (bool, ("train_iters",)),
-}
-"""Format: ``{argument: (condition, others)}``. If an argument's new value meets the condition, we
-drop the other arguments (they are mutually exclusive)."""
+HEAD_FIELDS = declared_fields(HeadOptions)
 
 
 @cache
-def _by(name: str) -> Mapping[str, Field]:
-    return {getattr(row, name): row for row in TABLE}
+def _fields_by_flag() -> Mapping[str, Field]:
+    return {field.flag: field for field in TABLE}
+
+
+@cache
+def _fields_by_argument() -> Mapping[str, Field]:
+    return {field.argument: field for field in TABLE}
+
+
+def _excluded_by(argument: str, value: Any) -> tuple[str, ...]:
+    """Return the arguments that are dropped if this one is set (they are mutually exclusive)."""
+    te_only = ("moe_grouped_gemm", "moe_permute_fusion")
+    match argument, value:
+        case "tensor_model_parallel_size", 1:
+            return ("sequence_parallel",)
+        case "use_torch_fsdp2", True:
+            return (
+                "use_distributed_optimizer",
+                "overlap_param_gather",
+                "expert_model_parallel_size",
+            )
+        case "multi_latent_attention", True:
+            return ("group_query_attention", "num_query_groups")
+        case "fp16", True:
+            return ("bf16",)
+        case "device", "cpu":
+            return te_only
+        case "transformer_impl", "local":
+            return te_only
+        case "train_samples", samples if samples:
+            return ("train_iters",)
+    return ()
 
 
 def parse(words: Sequence[str]) -> Arguments:
@@ -158,19 +190,21 @@ def parse(words: Sequence[str]) -> Arguments:
     Raises:
         ConfigError: If there is a value without a flag.
     """
-    found: Arguments = {}
-    name, closed = "", True
+    arguments: Arguments = {}
+    name = ""
+    accepts_values = False
     for word in words:
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word.partition("=")
-            closed = bool(equals)  # as in argparse, --flag=value cannot be followed by more values
-            before = found.get(name, ()) if name in REPEATED else ()
-            found[name] = (*before, value) if closed else before
-        elif closed:
-            raise ConfigError(f"Unexpected argument {word!r}. Pass arguments as --name value.")
+            earlier_values = arguments.get(name, ()) if name in REPEATED else ()
+            arguments[name] = (*earlier_values, value) if equals else earlier_values
+            # as in argparse, --flag=value cannot be followed by more values
+            accepts_values = not equals
+        elif accepts_values:
+            arguments[name] += (word,)
         else:
-            found[name] += (word,)
-    return found
+            raise ConfigError(f"Unexpected argument {word!r}. Pass arguments as --name value.")
+    return arguments
 
 
 def render(arguments: Arguments) -> list[str]:
@@ -178,7 +212,8 @@ def render(arguments: Arguments) -> list[str]:
     words: list[str] = []
     for name, values in arguments.items():
         if name in REPEATED:
-            words += [word for value in values for word in (name, value)]
+            for value in values:
+                words += [name, value]
         elif len(values) == 1 and (not values[0] or values[0].startswith("-")):
             words.append(f"{name}={values[0]}")
         else:
@@ -197,47 +232,90 @@ class Argument:
 
 def as_arguments(**values: Any) -> dict[str, Argument]:
     """Convert typed values to arguments. Omits those that do not need a flag (``swiglu=False``)."""
-    named = ((name, _by("argument")[name], value) for name, value in values.items())
-    return {
-        name: Argument(row.flag, words, value)
-        for name, row, value in named
-        if (words := row.format_words(value)) is not None
-    }
-
-
-def _fit_retained(interval: int, retained: Argument | None) -> dict[str, Argument]:
-    """Round ``--save-retain-interval`` to a multiple of ``--save-interval`` (Megatron's rule)."""
-    if retained is None or interval < 1:
-        return {}
-    multiple = max(1, retained.value // interval)
-    return as_arguments(save_retain_interval=multiple * interval)
+    arguments = {}
+    for name, value in values.items():
+        field = _fields_by_argument()[name]
+        words = field.format_words(value)
+        if words is not None:
+            arguments[name] = Argument(field.flag, words, value)
+    return arguments
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
     """Parse a command line into arguments by name. Unknown flags are their own name."""
-    found = {}
-    for name, values in parse(words).items():
-        row = _by("flag").get(name)
-        value = row.parse_words(values) if row else values
-        found[row.argument if row else name] = Argument(name, values, value)
-    return found
+    arguments = {}
+    for flag_name, values in parse(words).items():
+        field = _fields_by_flag().get(flag_name)
+        if field is None:
+            arguments[flag_name] = Argument(flag_name, values, values)
+        else:
+            value = field.parse_words(values)
+            arguments[field.argument] = Argument(flag_name, values, value)
+    return arguments
+
+
+def _find_excluded(
+    old: Mapping[str, Argument],
+    new: Mapping[str, Argument],
+) -> dict[str, str]:
+    """Return the old arguments that new ones exclude, and the flags of the latter."""
+    excluding_flags = {}
+    for name, argument in new.items():
+        for excluded in _excluded_by(name, argument.value):
+            if excluded in old and excluded not in new:
+                excluding_flags[excluded] = argument.flag
+    return excluding_flags
+
+
+def _dependent_values(
+    old: Mapping[str, Argument],
+    new: Mapping[str, Argument],
+) -> dict[str, Any]:
+    """Return the values that follow from new values of other arguments."""
+    values = {}
+    for name, base in (("min_lr", "lr"), ("lr_warmup_iters", "train_iters")):
+        if name in old and base in old and base in new:
+            values[name] = _rescale(
+                old[name].value,
+                old[base].value,
+                new[base].value,
+            )
+    if "save_interval" in new and "save_retain_interval" in old:
+        interval = new["save_interval"].value
+        if interval >= 1:  # Megatron requires a multiple
+            multiple = max(1, old["save_retain_interval"].value // interval)
+            values["save_retain_interval"] = multiple * interval
+    return values
+
+
+def _rescale(value: Any, old_base: Any, new_base: Any) -> Any:
+    """Change a value such that its ratio to another one remains the same."""
+    if not old_base:
+        return value
+    scaled = value * new_base / old_base
+    return int(scaled) if isinstance(value, int) else float(f"{scaled:.6g}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """Config of a training run. It does not depend on the number of ranks."""
 
-    given: Mapping[str, Argument]
+    explicit: Mapping[str, Argument]
     """All arguments by name, in command-line order."""
     vocab_size: int | None = None
     """Expected vocab size of the tokenizer. We do not pass this on the command line."""
-    dropped: tuple[str, ...] = field(default=(), compare=False)
+    dropped: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """Recipe flags that conflict with the user's arguments, and why."""
 
     @classmethod
-    def from_values(cls, *, vocab_size: int | None = None, **values: Any) -> Self:
+    def from_values(
+        cls,
+        *,
+        vocab_size: int | None = None,
+        **values: Any,
+    ) -> Self:
         """Build a run from keyword arguments with Megatron's names, e.g. ``num_layers=4``."""
-        return cls(given=as_arguments(**values), vocab_size=vocab_size)
+        return cls(explicit=as_arguments(**values), vocab_size=vocab_size)
 
     def updated(self, words: Sequence[str] = (), **values: Any) -> Self:
         """Return a copy with new values and additional command-line arguments.
@@ -248,59 +326,52 @@ class Run:
         :attr:`dropped`.
         """
         new = as_arguments(**values) | parse_arguments(words)
-        own = {n: one for n, one in self.given.items() if n in new or n not in values}
-        excluded = {
-            name: other
-            for other, (holds, names) in _EXCLUDES.items()
-            if other in new and holds(new[other].value)
-            for name in names
-            if name in own and name not in new
-        }
-        for name in excluded:
-            del own[name]
-        for name, base in (("min_lr", "lr"), ("lr_warmup_iters", "train_iters")):
-            if base in new and name not in new and base in own and name in own:
-                before, value = own[base].value, own[name].value
-                scaled = value * new[base].value / before if before else value
-                scaled = int(scaled) if isinstance(value, int) else float(f"{scaled:.6g}")
-                new |= as_arguments(**{name: scaled})
-        if "save_interval" in new and "save_retain_interval" not in new:
-            new |= _fit_retained(new["save_interval"].value, own.get("save_retain_interval"))
-        dropped = (
-            f"{self.given[name].flag}: excluded by {new[other].flag}"
-            for name, other in excluded.items()
-        )
-        return replace(self, given=own | new, dropped=(*self.dropped, *dropped))
+        old = {}
+        for name, argument in self.explicit.items():
+            is_removed = name in values and name not in new
+            if not is_removed:
+                old[name] = argument
+        dropped = list(self.dropped)
+        for name, excluding_flag in _find_excluded(old, new).items():
+            dropped.append(f"{old[name].flag}: excluded by {excluding_flag}")
+            del old[name]
+        dependent = as_arguments(**_dependent_values(old, new))
+        return replace(self, explicit=old | dependent | new, dropped=tuple(dropped))
 
     def with_defaults(self, **values: Any) -> Self:
         """Return a copy that uses these values for all arguments that are not set."""
-        return replace(self, given=as_arguments(**values) | dict(self.given))
+        return replace(self, explicit=as_arguments(**values) | dict(self.explicit))
 
     def as_hybrid(self) -> Self:
         """Return the same run with a HybridModel, see :func:`as_hybrid`."""
         changes = as_hybrid(self.arguments)
-        kept = {name: one for name, one in self.given.items() if name not in changes}
-        pattern = {name: value for name, value in changes.items() if name == HYBRID}
-        return replace(self, given=as_arguments(**pattern) | kept)
+        arguments = {}
+        if HYBRID in changes:
+            arguments = as_arguments(**{HYBRID: changes[HYBRID]})
+        for name, argument in self.explicit.items():
+            if name not in changes:
+                arguments[name] = argument
+        return replace(self, explicit=arguments)
 
     @property
     def flags(self) -> Arguments:
-        return {one.flag: one.words for one in self.given.values()}
+        return {argument.flag: argument.words for argument in self.explicit.values()}
 
     def words(self) -> list[str]:
         """Format the command line, including ``--heads-from`` if a mechanism needs it."""
-        files = as_arguments(kha_heads_from=self.kha.files or None)
-        return render(replace(self, given=files | dict(self.given)).flags)
+        return render(self.with_defaults(kha_heads_from=self.kha.files or None).flags)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        return {name: one.value for name, one in self.given.items()}
+        return {name: argument.value for name, argument in self.explicit.items()}
 
     @cached_property
     def model(self) -> ModelConfig | None:
         """None if there are no model sizes on the command line."""
-        sizes = {"vocab_size": self.vocab_size} if self.vocab_size else {}
-        return model_from_arguments(self.arguments | sizes, self.kha)
+        arguments = dict(self.arguments)
+        if self.vocab_size:
+            arguments["vocab_size"] = self.vocab_size
+        return model_from_arguments(arguments, self.kha)
 
     def layout(self, ranks: int | None) -> Layout:
         return Layout.from_arguments(self.arguments, ranks)
@@ -320,14 +391,18 @@ class Run:
 
 HYBRID = "hybrid_layer_pattern"
 _DESCRIBED_BY_PATTERN = (
-    *("num_layers", "moe_layer_freq", "mtp_num_layers"),
-    *(
-        row.argument
-        for row in rows(Layout)
-        if row.field in ("vpp", "virtual_stage_layers", "stages")
-        or row.field.endswith(("_stage_layers", "_as_layer"))
-    ),
+    "num_layers",
+    "moe_layer_freq",
+    "mtp_num_layers",
+    "vpp",
+    "virtual_stage_layers",
+    "first_stage_layers",
+    "last_stage_layers",
+    "embedding_as_layer",
+    "loss_as_layer",
+    "stages",
 )
+"""Fields of ModelConfig and Layout that a layer pattern replaces."""
 
 
 def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,14 +423,19 @@ def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
     check_no_gpt_arguments(arguments)
     stages = Layout.from_arguments(arguments, None).chunk_layers(model.layers)
     pattern = model.layer_pattern(chain.from_iterable(stages))
-    changes = {name: _by("argument")[name].default for name in _DESCRIBED_BY_PATTERN}
-    return changes | {HYBRID: str(pattern)}
+    changes = {}
+    for field in declared_fields(ModelConfig, Layout):
+        if field.name in _DESCRIBED_BY_PATTERN:
+            changes[field.argument] = field.default
+    changes[HYBRID] = str(pattern)
+    return changes
 
 
 def parse_kha_config(arguments: Mapping[str, Any]) -> HeadsConfig | None:
     """Build the KHA config from Megatron's arguments. None if there are not any for KHA."""
-    names = {row.argument: row.argument.removeprefix("kha_") for row in HEAD_FIELDS}
-    kha = HeadsConfig.from_options(
-        {setting: arguments.get(name) for name, setting in names.items()}
-    )
+    options = {}
+    for field in HEAD_FIELDS:
+        setting = field.argument.removeprefix("kha_")
+        options[setting] = arguments.get(field.argument)
+    kha = HeadsConfig.from_options(options)
     return kha and kha.with_output_gate(bool(arguments.get("attention_output_gate")))

@@ -8,12 +8,11 @@ padding rows of the QKV projection.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Costs
-from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
@@ -32,7 +31,7 @@ class Attention:
     cache: int  # KV cache elements per token
 
 
-def count_attention(model: ModelConfig, kha: HeadsConfig | None = None) -> Attention:
+def count_attention(model: ModelConfig) -> Attention:
     """Count an attention layer (for GTA, see section 3.3.1 of https://arxiv.org/abs/2505.21487).
 
     A mechanism can replace the query and key projections by smaller ones with a single head.
@@ -43,11 +42,13 @@ def count_attention(model: ModelConfig, kha: HeadsConfig | None = None) -> Atten
     head_dim = model.kv_channels
     sizes = model.head_sizes
     is_tied = model.kha.attention == "gta"
-    replaced_dims = _list_replaced_projections(model, kha)
+    replaced_dims = _list_replaced_projections(model)
     projected_heads = 0
     cached_heads = 0
     for projection in PROJECTIONS:
-        if projection in replaced_dims or (is_tied and projection == "key"):
+        if projection in replaced_dims:
+            continue
+        if is_tied and projection == "key":
             continue
         heads = sizes.heads(projection)
         projected_heads += heads
@@ -56,22 +57,25 @@ def count_attention(model: ModelConfig, kha: HeadsConfig | None = None) -> Atten
     rotary_dim = head_dim // 2 if is_tied else 0
     rows = head_dim * projected_heads + rotary_dim
     output_columns = head_dim * sizes.query_heads
-    cache = head_dim * cached_heads + rotary_dim
-    cache += replaced_dims.get("key", 0)
+    cached_key_dim = replaced_dims.get("key", 0)
+    cache = head_dim * cached_heads + rotary_dim + cached_key_dim
     norms = 0
     if model.qk_layernorm:
         normed_dim = replaced_dims.get("query", head_dim)
         normed_dim += replaced_dims.get("key", head_dim)
         norms = normed_dim * model.norm_parameters
     return Attention(
-        weights=hidden * (rows + output_columns), norms=norms, pair=2 * output_columns, cache=cache
+        weights=hidden * (rows + output_columns),
+        norms=norms,
+        pair=2 * output_columns,
+        cache=cache,
     )
 
 
-def _list_replaced_projections(model: ModelConfig, kha: HeadsConfig | None) -> dict[str, int]:
+def _list_replaced_projections(model: ModelConfig) -> dict[str, int]:
     """Return the projections that mechanisms replace, and the size of the new ones."""
     replaced: dict[str, int] = {}
-    for mechanism in (kha or HeadsConfig()).mechanisms:
+    for mechanism in model.kha.mechanisms:
         for tensor in mechanism.tensors(model.head_sizes):
             if tensor.reads_input and tensor.heads in mechanism.own_projections:
                 replaced[tensor.heads] = tensor.shape[0]
@@ -121,7 +125,9 @@ class Parameters:
 
 
 def count_parameters(
-    model: ModelConfig, kha: HeadsConfig, layout: Layout, stage: int = 0
+    model: ModelConfig,
+    layout: Layout,
+    stage: int = 0,
 ) -> Parameters:
     """Count the parameters on a rank of the given pipeline stage.
 
@@ -135,21 +141,23 @@ def count_parameters(
     for chunk in layout.stage_layers(model.layers, stage):
         layers += chunk
     layers += predictions
-    attention = count_attention(model, kha)
+    attention = count_attention(model)
 
     # weights before they are sharded
+    dense = _count_mlp(model, model.dense_width)
+    expert = _count_mlp(model, model.expert_width)
+    shared = _count_mlp(model, model.shared_width)
     linear = len(predictions) * 2 * hidden**2
     experts = 0
     routers = 0
     for layer in layers:
         linear += attention.weights
         if model.is_moe(layer):
-            linear += _count_mlp(model, model.shared_width)
-            expert = _count_mlp(model, model.expert_width)
+            linear += shared
             experts += model.experts * expert
             routers += model.experts * hidden
         else:
-            linear += _count_mlp(model, model.dense_width)
+            linear += dense
     linear //= tp
     experts //= layout.ep * layout.expert_tp
 
@@ -159,8 +167,8 @@ def count_parameters(
     norms += len(predictions) * 3 * norm
     if is_last:
         norms += norm
-    kha_layer_rows = _count_kha_rows(model, kha, tp)
-    kha_layer_tensors = _count_kha_tensors(model, kha, tp)
+    kha_layer_rows = _count_kha_rows(model, tp)
+    kha_layer_tensors = _count_kha_tensors(model, tp)
     kha_rows = len(layers) * kha_layer_rows
     kha_parameters = kha_rows + len(layers) * kha_layer_tensors
     embeddings = _count_embeddings(model, layout, stage)
@@ -178,24 +186,28 @@ def _count_mlp(model: ModelConfig, width: int) -> int:
     return matrices * model.hidden_size * width
 
 
-def _count_kha_rows(model: ModelConfig, kha: HeadsConfig, tp: int) -> int:
+def _count_kha_rows(model: ModelConfig, tp: int) -> int:
     """Count the parameters that KHA adds to the QKV projection of one layer, including padding."""
     sizes = model.head_sizes
-    parameters = model.hidden_size * count_padding_rows(model, kha)
-    for row in kha.rows(sizes):
-        parameters += row.size(sizes)
+    parameters = model.hidden_size * count_padding_rows(model)
+    for rows in model.kha.rows(sizes):
+        parameters += rows.size(sizes)
     return parameters // tp
 
 
-def _count_kha_tensors(model: ModelConfig, kha: HeadsConfig, tp: int) -> int:
+def _count_kha_tensors(model: ModelConfig, tp: int) -> int:
     """Count the other parameters of KHA in one layer."""
     parameters = 0
-    for tensor in kha.tensors(model.head_sizes):
+    for tensor in model.head_tensors:
         parameters += tensor.size // tensor.ranks(tp)
     return parameters
 
 
-def _count_embeddings(model: ModelConfig, layout: Layout, stage: int) -> int:
+def _count_embeddings(
+    model: ModelConfig,
+    layout: Layout,
+    stage: int,
+) -> int:
     """Count the parameters of the embedding and the output layer on a rank of this stage."""
     rows = model.padded_vocab(layout.tp) // layout.tp
     table = rows * model.hidden_size
@@ -215,12 +227,11 @@ def _list_prediction_layers(model: ModelConfig) -> list[int]:
     return [model.layers - 1] * model.predictions
 
 
-def count_padding_rows(model: ModelConfig, kha: HeadsConfig) -> int:
+def count_padding_rows(model: ModelConfig) -> int:
     if model.multi_latent_attention:
         return 0
-    layout = replace(model, kha=kha, attention_output_gate=False).qkv
-    padding = layout.padding.stop - layout.padding.start
-    return layout.groups * padding
+    padding = model.qkv.padding
+    return model.qkv.groups * (padding.stop - padding.start)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,12 +302,12 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
     return model
 
 
-def count_model(model: ModelConfig, kha: HeadsConfig) -> Counts:
-    parameters = count_parameters(model, kha, Layout())
-    cache = count_attention(model, kha).cache
+def count_model(model: ModelConfig) -> Counts:
+    parameters = count_parameters(model, Layout())
+    cache = count_attention(model).cache
     layers = model.layers + len(_list_prediction_layers(model))
     mechanisms = {}
-    for mechanism in kha.mechanisms:
+    for mechanism in model.kha.mechanisms:
         layer_parameters = mechanism.parameters(model.head_sizes)
         mechanisms[mechanism.name] = layers * layer_parameters
     filling = parameters.kha - sum(mechanisms.values())
@@ -315,7 +326,7 @@ def count_model(model: ModelConfig, kha: HeadsConfig) -> Counts:
     )
 
 
-def compute_flops(model: ModelConfig, kha: HeadsConfig, length: int) -> Flops:
+def compute_flops(model: ModelConfig, length: int) -> Flops:
     """Compute forward FLOPs for a sequence of ``length`` tokens.
 
     Equations 10 to 12 in the paper are a special case (MHA and a dense MLP).
@@ -324,35 +335,39 @@ def compute_flops(model: ModelConfig, kha: HeadsConfig, length: int) -> Flops:
     sizes = model.head_sizes
     predictions = _list_prediction_layers(model)
     layers = [*range(model.layers), *predictions]
+    dense = _count_mlp(model, model.dense_width)
+    expert = _count_mlp(model, model.expert_width)
+    shared = _count_mlp(model, model.shared_width)
     mlp = 0
     router = 0
     skippable = Costs()
     for layer in layers:
         if model.is_moe(layer):
-            expert = _count_mlp(model, model.expert_width)
             mlp += model.moe_router_topk * expert
-            mlp += _count_mlp(model, model.shared_width)
+            mlp += shared
             router += hidden * model.experts
         else:
-            mlp += _count_mlp(model, model.dense_width)
-        for mechanism in kha.mechanisms:
+            mlp += dense
+        for mechanism in model.kha.mechanisms:
             skippable += mechanism.for_layer(layer).costs(sizes)
-    attention = count_attention(model, kha)
-    costs = kha.costs(sizes)
-    padding_flops = 2 * hidden * count_padding_rows(model, kha)
-    kha_token_flops = costs.flops + padding_flops + length * costs.pair_flops
+    attention = count_attention(model)
+    costs = model.kha.costs(sizes)
+    kha_token_flops = costs.flops
+    kha_token_flops += 2 * hidden * count_padding_rows(model)
+    kha_token_flops += length * costs.pair_flops
     logits = hidden * model.padded_vocab(1)
-    logit_tokens = length * (1 + len(predictions))
     prediction_tokens = length * len(predictions)
+    logit_tokens = length + prediction_tokens
     layer_tokens = length * len(layers)
+    pairs = layer_tokens * length
     return Flops(
         projections=2 * layer_tokens * attention.weights,
-        scores=2 * layer_tokens * length * attention.pair,
+        scores=2 * pairs * attention.pair,
         mlp=2 * length * mlp,
         router=2 * length * router,
         kha=layer_tokens * kha_token_flops,
         logits=2 * logit_tokens * logits,
-        prediction=2 * prediction_tokens * 2 * hidden**2,
+        prediction=4 * prediction_tokens * hidden**2,
         skippable_projections=length * skippable.skippable_flops,
         skippable_scores=length**2 * skippable.skippable_pair_flops,
     )
@@ -366,14 +381,14 @@ def format_like_paper(number: int, example: str) -> tuple[str, str]:
     Returns:
         The formatted number, and either ``rounded``, ``cut`` or the relative error.
     """
-    published = Decimal(example[:-1])
     unit = example[-1]
+    published = Decimal(example.removesuffix(unit))
     scaled = Decimal(number) / _UNITS[unit]
     rounded = scaled.quantize(published, rounding=ROUND_HALF_UP)
-    if f"{rounded}{unit}" == example:
+    if rounded == published:
         return example, "rounded"
     cut = scaled.quantize(published, rounding=ROUND_DOWN)
-    if f"{cut}{unit}" == example:
+    if cut == published:
         return example, "cut"
     error = float(scaled / published - 1)
     return f"{rounded}{unit}", f"{error:+.2%} of the paper's"

@@ -92,27 +92,23 @@ def estimate_run(run: Run, gpus: int) -> Estimate:
 
 
 def _estimate(setup: Setup, layout: Layout) -> Estimate:
-    ranks = []
-    for stage in range(layout.pp):
-        ranks.append(Rank(setup, layout, stage))
-    largest_rank = max(ranks, key=_sum_memory)
-    memory, kha_memory = estimate_memory(largest_rank)
+    ranks = [Rank(setup, layout, stage) for stage in range(layout.pp)]
+    largest_rank = max(ranks, key=_total_memory)
+    memory = estimate_memory(largest_rank)
     model = setup.model
-    kha = setup.kha
     return Estimate(
         setup=setup,
         layout=layout,
-        counts=count_model(model, kha),
-        flops=compute_flops(model, kha, setup.batch.seq_length),
+        counts=count_model(model),
+        flops=compute_flops(model, setup.batch.seq_length),
         rank=largest_rank,
-        memory=memory,
-        kha_memory=kha_memory,
+        memory=memory.base,
+        kha_memory=memory.kha,
     )
 
 
-def _sum_memory(rank: Rank) -> float:
-    memory, kha_memory = estimate_memory(rank)
-    return memory.total + kha_memory.total
+def _total_memory(rank: Rank) -> float:
+    return estimate_memory(rank).total
 
 
 def build_setup(run: Run) -> Setup:
@@ -134,7 +130,6 @@ def build_setup(run: Run) -> Setup:
         raise ConfigError("Cannot estimate the memory of a run without a fixed batch size.")
     return Setup(
         model=model,
-        kha=run.kha,
         batch=batch,
         precision=_get_precision(run),
         recompute=_get_recompute(run),
@@ -155,4 +150,6 @@ def _get_recompute(run: Run) -> Recompute:
     if granularity != "selective":
         return granularity or "none"
     modules = run.arguments.get("--recompute-modules", (_CORE_ATTENTION,))
-    return "selective" if _CORE_ATTENTION in modules else "none"
+    if _CORE_ATTENTION in modules:
+        return "selective"
+    return "none"

@@ -17,6 +17,7 @@ other than those of KHA have not been compared with real models yet.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kha_megatron.plan.rank import Rank
 
@@ -35,8 +36,19 @@ class Memory:
         return self.weights + self.gradients + self.optimizer + self.activations
 
 
-def estimate_memory(rank: Rank) -> tuple[Memory, Memory]:
-    """Estimate peak memory. Returns the memory of the base model and the overhead of KHA."""
+class RankMemory(NamedTuple):
+    """Memory usage of the base model and the overhead of KHA."""
+
+    base: Memory
+    kha: Memory
+
+    @property
+    def total(self) -> float:
+        return self.base.total + self.kha.total
+
+
+def estimate_memory(rank: Rank) -> RankMemory:
+    """Estimate the peak memory of a rank."""
     setup = rank.setup
     layout = rank.layout
     counts = rank.counts
@@ -51,22 +63,31 @@ def estimate_memory(rank: Rank) -> tuple[Memory, Memory]:
     dense = counts.dense - counts.kha
     parameters = dense + counts.experts
     local_states = dense / replicas + counts.experts / expert_replicas
+    base_weights = setup.element_size * parameters
+    base_copies = copy_bytes * counts.linear
     base = Memory(
-        weights=setup.element_size * parameters + copy_bytes * counts.linear,
+        weights=base_weights + base_copies,
         gradients=4 * parameters,
         optimizer=state_bytes * local_states,
         activations=activations,
     )
+    kha_weights = setup.element_size * counts.kha
+    kha_copies = copy_bytes * counts.kha_rows
     kha = Memory(
-        weights=setup.element_size * counts.kha + copy_bytes * counts.kha_rows,
+        weights=kha_weights + kha_copies,
         gradients=4 * counts.kha,
         optimizer=state_bytes * counts.kha / replicas,
         activations=kha_activations,
     )
-    return base, kha
+    return RankMemory(base, kha)
 
 
-def count_in_flight(pp: int, vpp: int | None, microbatches: int, stage: int) -> int:
+def count_in_flight(
+    pp: int,
+    vpp: int | None,
+    microbatches: int,
+    stage: int,
+) -> int:
     """Maximum number of microbatches in flight.
 
     Megatron runs this many minus one as warmup, see ``get_pp_rank_microbatches``.
@@ -79,42 +100,43 @@ def count_in_flight(pp: int, vpp: int | None, microbatches: int, stage: int) -> 
 
 def _list_layers_in_flight(rank: Rank) -> list[int]:
     """Return the index of a layer once for each microbatch whose activations it holds."""
-    layout = rank.layout
-    in_flight = count_in_flight(layout.pp, layout.vpp, rank.microbatches, rank.stage)
+    pp = rank.layout.pp
+    in_flight = count_in_flight(pp, rank.layout.vpp, rank.microbatches, rank.stage)
     layers = []
     for number in range(in_flight):
         # interleaved schedule: a virtual stage processes pp microbatches before the next one runs
-        chunk = number // layout.pp % len(rank.chunks)
+        chunk = number // pp % len(rank.chunks)
         layers += rank.chunks[chunk]
     return layers
 
 
 def _estimate_activations(rank: Rank) -> tuple[float, float]:
     """Same as :func:`estimate_memory`, but only for activations."""
+    output_bytes = _estimate_output_activations(rank)
     if not rank.layers:
-        return _estimate_output_activations(rank), 0.0
-    layer_bytes: dict[bool, float] = {}
+        return output_bytes, 0.0
+    recompute = rank.setup.recompute
+    layer_bytes = {}
     for layer in rank.layers:
-        is_moe = rank.model.is_moe(layer)
-        if is_moe not in layer_bytes:
-            layer_bytes[is_moe] = _estimate_layer_activations(rank, is_moe)
+        layer_bytes[layer] = _estimate_layer_activations(rank, layer)
     kha_bytes = estimate_kha_activations(rank)
     in_flight = _list_layers_in_flight(rank)
-    if rank.setup.recompute == "full":
+    if recompute == "full":
         # the inputs of all layers, and everything for the one that is recomputed
         input_bytes = rank.sharded_tokens * rank.token_bytes
-        saved = len(in_flight) * input_bytes + max(layer_bytes.values())
+        saved = len(in_flight) * input_bytes
+        saved += max(layer_bytes.values())
         kha_saved = kha_bytes
     else:
         saved = 0.0
         for layer in in_flight:
-            saved += layer_bytes[rank.model.is_moe(layer)]
+            saved += layer_bytes[layer]
         kha_saved = len(in_flight) * kha_bytes
-    if rank.setup.recompute == "selective":
+    if recompute == "selective":
         # core attention is recomputed in one layer at a time
         recomputed_layers = max(0, len(in_flight) - 1)
         kha_saved -= recomputed_layers * _estimate_kha_core_activations(rank)
-    return saved + _estimate_output_activations(rank), kha_saved
+    return saved + output_bytes, kha_saved
 
 
 def _estimate_output_activations(rank: Rank) -> float:
@@ -131,7 +153,7 @@ def _estimate_output_activations(rank: Rank) -> float:
 
 def estimate_kha_activations(rank: Rank) -> float:
     """Bytes that KHA saves for the backward pass (per layer and microbatch)."""
-    costs = rank.setup.kha.costs(rank.heads)
+    costs = rank.model.kha.costs(rank.heads)
     elements = rank.tokens * costs.activations
     elements += rank.sharded_tokens * costs.sharded_activations
     return elements * rank.element_size + _estimate_kha_core_activations(rank)
@@ -139,35 +161,35 @@ def estimate_kha_activations(rank: Rank) -> float:
 
 def _estimate_kha_core_activations(rank: Rank) -> float:
     """Part of :func:`estimate_kha_activations` that core attention saves."""
-    costs = rank.setup.kha.costs(rank.heads)
+    costs = rank.model.kha.costs(rank.heads)
     pairs = rank.tokens * rank.setup.batch.seq_length
     return pairs * costs.pair_activations * rank.element_size
 
 
-def _estimate_layer_activations(rank: Rank, is_moe: bool) -> float:
+def _estimate_layer_activations(rank: Rank, layer: int) -> float:
     """Bytes that the rest of a layer saves for the backward pass."""
     attention = _estimate_attention_activations(rank)
-    if is_moe:
+    if rank.model.is_moe(layer):
         return attention + _estimate_moe_activations(rank)
     return attention + _estimate_mlp_activations(rank)
 
 
 def _estimate_attention_activations(rank: Rank) -> float:
-    hidden = rank.model.hidden_size
-    head_dim = rank.model.head_dim
-    queries = rank.heads.query_heads * head_dim
-    keys = rank.heads.kv_heads * head_dim
+    model = rank.model
+    heads = rank.heads
+    queries = heads.query_heads * model.head_dim
+    keys = heads.kv_heads * model.head_dim
     features = 2 * queries + 2 * keys  # inputs and output of core attention
-    if rank.model.qk_layernorm:
+    if model.qk_layernorm:
         features += queries + keys
     token_bytes = features * rank.element_size
     if rank.setup.precision == "fp8":
         token_bytes += queries  # input of the output projection
     if rank.setup.recompute != "selective":
-        token_bytes += 4 * rank.heads.query_heads  # log-sum-exp of flash attention
+        token_bytes += 4 * heads.query_heads  # log-sum-exp of flash attention
     # the norm and the QKV projection save their inputs
-    hidden_bytes = hidden * (rank.element_size + rank.input_size)
-    saved = rank.sharded_tokens * hidden_bytes
+    input_bytes = model.hidden_size * (rank.element_size + rank.input_size)
+    saved = rank.sharded_tokens * input_bytes
     return saved + rank.tokens * token_bytes
 
 
@@ -179,12 +201,12 @@ def _count_mlp_bytes(rank: Rank, width: float) -> float:
 
 
 def _estimate_mlp_activations(rank: Rank) -> float:
-    hidden = rank.model.hidden_size
-    width = rank.model.dense_width / rank.layout.tp
+    model = rank.model
+    width = model.dense_width / rank.layout.tp
     # the norm and the first linear layer save their inputs
-    hidden_bytes = hidden * (rank.element_size + rank.input_size)
+    input_bytes = model.hidden_size * (rank.element_size + rank.input_size)
     mlp_bytes = _count_mlp_bytes(rank, width)
-    saved = rank.sharded_tokens * hidden_bytes
+    saved = rank.sharded_tokens * input_bytes
     return saved + rank.tokens * mlp_bytes
 
 

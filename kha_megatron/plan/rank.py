@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Literal
 
 from kha_megatron.heads import HeadSizes
-from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.plan.counts import Parameters, count_parameters
@@ -20,7 +19,6 @@ class Setup:
     """Everything about a training job except for its parallel layout."""
 
     model: ModelConfig
-    kha: HeadsConfig
     batch: Batch
     precision: Precision = "bf16"
     recompute: Recompute = "none"
@@ -69,7 +67,7 @@ class Rank:
 
     @cached_property
     def counts(self) -> Parameters:
-        return count_parameters(self.model, self.setup.kha, self.layout, self.stage)
+        return count_parameters(self.model, self.layout, self.stage)
 
     @cached_property
     def heads(self) -> HeadSizes:

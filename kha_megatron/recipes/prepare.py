@@ -354,7 +354,7 @@ def _check_schedule(path: Path, saved: Mapping[str, Any], run: Run) -> None:
         new = run.arguments.get(name)
         if old is not None and new is not None and old != new:
             raise CheckpointError(
-                f"{run.given[name].flag} is {new}, but {path} was saved with {old}. Add "
+                f"{run.explicit[name].flag} is {new}, but {path} was saved with {old}. Add "
                 "--override-opt-param-scheduler to use the new value, or "
                 "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
             )

@@ -20,17 +20,27 @@ from pathlib import Path
 from typing import Any
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts, HeadSizes, Mechanism
+from kha_megatron.heads import HeadFacts, HeadRows, HeadSizes, HeadTensor, Mechanism
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types, use_files
 
 SIZES = HeadSizes(query_heads=8, kv_heads=4, head_dim=6, hidden_size=40)
 TOLERANCE = 1e-6  # relative to the norm, in float64
 
-_TAKEN = {f"{part}_{end}" for part in "qkvo" for end in ("proj", "norm", "knock")}
+_TAKEN = {
+    f"{projection}_{suffix}"
+    for projection in ("q", "k", "v", "o")
+    for suffix in ("proj", "norm", "knock")
+}
+"""Modules of ``self_attn`` in our Hugging Face model."""
 
 
-def check_mechanism(mechanism: type[Mechanism], *, smooth: bool = True, **settings: Any) -> None:
+def check_mechanism(
+    mechanism: type[Mechanism],
+    *,
+    smooth: bool = True,
+    **settings: Any,
+) -> None:
     """Check all rules that a mechanism must follow. Takes less than a minute on two CPU cores.
 
     We check the declarations, the initial values, gradients against finite differences, TP sizes 1,
@@ -54,18 +64,30 @@ def check_mechanism(mechanism: type[Mechanism], *, smooth: bool = True, **settin
     kha = HeadsConfig(mechanism_types()[mechanism.name](**settings))
     _raise_first(_find_wrong_declarations(kha))
     with tempfile.TemporaryDirectory(prefix="kha-check-") as scratch:
-        request = json.dumps({"kha": kha.to_dict(), "smooth": smooth, "scratch": scratch})
-        if mistake := _check_layouts(request):
+        request = json.dumps(
+            {
+                "kha": kha.to_dict(),
+                "smooth": smooth,
+                "scratch": scratch,
+            }
+        )
+        mistake = _check_layouts(request)
+        if mistake is not None:
             raise AssertionError(mistake)
         _raise_first(_find_wrong_exports(kha, Path(scratch)))
 
 
 def _check_layouts(request: str) -> str | None:
     """Run :mod:`kha_megatron.testing.layouts` in a new process. Returns the first mistake."""
-    words = [sys.executable, "-m", "kha_megatron.testing.layouts", request]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    mistake: str | None = json.loads(done.stdout.splitlines()[-1])
+    result = subprocess.run(
+        [sys.executable, "-m", "kha_megatron.testing.layouts", request],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    last_line = result.stdout.splitlines()[-1]
+    mistake: str | None = json.loads(last_line)
     return mistake
 
 
@@ -77,15 +99,16 @@ def _raise_first(mistakes: Iterator[str]) -> None:
 def _find_wrong_declarations(kha: HeadsConfig) -> Iterator[str]:
     (mechanism,) = kha.mechanisms
     tensors = kha.tensors(SIZES)
-    exported = [tensor.hf for tensor in tensors] + [row.hf for row in kha.rows(SIZES)]
-    part: Any
-    for part in (*tensors, *kha.rows(SIZES)):
-        if not part.name.startswith(f"{mechanism.name}_"):
-            yield f"The name of `{part.name}` must start with `{mechanism.name}_`."
-        if not part.hf.isidentifier() or part.hf in _TAKEN or exported.count(part.hf) > 1:
+    weights: list[HeadTensor | HeadRows] = [*tensors, *kha.rows(SIZES)]
+    exported_names = [weight.hf for weight in weights]
+    for weight in weights:
+        if not weight.name.startswith(f"{mechanism.name}_"):
+            yield f"The name of `{weight.name}` must start with `{mechanism.name}_`."
+        is_used = weight.hf in _TAKEN or exported_names.count(weight.hf) > 1
+        if is_used or not weight.hf.isidentifier():
             yield (
-                f"Export name of `{part.name}` is {part.hf!r}. Set `hf` to a name that no other "
-                "module in `self_attn` has."
+                f"Export name of `{weight.name}` is {weight.hf!r}. Set `hf` to a name that no "
+                "other module in `self_attn` has."
             )
     for tensor in tensors:
         heads = SIZES.heads(tensor.heads)
@@ -94,7 +117,9 @@ def _find_wrong_declarations(kha: HeadsConfig) -> Iterator[str]:
                 f"TP split of `{tensor.name}`: it is declared `per_head` with shape "
                 f"{tensor.shape}, but dim 0 must be the number of {tensor.heads} heads ({heads})."
             )
-    if type(mechanism).from_dict(json.loads(json.dumps(mechanism.to_dict()))) != mechanism:
+    saved = json.dumps(mechanism.to_dict())
+    loaded = type(mechanism).from_dict(json.loads(saved))
+    if loaded != mechanism:
         yield f"The settings of {mechanism} change when they are saved as JSON."
 
 
@@ -135,21 +160,28 @@ def _find_wrong_exports(kha: HeadsConfig, scratch: Path) -> Iterator[str]:
         torch.nn.init.normal_(parameter, std=0.3)
     ids = torch.randint(56, (2, 7))
     with torch.no_grad():
-        whole, cache, steps = model(ids).logits, None, []
-        for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
-            step = model(ids[:, start:end], past_key_values=cache, use_cache=True)
+        expected = model(ids).logits
+        cache = None
+        step_logits = []
+        for tokens in ids.split([4, 1, 1, 1], dim=1):
+            step = model(tokens, past_key_values=cache, use_cache=True)
             cache = step.past_key_values
-            steps.append(step.logits)
-    if not torch.allclose(torch.cat(steps, 1), whole, rtol=1e-3, atol=1e-3):
+            step_logits.append(step.logits)
+    decoded = torch.cat(step_logits, dim=1)
+    if not torch.allclose(decoded, expected, rtol=1e-3, atol=1e-3):
         yield (
             "KV cache: the transformers model gives other logits token by token than for the whole "
             "sequence. `apply` must treat all tokens independently."
         )
-    folders = {name: scratch / name for name in ("transformers", "megatron", "back")}
-    model.save_pretrained(folders["transformers"])
-    to_megatron.plan_import(folders["transformers"]).write(folders["megatron"])
-    to_hf.plan_export(folders["megatron"]).write(folders["back"])
-    for name, other in (("import", "megatron"), ("export", "back")):
-        found = Pair.open(folders["transformers"], folders[other]).compare(logits=name == "import")
-        if not found.agrees:
-            yield f"The {name} changes the model: {found}."
+    original = scratch / "transformers"
+    imported = scratch / "megatron"
+    exported = scratch / "exported"
+    model.save_pretrained(original)
+    to_megatron.plan_import(original).write(imported)
+    to_hf.plan_export(imported).write(exported)
+    comparison = Pair.open(original, imported).compare(logits=True)
+    if not comparison.agrees:
+        yield f"The import changes the model: {comparison}."
+    comparison = Pair.open(original, exported).compare(logits=False)
+    if not comparison.agrees:
+        yield f"The export changes the model: {comparison}."

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -94,7 +94,11 @@ _MESSAGES = {
 }
 
 
-def find_mistakes(kha: HeadsConfig, scratch: Path, smooth: bool) -> Iterator[str]:
+def find_mistakes(
+    kha: HeadsConfig,
+    scratch: Path,
+    smooth: bool,
+) -> Iterator[str]:
     """Yield a message for each broken rule."""
     unsharded: dict[int, Shards] = {}
     for requested_layout in (*UNSHARDED, *SHARDED):
@@ -106,15 +110,24 @@ def find_mistakes(kha: HeadsConfig, scratch: Path, smooth: bool) -> Iterator[str
         for result in results:
             yield from result.mistakes
         expected = unsharded.setdefault(layout.groups, results[0].shards)
-        yield from _compare(kha, layout, [result.shards for result in results], expected)
+        yield from _compare(
+            kha,
+            layout,
+            [result.shards for result in results],
+            expected,
+        )
 
 
 def _explain_failure(kha: HeadsConfig, layout: Layout, error: str) -> str:
-    split = []
-    for tensor, sharded in zip(kha.tensors(SIZES), kha.tensors(SIZES.on_rank(2)), strict=True):
-        if not tensor.per_head and tensor.shape != sharded.shape:
-            split.append(f"`{tensor.name}`")
-    hint = f" Set `per_head` if {', '.join(split)} is split along the heads." if split else ""
+    tensors = kha.tensors(SIZES)
+    tensors_of_rank = kha.tensors(SIZES.on_rank(2))
+    sharded_names = []
+    for tensor, sharded_tensor in zip(tensors, tensors_of_rank, strict=True):
+        if not tensor.per_head and tensor.shape != sharded_tensor.shape:
+            sharded_names.append(f"`{tensor.name}`")
+    hint = ""
+    if sharded_names:
+        hint = f" Set `per_head` if {', '.join(sharded_names)} is split along the heads."
     subject = "TP split: the layer" if layout.tp > 1 else "The layer"
     return f"{subject} fails under {layout}.{hint} The error is: {error}"
 
@@ -127,7 +140,10 @@ def _supported(kha: HeadsConfig, layout: Layout) -> Layout:
 
 
 def _compare(
-    kha: HeadsConfig, layout: Layout, ranks: list[Shards], unsharded: Shards
+    kha: HeadsConfig,
+    layout: Layout,
+    ranks: list[Shards],
+    unsharded: Shards,
 ) -> Iterator[str]:
     """Yield a message for each tensor that differs from that of one rank."""
     tensors = {f"{tensor.name}.weight": tensor for tensor in kha.tensors(SIZES)}
@@ -140,16 +156,23 @@ def _compare(
                 continue
             expected = unsharded[check, name].tensor
             shards = [rank[check, name] for rank in ranks]
-            if not any(_error(shard.tensor, _slice(expected, shard)) for shard in shards):
+            if all(_is_shard_of(shard, expected) for shard in shards):
                 continue
-            why = "differs from that of one rank"
-            if check == "gradient" and tensor is not None:
-                why = f"is declared `{tensor.gradient}`, but {_explain(tensor, shards, expected)}"
-            title = name if tensor is None else tensor.name
-            yield message.format(name=title, layout=layout, why=why)
+            title = name
+            difference = "differs from that of one rank"
+            if tensor is not None:
+                title = tensor.name
+            if tensor is not None and check == "gradient":
+                explanation = _explain(tensor, shards, expected)
+                difference = f"is declared `{tensor.gradient}`, but {explanation}"
+            yield message.format(name=title, layout=layout, why=difference)
 
 
-def _explain(tensor: HeadTensor, shards: list[Shard], expected: Tensor) -> str:
+def _explain(
+    tensor: HeadTensor,
+    shards: list[Shard],
+    expected: Tensor,
+) -> str:
     """Explain how gradients on TP ranks differ from the expected gradient."""
     if len({shard.offset for shard in shards}) > 1:
         return "its shards differ from those of one rank"
@@ -163,19 +186,30 @@ def _explain(tensor: HeadTensor, shards: list[Shard], expected: Tensor) -> str:
     return "differs from that of one rank"
 
 
-def _slice(unsharded: Tensor, shard: Shard) -> Tensor:
-    """Return the part of an unsharded tensor that a rank should have."""
+def _is_shard_of(shard: Shard, unsharded: Tensor) -> bool:
     slices = []
     for start, size in zip(shard.offset, shard.tensor.shape, strict=True):
         slices.append(slice(start, start + size))
-    return unsharded[tuple(slices)]
+    expected = unsharded[tuple(slices)]
+    return not _error(shard.tensor, expected)
 
 
-def _error(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
-    return not (actual - expected).norm() <= tolerance * expected.norm().clamp_min(1e-12)
+def _error(
+    actual: Tensor,
+    expected: Tensor,
+    tolerance: float = TOLERANCE,
+) -> bool:
+    difference = (actual - expected).norm()
+    limit = tolerance * expected.norm().clamp_min(1e-12)
+    return not difference <= limit  # also for NaN
 
 
-def _run(kha: HeadsConfig, layout: Layout, scratch: Path, smooth: bool) -> list[RankResult] | str:
+def _run(
+    kha: HeadsConfig,
+    layout: Layout,
+    scratch: Path,
+    smooth: bool,
+) -> list[RankResult] | str:
     """Fork the ranks of a layout. Returns the results, or the error of a rank."""
     context = multiprocessing.get_context("fork")
     parent = os.getpid()
@@ -192,11 +226,13 @@ def _run(kha: HeadsConfig, layout: Layout, scratch: Path, smooth: bool) -> list[
                 world_size=layout.tp,
                 timeout=timedelta(seconds=_TIMEOUT),
             )
-            result: Any = _run_layer(kha, layout, scratch / f"weights-{layout.groups}", smooth)
+            weights = scratch / f"weights-{layout.groups}"
+            result: Any = _run_layer(kha, layout, weights, smooth)
         except Exception as error:
             result = f"{type(error).__name__}: {error}"
-        torch.save(result, folder / f"{rank}.tmp")
-        (folder / f"{rank}.tmp").rename(folder / f"{rank}.pt")
+        partial_file = folder / f"{rank}.tmp"
+        torch.save(result, partial_file)
+        partial_file.rename(folder / f"{rank}.pt")
         while os.getppid() == parent:  # which kills it
             time.sleep(0.1)
         os._exit(1)
@@ -217,7 +253,10 @@ def _run(kha: HeadsConfig, layout: Layout, scratch: Path, smooth: bool) -> list[
     return [results[rank] for rank in range(layout.tp)]
 
 
-def _collect_results(folder: Path, ranks: int) -> tuple[dict[int, RankResult], list[str]]:
+def _collect_results(
+    folder: Path,
+    ranks: int,
+) -> tuple[dict[int, RankResult], list[str]]:
     """Wait until all ranks have a result, or one of them has an error. Return both."""
     results: dict[int, RankResult] = {}
     errors: list[str] = []
@@ -236,7 +275,12 @@ def _collect_results(folder: Path, ranks: int) -> tuple[dict[int, RankResult], l
     return results, errors
 
 
-def _run_layer(kha: HeadsConfig, layout: Layout, weights: Path, smooth: bool) -> RankResult:
+def _run_layer(
+    kha: HeadsConfig,
+    layout: Layout,
+    weights: Path,
+    smooth: bool,
+) -> RankResult:
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -245,20 +289,17 @@ def _run_layer(kha: HeadsConfig, layout: Layout, weights: Path, smooth: bool) ->
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(rank)
     layer = _build(kha, layout)
-    shards = _shards("initial", layer, lambda parameter: parameter)
+    shards = _shards("initial", layer)
     mistakes: list[str] = []
     if layout.tp == 1:
         mistakes += _find_inexact_start(kha, layout, layer)
-        generator = torch.Generator().manual_seed(_RANDOM)
-        with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(0.4 * noise + ("layernorm" in name))
+        _randomize(layer)
         weights.mkdir()
         dist_checkpointing.save(layer.sharded_state_dict(), str(weights))
     else:
-        layer.load_state_dict(dist_checkpointing.load(layer.sharded_state_dict(), str(weights)))
-    shards |= _shards("loaded", layer, lambda parameter: parameter)
+        loaded = dist_checkpointing.load(layer.sharded_state_dict(), str(weights))
+        layer.load_state_dict(loaded)
+    shards |= _shards("loaded", layer)
     embedding = RotaryEmbedding(SIZES.head_dim, 1.0, use_cpu_initialization=True)
     rotary = {"rotary_pos_emb": embedding(_TOKENS).double()}
     hidden, upstream = _inputs()
@@ -268,14 +309,20 @@ def _run_layer(kha: HeadsConfig, layout: Layout, weights: Path, smooth: bool) ->
         upstream = upstream.chunk(layout.tp)[rank]
         first_token = rank * len(hidden)
     hidden = hidden.clone().requires_grad_()
-    output, _ = layer(hidden, None, **rotary)
+    output = _forward(layer, hidden, rotary)
     output.backward(upstream)
-    shards |= _shards("gradient", layer, _gradient)
+    shards |= _shards("gradient", layer)
     assert hidden.grad is not None
     offset = (first_token, 0, 0)
     shards["output", ""] = Shard(offset, output.detach())
     shards["input gradient", ""] = Shard(offset, hidden.grad)
-    mistakes += _find_wrong_masking(layout, layer, output.detach(), hidden.detach(), rotary)
+    mistakes += _find_wrong_masking(
+        layout,
+        layer,
+        output.detach(),
+        hidden.detach(),
+        rotary,
+    )
     if layout.tp == 1:
         mistakes += _find_dependent_tokens(layer, rotary)
         mistakes += _find_missing_effects(kha, layout, layer, rotary)
@@ -287,8 +334,23 @@ def _run_layer(kha: HeadsConfig, layout: Layout, weights: Path, smooth: bool) ->
     return RankResult(shards, mistakes)
 
 
+@torch.no_grad()
+def _randomize(layer: Any) -> None:
+    generator = torch.Generator().manual_seed(_RANDOM)
+    for name, parameter in layer.named_parameters():
+        noise = torch.randn(
+            parameter.shape,
+            generator=generator,
+            dtype=torch.float64,
+        )
+        mean = 1 if "layernorm" in name else 0
+        parameter.copy_(0.4 * noise + mean)
+
+
 def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if parameter.grad is None:
+        return torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _build(kha: HeadsConfig, layout: Layout) -> Any:
@@ -323,20 +385,33 @@ def _build(kha: HeadsConfig, layout: Layout) -> Any:
     return build_module(spec, config=config, layer_number=1).double()
 
 
+def _forward(
+    layer: Any,
+    hidden: Tensor,
+    options: Mapping[str, Any],
+    mask: Tensor | None = None,
+) -> Tensor:
+    output, _ = layer(hidden, mask, **options)
+    return output
+
+
 def _inputs() -> tuple[Tensor, Tensor]:
-    shape = 2, _TOKENS, _BATCH, SIZES.hidden_size
+    """Return random hidden states, and random gradients of the outputs."""
+    shape = (2, _TOKENS, _BATCH, SIZES.hidden_size)
     generator = torch.Generator().manual_seed(_RANDOM)
-    hidden, upstream = torch.randn(shape, dtype=torch.float64, generator=generator).unbind(0)
+    hidden, upstream = torch.randn(shape, dtype=torch.float64, generator=generator)
     return hidden, upstream
 
 
-def _shards(check: str, layer: Any, select: Callable[[Any], Tensor]) -> Shards:
+def _shards(check: str, layer: Any) -> Shards:
+    """Return the shards of all parameters, or of their gradients."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     shards: Shards = {}
     state = layer.sharded_state_dict()
     for name, parameter in layer.named_parameters():
-        tensor = select(parameter).detach().clone()
+        tensor = _gradient(parameter) if check == "gradient" else parameter
+        tensor = tensor.detach().clone()
         offset = (0,) * tensor.dim()
         if isinstance(state.get(name), ShardedTensor):
             offset = state[name].global_offset or offset
@@ -344,17 +419,22 @@ def _shards(check: str, layer: Any, select: Callable[[Any], Tensor]) -> Shards:
     return shards
 
 
-def _find_inexact_start(kha: HeadsConfig, layout: Layout, layer: Any) -> Iterator[str]:
+def _find_inexact_start(
+    kha: HeadsConfig,
+    layout: Layout,
+    layer: Any,
+) -> Iterator[str]:
     """Compare outputs at initialization with those of plain attention, if they must be equal."""
     if not all(mechanism.is_exact_at_start for mechanism in kha.mechanisms):
         return
     weights = layer.state_dict()
     plain_layer = _build(HeadsConfig(), layout)
-    plain_layer.load_state_dict({name: weights[name] for name in plain_layer.state_dict()})
+    plain_weights = {name: weights[name] for name in plain_layer.state_dict()}
+    plain_layer.load_state_dict(plain_weights)
     hidden, _ = _inputs()
     with torch.no_grad():
-        output, _ = layer(hidden, None)
-        plain_output, _ = plain_layer(hidden, None)
+        output = _forward(layer, hidden, {})
+        plain_output = _forward(plain_layer, hidden, {})
     if any(mechanism.acts_at("core") for mechanism in kha.mechanisms):  # rounds differently
         is_inexact = _error(output, plain_output)
     else:
@@ -366,12 +446,16 @@ def _find_inexact_start(kha: HeadsConfig, layout: Layout, layer: Any) -> Iterato
         )
 
 
-def _find_wrong_derivatives(kha: HeadsConfig, layer: Any, options: dict[str, Any]) -> Iterator[str]:
+def _find_wrong_derivatives(
+    kha: HeadsConfig,
+    layer: Any,
+    options: dict[str, Any],
+) -> Iterator[str]:
     """Compare gradients with finite differences of the loss, without auxiliary losses."""
     hidden, upstream = _inputs()
 
     def loss() -> Tensor:
-        output, _ = layer(hidden, None, **options)
+        output = _forward(layer, hidden, options)
         return (output * upstream).sum()
 
     layer.zero_grad()
@@ -397,15 +481,19 @@ def _find_wrong_derivatives(kha: HeadsConfig, layer: Any, options: dict[str, Any
 
 
 def _find_wrong_masking(
-    layout: Layout, layer: Any, output: Tensor, hidden: Tensor, options: dict[str, Tensor]
+    layout: Layout,
+    layer: Any,
+    output: Tensor,
+    hidden: Tensor,
+    options: dict[str, Tensor],
 ) -> Iterator[str]:
     """Pass the causal mask explicitly, which disables fused attention, and then use dropout."""
     mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).triu(1)[None, None]
     dropout = layer.core_attention.attention_dropout
     try:
-        masked = layer(hidden, mask, **options)[0].detach()
+        masked = _forward(layer, hidden, options, mask).detach()
         dropout.p = 0.1
-        layer(hidden, mask, **options)[0].sum().backward()
+        _forward(layer, hidden, options, mask).sum().backward()
     except RuntimeError as error:
         yield (
             f"Attention with a mask and dropout fails under {layout}: {error} If the error is "
@@ -418,17 +506,20 @@ def _find_wrong_masking(
         yield f"An explicit causal mask changes the outputs under {layout}."
 
 
-def _find_dependent_tokens(layer: Any, options: dict[str, Tensor]) -> Iterator[str]:
+def _find_dependent_tokens(
+    layer: Any,
+    options: dict[str, Tensor],
+) -> Iterator[str]:
     """Check that outputs do not depend on later tokens or other sequences during training.
 
     Gradients are enabled, because ``ranks.trains`` is otherwise False.
     """
     hidden, others = _inputs()
-    output, _ = layer(hidden, None, **options)
+    output = _forward(layer, hidden, options)
     half = _TOKENS // 2
     other_end = hidden.clone()
     other_end[half:] = others[half:]
-    changed, _ = layer(other_end, None, **options)
+    changed = _forward(layer, other_end, options)
     if _error(changed[:half], output[:half]):
         yield (
             "Future tokens: during training, the outputs of a token depend on later tokens. "
@@ -436,7 +527,7 @@ def _find_dependent_tokens(layer: Any, options: dict[str, Tensor]) -> Iterator[s
         )
     other_sequence = hidden.clone()
     other_sequence[:, 1] = others[:, 1]
-    changed, _ = layer(other_sequence, None, **options)
+    changed = _forward(layer, other_sequence, options)
     if _error(changed[:, 0], output[:, 0]):
         yield (
             "During training, the outputs of a sequence depend on the other sequences of the "
@@ -446,18 +537,21 @@ def _find_dependent_tokens(layer: Any, options: dict[str, Tensor]) -> Iterator[s
 
 @torch.no_grad()
 def _find_missing_effects(
-    kha: HeadsConfig, layout: Layout, layer: Any, options: dict[str, Tensor]
+    kha: HeadsConfig,
+    layout: Layout,
+    layer: Any,
+    options: dict[str, Tensor],
 ) -> Iterator[str]:
     """Change each parameter, and then remove the mechanism."""
     hidden, _ = _inputs()
-    output, _ = layer(hidden, None, **options)
+    output = _forward(layer, hidden, options)
     norm = "with" if layout.qk_norm else "without"
     remedy = "Remove it, or return a message from `unsupported_reason` for such models."
     for tensor in kha.tensors(SIZES):
         weight = layer.get_parameter(f"{tensor.name}.weight")
         before = weight.clone()
         weight.copy_(torch.randn_like(weight))
-        changed, _ = layer(hidden, None, **options)
+        changed = _forward(layer, hidden, options)
         weight.copy_(before)
         if not _error(changed, output, _LEAST_EFFECT):
             yield f"`{tensor.name}` has no effect on the outputs {norm} QK-norm. {remedy}"
@@ -466,27 +560,35 @@ def _find_missing_effects(
         return  # the layer needs the mechanism
     mechanisms = layer.mechanisms
     layer.mechanisms = []
-    changed, _ = layer(hidden, None, **options)
+    changed = _forward(layer, hidden, options)
     layer.mechanisms = mechanisms
     if not _error(changed, output, _LEAST_EFFECT):
         yield f"The mechanism has no effect on the outputs {norm} QK-norm. {remedy}"
 
 
 @torch.no_grad()
-def _find_wrong_decoding(layout: Layout, layer: Any, options: dict[str, Tensor]) -> list[str]:
+def _find_wrong_decoding(
+    layout: Layout,
+    layer: Any,
+    options: dict[str, Tensor],
+) -> list[str]:
     from megatron.core.inference.contexts import StaticInferenceContext
 
     length = 7
     inputs, _ = _inputs()
     hidden = inputs[:length]
     rotary = options["rotary_pos_emb"][:length]
-    expected, _ = layer(hidden, None, rotary_pos_emb=rotary)
+    expected = _forward(layer, hidden, {"rotary_pos_emb": rotary})
     context = StaticInferenceContext(_BATCH, length)
     decoded = []
     for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
         context.sequence_len_offset = start
         chunk = hidden[start:end]
-        output, _ = layer(chunk, None, inference_context=context, rotary_pos_emb=rotary)
+        output = _forward(
+            layer,
+            chunk,
+            {"rotary_pos_emb": rotary, "inference_context": context},
+        )
         decoded.append(output)
     message = (
         f"KV cache: decoding under {layout} gives other outputs than the whole sequence. `apply` "

@@ -15,7 +15,7 @@ from kha_megatron.heads.registry import mechanism_types, use_files
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import cuda_versions, lacks_te_extension
 from kha_megatron.mcore.patches import LLAMA3_ROPE
-from kha_megatron.model.fields import rows
+from kha_megatron.model.fields import declared_fields
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.rules import check_arguments, check_optimizer_package
 from kha_megatron.model.run import HeadOptions, as_hybrid, parse_kha_config
@@ -120,15 +120,15 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
         "--kha-preset kha_mlp --num-layers 24 ... (Megatron's own arguments)",
     )
-    for row in rows(HeadOptions):
+    for field in declared_fields(HeadOptions):
         several: dict[str, Any] = {"action": "extend", "nargs": "+"}
         group.add_argument(
-            row.flag,
-            dest=row.argument,
-            default=row.default,
-            choices=_CHOICES.get(row.argument),
-            help=_HELP[row.argument],
-            **(several if row.many else {"type": row.kind}),
+            field.flag,
+            dest=field.argument,
+            default=field.default,
+            choices=_CHOICES.get(field.argument),
+            help=_HELP[field.argument],
+            **(several if field.is_list else {"type": field.value_type}),
         )
     return parser
 

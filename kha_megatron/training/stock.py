@@ -34,7 +34,7 @@ def use_arguments(args: argparse.Namespace) -> None:
     if not args.kha_stock:  # used by our own entry point, or already called
         return
     args.kha_stock = False
-    if all(getattr(args, row.argument) == row.default for row in HEAD_FIELDS):
+    if all(getattr(args, field.argument) == field.default for field in HEAD_FIELDS):
         for projection in PROJECTIONS:  # else a checkpoint would record the baseline preset
             delattr(args, f"kha_{projection}")
         return

@@ -66,7 +66,7 @@ def _check(output, stdout, presets, mechanisms):
     assert bias == [4, 4]  # a buffer, no parameter
     assert summary["parameters"] == sum(sizes.values()) - sum(bias)
     run = get_recipe("quickstart").with_heads(HeadsConfig.from_preset(presets)).run_for(SMALL)
-    assert summary["parameters"] == count_model(run.model, run.kha).total
+    assert summary["parameters"] == count_model(run.model).total
     for picture in summary["files"]["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert f"knocks {mechanisms} in 2 of 2 layers" in Path(summary["files"]["log"]).read_text()

@@ -7,7 +7,7 @@ import pytest
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.config import ModelConfig, parse_layer_frequency
-from kha_megatron.model.fields import rows
+from kha_megatron.model.fields import declared_fields
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.run import TABLE, Run, parse, parse_arguments, render
@@ -43,21 +43,22 @@ def _parsed(commands):
 
 def test_table_agrees_with_megatrons_parser(ranks):
     actions = ranks(_actions, 1)[0]
-    assert len({row.argument for row in TABLE}) == len({row.flag for row in TABLE}) == len(TABLE)
-    for row in {*TABLE, *rows(ModelConfig)}:
-        argument, default, alone, const = actions[row.flag]
-        assert row.argument == argument, row.flag
-        if row.field not in REQUIRED:
-            assert row.default in (row.convert(default), (default,)), row.flag
-        assert alone == (row.kind is bool), row.flag
-        assert not alone or const == (not row.default), row.flag
+    assert len({field.argument for field in TABLE}) == len(TABLE)
+    assert len({field.flag for field in TABLE}) == len(TABLE)
+    for field in {*TABLE, *declared_fields(ModelConfig)}:
+        argument, default, alone, const = actions[field.flag]
+        assert field.argument == argument, field.flag
+        if field.name not in REQUIRED:
+            assert field.default in (field.convert(default), (default,)), field.flag
+        assert alone == (field.value_type is bool), field.flag
+        assert not alone or const == (not field.default), field.flag
 
 
 def test_every_attribute_is_one_of_transformer_config():
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     names = {field.name for field in dataclasses.fields(MLATransformerConfig)}
-    assert {row.attribute for row in TABLE} - names == {None}
+    assert {field.attribute for field in TABLE} - names == {None}
 
 
 def test_megatron_parses_every_recipe_to_its_own_values(ranks):
@@ -99,9 +100,9 @@ def test_malformed_arguments_are_refused(words, error):
 
 @pytest.mark.parametrize("text", ["1", "3", "[0]*1+[1]*3", "([1]*3+[0]*2)*2", "[0,1,1]"])
 def test_layer_patterns_are_parsed_as_by_megatron(text, ranks):
-    row = next(row for row in TABLE if row.field == "moe_layer_freq")
+    field = next(field for field in TABLE if field.name == "moe_layer_freq")
     value = parse_layer_frequency(text)
-    assert parse_layer_frequency(row.writes(value)) == value
+    assert parse_layer_frequency(field.writes(value)) == value
     theirs = ranks(_parsed, 1, [["--moe-layer-freq", text]])[0][0]["moe_layer_freq"]
     assert (theirs if isinstance(theirs, int) else tuple(theirs)) == value
 

@@ -74,7 +74,7 @@ def built(layout: Layout, kha: HeadsConfig, *, tied: bool = True, **overrides: A
             )
         )
     model = replace(
-        model_from_config(config),
+        model_from_config(config, kha),
         padded_vocab_size=models.VOCAB,
         untie_embeddings_and_output_weights=not tied,
     )

@@ -29,14 +29,15 @@ def test_the_papers_worked_example():
     length, d, n = 2048, 1024, 32
     recipe = get_recipe("equation12")
     for preset in ("kha_mlp", "kha_linear"):
-        result = compute_flops(recipe.run.model, HeadsConfig.from_preset(preset), length)
+        model = replace(recipe.run.model, kha=HeadsConfig.from_preset(preset))
+        result = compute_flops(model, length)
         assert result.attention == 8 * length * d**2 + 4 * length**2 * d
         assert result.layers == 26 * length * d**2 + 4 * length**2 * d
         assert result.kha == 6 * length * d**2 // n
 
 
 def counted(recipe):
-    return count_model(recipe.run.model, recipe.run.kha)
+    return count_model(recipe.run.model)
 
 
 CACHE = {"gqa8": 2048, "gqa4": 1024, "mha": 4096, "mqa": 256, "gta": 576, "mla": 576}
@@ -98,7 +99,7 @@ def ran(kha, settings, predictions):
 
     sizes = {name: getattr(config, name) for name in ("num_layers", "ffn_hidden_size")}
     sizes |= {"padded_vocab_size": models.VOCAB, "mtp_num_layers": predictions}
-    plain = replace(model_from_config(config), **sizes)
+    plain = replace(model_from_config(config, kha), **sizes)
     assert torch.is_grad_enabled()
     flops = counted(False), counted(True)
     return flops, sum(p.numel() for p in model.parameters()), plain, models.SEQUENCE, models.BATCH
@@ -118,8 +119,8 @@ def test_flops_and_parameters_of_real_models(kha, settings, predictions, ranks):
     """Head size 6 of 40 / 8, 4 of 8 heads, and a share for backward of twice forward."""
     flops, parameters, model, length, batch = ranks(ran, 1, kha, settings, predictions)[0]
     forward, training = flops
-    ours = compute_flops(model, kha, length)
-    assert count_model(model, kha).total == parameters
+    ours = compute_flops(model, length)
+    assert count_model(model).total == parameters
     assert forward == batch * ours.forward
     assert training == 3 * batch * ours.forward
 

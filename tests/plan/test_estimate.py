@@ -33,7 +33,7 @@ def test_every_recipe_for_gpus_fits():
 def test_flops_are_those_of_three_forward_passes():
     result = estimate("dense-1.7b")
     run = get_recipe("dense-1.7b").run
-    forward = compute_flops(run.model, run.kha, 4096).forward
+    forward = compute_flops(run.model, 4096).forward
     assert result.flops_per_step == 512 * 3 * forward
     assert result.flops_per_token * 512 * 4096 == result.flops_per_step
 

@@ -97,15 +97,13 @@ def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
     optimizer_states = {}
     for found, model in answers:
         stage = found["stage"]
-        planned = count_parameters(model, MIXED, layout, stage)
+        planned = count_parameters(model, layout, stage)
         assert (planned.dense, planned.experts, planned.kha) == (
             found["dense"],
             found["experts"],
             found["kha"],
         )
-        rest, of_kha = estimate_memory(
-            Rank(Setup(model=model, kha=MIXED, batch=batch), layout, stage)
-        )
+        rest, of_kha = estimate_memory(Rank(Setup(model=model, batch=batch), layout, stage))
         assert rest.weights + of_kha.weights == found["weights"]
         unit = math.lcm(128, layout.dp * layout.cp, layout.expert_dp)
         padding = 4 * (64 * found["count"] + unit * found["buckets"])
@@ -125,7 +123,7 @@ def parameter_counts(layout, overrides):
     for kha in OTHERS:
         chunks, _, model, stage = built(layout, kha, **overrides)
         has = sum(p.numel() for chunk in chunks for p in chunk.parameters())
-        found.append((str(kha), has, count_parameters(model, kha, layout, stage).total))
+        found.append((str(kha), has, count_parameters(model, layout, stage).total))
     return found
 
 
@@ -185,7 +183,7 @@ def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm):
     batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
     layout = replace(layout, world_size=layout.tp)
     for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, qk_norm):
-        setup = Setup(model=model, kha=kha, batch=batch, precision="bf16")
+        setup = Setup(model=model, batch=batch, precision="bf16")
         assert found == estimate_kha_activations(Rank(setup, layout, 0))
 
 
@@ -216,7 +214,7 @@ def test_selective_recomputation_keeps_no_attention_weights(ranks, recompute):
     kha = HeadsConfig.from_preset("talking")
     batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
     ((found, model),) = ranks(attention_weights_kept, 1, kha, recompute)
-    setup = Setup(model=model, kha=kha, batch=batch, recompute=recompute or "none")
+    setup = Setup(model=model, batch=batch, recompute=recompute or "none")
     rank = Rank(setup, Layout(world_size=1), 0)
     planned = estimate_memory(rank)[1].activations
     # the estimate includes the layer that the backward pass recomputes

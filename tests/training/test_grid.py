@@ -85,10 +85,10 @@ def layer_words(case):
 def head_words(case, kha):
     options = kha.to_options()
     values = {}
-    for row in HEAD_FIELDS:
-        value = options.get(row.argument.removeprefix("kha_"))
+    for field in HEAD_FIELDS:
+        value = options.get(field.argument.removeprefix("kha_"))
         if value is not None:
-            values[row.argument] = value
+            values[field.argument] = value
     words = Run.from_values(**values).words()
     if kha.get(MixtureOfHeads):  # a resumed run must continue to reduce the number of heads
         words += ["--heads", "moh.anneal=3"]

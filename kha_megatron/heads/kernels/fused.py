@@ -72,18 +72,23 @@ def unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
 
 @functools.cache
 def _reason(
-    device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, head_dim: int
+    device: torch.device,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    head_dim: int,
 ) -> str | None:
     if device.type != "cuda" and not _is_interpreting():
         return f"the kernels require a CUDA device, but the tensors are on {device}"
-    if why := triton_reason():
-        return why
+    reason = triton_reason()
+    if reason is not None:
+        return reason
     if dtype != weight_dtype or dtype not in KERNEL_DTYPES:
         return f"the kernels do not support activations in {dtype} with matrices in {weight_dtype}"
     if head_dim not in HEAD_DIMS:
         return f"the kernels support head dims {HEAD_DIMS}, got {head_dim}"
-    if (found := architecture(device)) not in TILINGS:
-        return f"the kernels have no tile sizes for {found}, only for {', '.join(TILINGS)}"
+    arch = architecture(device)
+    if arch not in TILINGS:
+        return f"the kernels have no tile sizes for {arch}, only for {', '.join(TILINGS)}"
     return None
 
 
@@ -93,10 +98,12 @@ def triton_reason() -> str | None:
         import triton
     except Exception as error:  # an incompatible Triton can raise anything
         return f"Triton cannot be imported ({type(error).__name__}: {error})"
-    numbers = re.findall(r"\d+", triton.__version__)
-    if tuple(map(int, numbers[:2])) < OLDEST_TRITON:
+    version = triton.__version__
+    numbers = re.findall(r"\d+", version)
+    major_and_minor = tuple(map(int, numbers[:2]))
+    if major_and_minor < OLDEST_TRITON:
         oldest = ".".join(map(str, OLDEST_TRITON))
-        return f"the kernels require Triton {oldest} (torch 2.9) or newer, got {triton.__version__}"
+        return f"the kernels require Triton {oldest} (torch 2.9) or newer, got {version}"
     return None
 
 
@@ -108,18 +115,26 @@ def _chooses_kernels(x: Tensor, weight: Tensor, variant: Variant) -> bool:
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ConfigError(f"{KERNELS_VARIABLE} must be auto, torch or triton, got {choice!r}.")
-    why = f"{KERNELS_VARIABLE}=torch" if choice == "torch" else unsupported_reason(x, weight)
-    if why and choice == "triton":
+    if choice == "torch":
+        _announce_implementation(f"torch ({KERNELS_VARIABLE}=torch)")
+        return False
+    reason = unsupported_reason(x, weight)
+    if reason is not None and choice == "triton":
         raise ConfigError(
-            f"{KERNELS_VARIABLE}=triton is not supported here, because {why}. Unset "
+            f"{KERNELS_VARIABLE}=triton is not supported here, because {reason}. Unset "
             f"{KERNELS_VARIABLE} to fall back to torch."
         )
-    if not why and choice == "auto" and not is_trusted(KnockCase.of(x, variant)):
+    if reason is not None:
+        _announce_implementation(f"torch ({reason})")
         return False
-    way = "Triton's interpreter" if _is_interpreting() else "Triton kernels"
-    way = f"torch ({why})" if why else way
-    announce(f"Computing KHA with {way}", once=("knocking", way))
-    return not why
+    if choice == "auto" and not is_trusted(KnockCase.of(x, variant)):
+        return False
+    _announce_implementation("Triton's interpreter" if _is_interpreting() else "Triton kernels")
+    return True
+
+
+def _announce_implementation(implementation: str) -> None:
+    announce(f"Computing KHA with {implementation}", once=("knocking", implementation))
 
 
 # torch.compile cannot trace kernel launches, so forward and backward are custom operators
@@ -127,12 +142,12 @@ def _chooses_kernels(x: Tensor, weight: Tensor, variant: Variant) -> bool:
 
 @torch.library.custom_op("kha_megatron::knock", mutates_args=())
 def _knock(x: Tensor, weight: Tensor, variant: str) -> Tensor:
-    form = cast(Variant, variant)
-    if _chooses_kernels(x, weight, form):
+    kha_variant = cast(Variant, variant)
+    if _chooses_kernels(x, weight, kha_variant):
         from kha_megatron.heads.kernels import knock_launch
 
-        return knock_launch.knock_forward(x, weight.contiguous(), form)
-    return knocking.knock(x, weight, form).contiguous()
+        return knock_launch.knock_forward(x, weight.contiguous(), kha_variant)
+    return knocking.knock(x, weight, kha_variant).contiguous()
 
 
 @_knock.register_fake
@@ -141,31 +156,48 @@ def _(x: Tensor, weight: Tensor, variant: str) -> Tensor:
 
 
 @torch.library.custom_op("kha_megatron::knock_backward", mutates_args=())
-def _knock_backward(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
-    form = cast(Variant, variant)
-    if not _chooses_kernels(x, weight, form):
-        dx, dw = knocking.gradients(x, dy, weight, form)
+def _knock_backward(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
+    kha_variant = cast(Variant, variant)
+    if not _chooses_kernels(x, weight, kha_variant):
+        dx, dw = knocking.gradients(x, dy, weight, kha_variant)
         return dx.contiguous(), dw.contiguous()
     from kha_megatron.heads.kernels import knock_launch
 
-    arguments = x, dy.contiguous(), weight.contiguous(), form
-    dx = knock_launch.knock_backward_input(*arguments)
-    return dx, knock_launch.knock_backward_weight(*arguments)
+    dy = dy.contiguous()
+    weight = weight.contiguous()
+    dx = knock_launch.knock_backward_input(x, dy, weight, kha_variant)
+    dw = knock_launch.knock_backward_weight(x, dy, weight, kha_variant)
+    return dx, dw
 
 
 @_knock_backward.register_fake
-def _(x: Tensor, dy: Tensor, weight: Tensor, variant: str) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor,
+    dy: Tensor,
+    weight: Tensor,
+    variant: str,
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, str], output: Tensor) -> None:
+def _save_inputs(
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor, str],
+    output: Tensor,
+) -> None:
     x, weight, ctx.variant = inputs
     ctx.save_for_backward(x, weight)
 
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    return *_knock_backward(x, dy, weight, ctx.variant), None
+    dx, dw = _knock_backward(x, dy, weight, ctx.variant)
+    return dx, dw, None
 
 
 _knock.register_autograd(_gradients, setup_context=_save_inputs)

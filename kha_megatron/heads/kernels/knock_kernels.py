@@ -22,15 +22,24 @@ from kha_megatron.heads.kernels.tiles import (
     knock_tile,
     load_rows,
     load_weights,
+    store_matrix,
     store_rows,
 )
 
 
 @triton.jit
 def read_tile(
-    X, first, R, heads, token, head,
-    D: tl.constexpr, M: tl.constexpr, P: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    X,
+    first,
+    R,
+    heads,
+    token,
+    head,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    P: tl.constexpr,
+    TMA: tl.constexpr,
+):
     if TMA:
         return X.load([first, 0])
     else:
@@ -38,7 +47,17 @@ def read_tile(
 
 
 @triton.jit
-def write_tile(X, tile, first, R, heads, token, head, D: tl.constexpr, TMA: tl.constexpr):
+def write_tile(
+    X,
+    tile,
+    first,
+    R,
+    heads,
+    token,
+    head,
+    D: tl.constexpr,
+    TMA: tl.constexpr,
+):
     if TMA:
         X.store([first, 0], tile.to(X.dtype))
     else:
@@ -47,13 +66,23 @@ def write_tile(X, tile, first, R, heads, token, head, D: tl.constexpr, TMA: tl.c
 
 @triton.jit(do_not_specialize=["R"])
 def knock_forward_kernel(
-    X, x_heads, x_token, x_head,
+    X,
+    x_heads,
+    x_token,
+    x_head,
     W,
-    Y, y_heads, y_token, y_head,
+    Y,
+    y_heads,
+    y_token,
+    y_head,
     R,
-    VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    VARIANT: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    J: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Compute ``Y = knock(X)``.
 
     Args:
@@ -73,25 +102,40 @@ def knock_forward_kernel(
         elif VARIANT == "mlp":
             y = tl.zeros((M, P), tl.float32)
             for j in tl.range(0, D, J):
-                y += knock_tile(x, x, load_weights(W, j, VARIANT, D, P, J), VARIANT)
+                block = load_weights(W, j, VARIANT, D, P, J)
+                y += knock_tile(x, x, block, VARIANT)
             write_tile(Y, y, first, R, y_heads, y_token, y_head, D, TMA)
         else:
             for j in tl.range(0, D, J):
                 x_j = load_rows(X, first, R, j, x_heads, x_token, x_head, D, M, J)
-                y_j = knock_tile(x, x_j, load_weights(W, j, VARIANT, D, P, J), VARIANT)
+                block = load_weights(W, j, VARIANT, D, P, J)
+                y_j = knock_tile(x, x_j, block, VARIANT)
                 store_rows(Y, y_j, first, R, j, y_heads, y_token, y_head, D)
 
 
 @triton.jit(do_not_specialize=["R"])
 def knock_backward_input_kernel(
-    X, x_heads, x_token, x_head,
-    DY, dy_heads, dy_token, dy_head,
+    X,
+    x_heads,
+    x_token,
+    x_head,
+    DY,
+    dy_heads,
+    dy_token,
+    dy_head,
     W,
-    DX, dx_heads, dx_token, dx_head,
+    DX,
+    dx_heads,
+    dx_token,
+    dx_head,
     R,
-    VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    VARIANT: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    J: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Compute ``DX``, the gradient of the input."""
     if J == P:
         weights = load_weights(W, 0, VARIANT, D, P, P)
@@ -116,22 +160,26 @@ def knock_backward_input_kernel(
         write_tile(DX, dx, first, R, dx_heads, dx_token, dx_head, D, TMA)
 
 
-@triton.jit
-def store_matrix(W, rows, columns, value, D: tl.constexpr):
-    inside = (rows < D)[:, None] & (columns < D)[None, :]
-    tl.store(W + rows[:, None] * D + columns[None, :], value, mask=inside)
-
-
 @triton.jit(do_not_specialize=["R"])
 def knock_backward_weight_kernel(
-    X, x_heads, x_token, x_head,
-    DY, dy_heads, dy_token, dy_head,
+    X,
+    x_heads,
+    x_token,
+    x_head,
+    DY,
+    dy_heads,
+    dy_token,
+    dy_head,
     W,
     PARTIAL,
     R,
-    VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    M: tl.constexpr, J: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
+    VARIANT: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    M: tl.constexpr,
+    J: tl.constexpr,
+    TMA: tl.constexpr,
+):
     """Compute the gradient of the matrices. The rows are split into ``S`` partial sums.
 
     The grid is ``(S, blocks)``. Each program computes ``J`` columns of every matrix (rows of
@@ -162,12 +210,12 @@ def knock_backward_weight_kernel(
             d_gate = dot_add(x_columns, gradients[1], d_gate)
             d_down = dot_add(tl.trans(dy), gradients[2], d_down)
     if VARIANT == "mlp":
-        to = PARTIAL + tl.program_id(0).to(tl.int64) * (3 * D * D)
-        store_matrix(to + D * D, every, block, d_gate, D)
-        store_matrix(to + 2 * D * D, block, every, tl.trans(d_down), D)
+        target = PARTIAL + tl.program_id(0).to(tl.int64) * (3 * D * D)
+        store_matrix(target + D * D, every, block, d_gate, D)
+        store_matrix(target + 2 * D * D, block, every, tl.trans(d_down), D)
     else:
-        to = PARTIAL + tl.program_id(0).to(tl.int64) * (D * D)
-    store_matrix(to, every, block, d_first, D)
+        target = PARTIAL + tl.program_id(0).to(tl.int64) * (D * D)
+    store_matrix(target, every, block, d_first, D)
 
 
 @triton.jit(do_not_specialize=["S", "N"])
@@ -179,5 +227,7 @@ def sum_partials(PARTIAL, DW, S, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     for first in range(0, S, SPLITS):
         s = first + tl.arange(0, SPLITS)
         inside = (s < S)[:, None] & (i < N)[None, :]
-        total += tl.sum(tl.load(PARTIAL + s[:, None] * N + i[None, :], mask=inside, other=0.0), 0)
+        source = PARTIAL + s[:, None] * N + i[None, :]
+        partials = tl.load(source, mask=inside, other=0.0)
+        total += tl.sum(partials, 0)
     tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < N)

@@ -20,22 +20,36 @@ class Strides(NamedTuple):
 
 def strides_of(x: Tensor) -> Strides | None:
     """Return the strides of the rows of ``x``, or None if this needs more than two strides."""
-    steps: list[tuple[int, int]] = []
-    for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True):
+    *row_sizes, _ = x.shape
+    *row_strides, feature_stride = x.stride()
+    sizes: list[int] = []
+    strides: list[int] = []
+    for size, stride in zip(row_sizes, row_strides, strict=True):
         if size == 1:
             continue
-        if steps and steps[-1][1] == size * stride:
-            steps[-1] = (steps[-1][0] * size, stride)
+        if strides and strides[-1] == size * stride:  # contiguous, so merge the dimensions
+            sizes[-1] *= size
+            strides[-1] = stride
         else:
-            steps.append((size, stride))
-    if len(steps) > 2 or x.stride(-1) != 1:
+            sizes.append(size)
+            strides.append(stride)
+    if len(strides) > 2 or feature_stride != 1:
         return None
-    if len(steps) == 2:
-        return Strides(steps[1][0], steps[0][1], steps[1][1])
-    return Strides(1, steps[0][1] if steps else x.shape[-1], 0)
+    if len(strides) == 2:
+        token_stride, head_stride = strides
+        return Strides(heads=sizes[1], token=token_stride, head=head_stride)
+    row_stride = strides[0] if strides else x.shape[-1]
+    return Strides(heads=1, token=row_stride, head=0)
 
 
-def rows_of(x: Tensor) -> tuple[Tensor, Strides]:
-    """Return ``x`` and its strides. Makes ``x`` contiguous first if that is necessary."""
+class Rows(NamedTuple):
+    tensor: Tensor
+    strides: Strides
+
+
+def rows_of(x: Tensor) -> Rows:
+    """Return the rows of ``x``. Makes ``x`` contiguous first if that is necessary."""
     strides = strides_of(x)
-    return rows_of(x.contiguous()) if strides is None else (x, strides)
+    if strides is None:
+        return rows_of(x.contiguous())
+    return Rows(x, strides)

@@ -63,19 +63,31 @@ def doubled_sigmoid(x, dtype: tl.constexpr):
 
 @triton.jit
 def offsets(rows, columns, heads, token, head):
-    starts = (rows // heads).to(tl.int64) * token + (rows % heads).to(tl.int64) * head
+    token_starts = (rows // heads).to(tl.int64) * token
+    head_starts = (rows % heads).to(tl.int64) * head
+    starts = token_starts + head_starts
     return starts[:, None] + columns[None, :]
 
 
 @triton.jit
 def load_rows(
-    X, first, count, j, heads, token, head, D: tl.constexpr, M: tl.constexpr, J: tl.constexpr
+    X,
+    first,
+    count,
+    j,
+    heads,
+    token,
+    head,
+    D: tl.constexpr,
+    M: tl.constexpr,
+    J: tl.constexpr,
 ):
     """Load columns ``j`` to ``j + J`` of ``M`` rows. Rows past ``count`` are zero."""
     rows = first + tl.arange(0, M)
     columns = j + tl.arange(0, J)
     inside = (rows < count)[:, None] & (columns < D)[None, :]
-    return tl.load(X + offsets(rows, columns, heads, token, head), mask=inside, other=0.0)
+    source = X + offsets(rows, columns, heads, token, head)
+    return tl.load(source, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -83,18 +95,34 @@ def store_rows(X, tile, first, count, j, heads, token, head, D: tl.constexpr):
     rows = first + tl.arange(0, tile.shape[0])
     columns = j + tl.arange(0, tile.shape[1])
     inside = (rows < count)[:, None] & (columns < D)[None, :]
-    to = X + offsets(rows, columns, heads, token, head)
-    tl.store(to, tile.to(X.dtype.element_ty), mask=inside)
+    target = X + offsets(rows, columns, heads, token, head)
+    values = tile.to(X.dtype.element_ty)
+    tl.store(target, values, mask=inside)
 
 
 @triton.jit
 def load_matrix(W, rows, columns, D: tl.constexpr):
     inside = (rows < D)[:, None] & (columns < D)[None, :]
-    return tl.load(W + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)
+    source = W + rows[:, None] * D + columns[None, :]
+    return tl.load(source, mask=inside, other=0.0)
 
 
 @triton.jit
-def load_weights(W, j, VARIANT: tl.constexpr, D: tl.constexpr, P: tl.constexpr, J: tl.constexpr):
+def store_matrix(W, rows, columns, value, D: tl.constexpr):
+    inside = (rows < D)[:, None] & (columns < D)[None, :]
+    target = W + rows[:, None] * D + columns[None, :]
+    tl.store(target, value, mask=inside)
+
+
+@triton.jit
+def load_weights(
+    W,
+    j,
+    VARIANT: tl.constexpr,
+    D: tl.constexpr,
+    P: tl.constexpr,
+    J: tl.constexpr,
+):
     """Load columns ``j`` to ``j + J`` of all matrices (rows instead of columns for ``down``)."""
     every = tl.arange(0, P)
     block = j + tl.arange(0, J)
@@ -117,10 +145,12 @@ def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
     """
     if VARIANT == "mlp":
         up, gate, down = weights
-        hidden = dot(x, up) * doubled_sigmoid(dot(x, gate), x.dtype)
+        hidden = dot(x, up)
+        hidden *= doubled_sigmoid(dot(x, gate), x.dtype)
         return dot(hidden.to(x.dtype), down)
     else:
-        return x_j.to(tl.float32) * doubled_sigmoid(dot(x, weights[0]), x.dtype)
+        x_j = x_j.to(tl.float32)
+        return x_j * doubled_sigmoid(dot(x, weights[0]), x.dtype)
 
 
 @triton.jit
@@ -136,10 +166,14 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
     if VARIANT == "mlp":
         up, gate, down = weights
         factor = doubled_sigmoid(dot(x, gate), x.dtype)
-        d_up = dot(dy, tl.trans(down)) * factor
+        d_hidden = dot(dy, tl.trans(down))
+        d_up = d_hidden * factor
         hidden = dot(x, up)
         d_gate = d_up * hidden * (1.0 - 0.5 * factor)
-        return d_up.to(x.dtype), d_gate.to(x.dtype), (hidden * factor).to(x.dtype)
+        d_up = d_up.to(x.dtype)
+        d_gate = d_gate.to(x.dtype)
+        hidden = (hidden * factor).to(x.dtype)
+        return d_up, d_gate, hidden
     else:
         factor = doubled_sigmoid(dot(x, weights[0]), x.dtype)
         d_x = dy_j.to(tl.float32) * factor
@@ -151,20 +185,26 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
 def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
     """Add the current block's contribution to ``dx`` (float32)."""
     if VARIANT == "mlp":
-        dx = dot_add(gradients[0], tl.trans(weights[0]), dx)
-        return dot_add(gradients[1], tl.trans(weights[1]), dx)
+        up, gate, _ = weights
+        d_up, d_gate, _ = gradients
+        dx = dot_add(d_up, tl.trans(up), dx)
+        return dot_add(d_gate, tl.trans(gate), dx)
     else:
-        dx = dot_add(gradients[0], tl.trans(weights[0]), dx)
-        J: tl.constexpr = gradients[1].shape[1]
+        gate = weights[0]
+        d_gate, d_x = gradients
+        dx = dot_add(d_gate, tl.trans(gate), dx)
+        J: tl.constexpr = d_x.shape[1]
         P: tl.constexpr = dx.shape[1]
         if J == P:
-            return dx + gradients[1]
+            return dx + d_x
         else:  # registers cannot be indexed by column, so multiply by a block of the identity
-            block = (j + tl.arange(0, J))[:, None] == tl.arange(0, P)[None, :]
-            place = tl.where(block, 1.0, 0.0).to(weights[0].dtype)
-            high = gradients[1].to(place.dtype)
-            dx = dot_add(high, place, dx)
-            if place.dtype == tl.float32:
+            columns = j + tl.arange(0, J)
+            is_diagonal = columns[:, None] == tl.arange(0, P)[None, :]
+            identity = tl.where(is_diagonal, 1.0, 0.0).to(gate.dtype)
+            high = d_x.to(gate.dtype)
+            dx = dot_add(high, identity, dx)
+            if gate.dtype == tl.float32:
                 return dx
             else:  # the rest that 16 bits cannot represent
-                return dot_add((gradients[1] - high.to(tl.float32)).to(place.dtype), place, dx)
+                low = d_x - high.to(tl.float32)
+                return dot_add(low.to(gate.dtype), identity, dx)

@@ -47,11 +47,16 @@ class Tiling:
     per_processor: int = 1  # programs that run concurrently on a multiprocessor
 
     def allows_descriptors(
-        self, variant: Variant, head_dim: int, dtype: torch.dtype, arch: str
+        self,
+        variant: Variant,
+        head_dim: int,
+        dtype: torch.dtype,
+        arch: str,
     ) -> bool:
         """Whether we use TMA. It does not work with column blocks, and sm_120 then spills."""
-        whole = variant == "mlp" or self.columns == padded(head_dim)
-        return whole and dtype.itemsize == 2 and arch in ("sm_90", "sm_100")
+        loads_all_columns = variant == "mlp" or self.columns == padded(head_dim)
+        has_tma = arch in ("sm_90", "sm_100")
+        return loads_all_columns and has_tma and dtype.itemsize == 2
 
     def options(self, variant: Variant, head_dim: int) -> dict[str, Any]:
         return {
@@ -73,14 +78,19 @@ def architecture(device: torch.device) -> str:
     """Return for example ``sm_90``. On a CPU, Triton interprets the kernels as for Hopper."""
     if device.type != "cuda":
         return "sm_90"
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def tiling(
-    kernel: Kernel, variant: Variant, head_dim: int, dtype: torch.dtype, arch: str
+    kernel: Kernel,
+    variant: Variant,
+    head_dim: int,
+    dtype: torch.dtype,
+    arch: str,
 ) -> Tiling:
-    kind: _TilingVariant = variant if dtype.itemsize == 2 else "float32"
-    return TILINGS[arch][kernel, kind, padded(head_dim)]
+    tiling_variant: _TilingVariant = variant if dtype.itemsize == 2 else "float32"
+    return TILINGS[arch][kernel, tiling_variant, padded(head_dim)]
 
 
 _HOPPER: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
@@ -118,6 +128,13 @@ _AMPERE = _HOPPER | {
 }
 
 # Hopper's tiling would need 288 KB of shared memory here
-_BLACKWELL = _HOPPER | {("backward_weight", "mlp", 128): Tiling(64, 64, 8, 2)}
+_BLACKWELL = _HOPPER | {
+    ("backward_weight", "mlp", 128): Tiling(64, 64, 8, 2),
+}
 
-TILINGS = {"sm_80": _AMPERE, "sm_90": _HOPPER, "sm_100": _BLACKWELL, "sm_120": _AMPERE}
+TILINGS = {
+    "sm_80": _AMPERE,
+    "sm_90": _HOPPER,
+    "sm_100": _BLACKWELL,
+    "sm_120": _AMPERE,
+}
