@@ -20,7 +20,6 @@ from tests.conversion.forked import run_in_fork
 from tests.distributed.launcher import RankPool
 from tests.interpreting import interpret
 from tests.tables import SECTIONS, TABLES, Tables
-from tests.test_fast import mark_fast
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # programs, not a package
 torch.set_num_threads(1)  # as in ranks; more would only wait for one another
@@ -49,7 +48,23 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent.name not in LONG)
-    mark_fast(config, items)
+    unmark_further_cases(items)
+
+
+def unmark_further_cases(items):
+    """Remove the marker ``fast`` of a parametrized test from all cases but the first.
+
+    Markers of single cases, which ``pytest.param`` sets, remain.
+    """
+    tests = set()
+    for item in items:
+        marks_of_test = getattr(item.function, "pytestmark", [])
+        if not any(mark.name == "fast" for mark in marks_of_test):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if test in tests:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "fast"]
+        tests.add(test)
 
 
 def pytest_collection_finish():

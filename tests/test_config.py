@@ -14,6 +14,7 @@ def test_presets_have_their_settings():
         assert found == dict(settings)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "kha",
     [
@@ -30,6 +31,7 @@ def test_round_trip(kha):
     assert KHAConfig.from_options(kha.to_options()) == kha
 
 
+@pytest.mark.fast
 def test_the_papers_parameter_count():
     """Three [D, D] matrices for KHA-Linear on q, k, v and for KHA-MLP on v alike (section 3.2)."""
     sizes = HeadSizes(query_heads=32, kv_heads=8, head_dim=128)

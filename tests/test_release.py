@@ -13,6 +13,7 @@ ROOT = Path(kha_megatron.__file__).parents[1]
 yaml = pytest.importorskip("yaml")
 
 
+@pytest.mark.fast
 def test_code_citations_and_changelog_agree():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert cited["version"] == kha_megatron.__version__

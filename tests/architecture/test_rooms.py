@@ -120,11 +120,13 @@ def module_graph():
     return graph
 
 
+@pytest.mark.fast
 def test_imports_have_no_cycle():
     graph = module_graph()
     assert set(graphlib.TopologicalSorter(graph).static_order()) == graph.keys()
 
 
+@pytest.mark.fast
 def test_every_room_is_listed():
     found = {p.parent.name for p in PACKAGE.glob("*/*.py")}
     assert found | {"data", "documents"} == FREE
@@ -146,6 +148,7 @@ def run_without(refused, code, *words):
     return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
 
 
+@pytest.mark.fast
 def test_import_needs_only_the_standard_library():
     code = "import kha_megatron; print(kha_megatron.KHAConfig.from_preset('kha_mlp'))"
     result = run_without("top not in {'kha_megatron', *sys.stdlib_module_names}", code)
@@ -189,6 +192,7 @@ MAY_READ = {
 """Modules other than compat.py that may read a version, and the names that they may use."""
 
 
+@pytest.mark.fast
 def test_versions_are_read_in_compat_only():
     for path in MODULES:
         name = path.relative_to(PACKAGE).as_posix()

@@ -47,6 +47,7 @@ def test_open_refuses_damaged_directories(copy, damage):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.fast
 def test_read_refuses_a_damaged_chunk(copy):
     key, name = f"decoder.layers.{PROJ}", "decoder.final_layernorm.weight"
     folder = MegatronCheckpoint.open(copy)._folder
@@ -110,6 +111,7 @@ def test_open_refuses_an_inconsistent_index(copy, edit, message):
         MegatronCheckpoint.open(copy)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("module", "name"),
     [("builtins", "eval"), ("torch.distributed.checkpoint.metadata", "os.system")],

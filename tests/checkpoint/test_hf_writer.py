@@ -45,6 +45,7 @@ def every_dtype():
     return tensors | {"scalar": torch.tensor(2.5), "name with ü and \\": torch.zeros(7)}
 
 
+@pytest.mark.fast
 def test_a_file_equals_that_of_save_file(tmp_path, every_dtype):
     assert _write(tmp_path, every_dtype, threads=3) == 1
     save_file(every_dtype, tmp_path / "reference", metadata={"format": "pt"})
@@ -85,6 +86,7 @@ def test_shards_and_index_equal_those_of_save_pretrained(tmp_path, limit):
     assert all(torch.equal(again[name], t) for name, t in state.items())
 
 
+@pytest.mark.fast
 def test_the_manifest_lists_every_tensor(tmp_path, every_dtype):
     wide = torch.arange(48.0).view(2, 3, 4, 2)
     tensors = every_dtype | {

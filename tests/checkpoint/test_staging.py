@@ -97,6 +97,7 @@ def _refuse(monkeypatch, owner, name, at):
     return calls
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("owner", "name", "at"),
     [(Path, "mkdir", 2), (os, "fsync", 1), (Path, "rename", 1), (Path, "rename", 2)],
@@ -145,6 +146,7 @@ with staged_folder(Path(sys.argv[2])) as staged:
 """
 
 
+@pytest.mark.fast
 def test_a_second_writer_is_refused_until_the_first_is_killed(old):
     before = _tree(old)
     with subprocess.Popen(
@@ -206,6 +208,7 @@ def test_without_locks_two_writers_do_not_share_a_directory(tmp_path, monkeypatc
     assert _tree(target) == {"a": b"first"}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("by", ["the check", "the next writer"])
 def test_a_kill_between_the_two_renames_loses_nothing(old, by):
     before = _tree(old)

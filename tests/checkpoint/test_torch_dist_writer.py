@@ -35,6 +35,7 @@ def _tensors():
     return list(tensors.items())
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("name", "tensor"), _tensors())
 def test_round_trip_of_any_tensor(tmp_path, name, tensor):
     with TorchDistWriter(tmp_path) as writer:

@@ -185,6 +185,7 @@ def test_a_signal_delivered_to_another_thread_stops_the_command(tmp_path):
     assert (done.returncode, done.stdout) == (143, "True\n"), done.stderr
 
 
+@pytest.mark.fast
 def test_a_failure_of_the_first_run_ends_the_command(tmp_path, monkeypatch):
     lines = ("RuntimeError: the disk [red]is full",)
     failure = Failure(rank=0, exit_code=1, log=tmp_path / "log", lines=lines)

@@ -39,6 +39,7 @@ def check(name):
     return next(finding for finding in doctor.inspect_components() if finding.name == name)
 
 
+@pytest.mark.fast
 @pytest.mark.versions
 def test_this_environment_can_train(run):
     code, stdout, _ = run("doctor", "--json")

@@ -202,6 +202,7 @@ def default_signals():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("number", "code"),
     [

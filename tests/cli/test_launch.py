@@ -27,6 +27,7 @@ def run(*words: str, code: int = 0):
     return result
 
 
+@pytest.mark.fast
 @pytest.mark.usefixtures("forked_megatron_check")
 def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "an output"

@@ -12,6 +12,7 @@ from kha_megatron.recipes.tables import TABLES
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", MODEL_SIZES)
 def test_the_papers_digits_are_printed(run, name):
     lines = run("params", name)[1].splitlines()
@@ -49,6 +50,7 @@ def shares(run, *endings):
     return f"{numbers[0]} to {numbers[-1]} %"
 
 
+@pytest.mark.fast
 def test_the_documents_quote_the_shares_that_params_prints(run):
     mlp = shares(run, "mlp-kv4", "mlp-v", "gqa4-mlp", "table4/mlp", "b-mlp")
     linear = shares(run, "linear-kv4", "linear-qkv", "b-linear")

@@ -20,6 +20,7 @@ def test_tables_show_the_layout_and_the_memory(run):
         assert sum(parts) == pytest.approx(total, abs=0.03)
 
 
+@pytest.mark.fast
 def test_json_adds_up(run):
     changes = [
         *("--global-batch-size", "480", "--recompute-granularity", "full"),

@@ -44,6 +44,7 @@ class Parsed(HTMLParser):
             self.table[-1][-1] += data
 
 
+@pytest.mark.fast
 def test_the_tables_hold_the_numbers(finished):
     comparison, results = finished
     results["kha_mlp", 2]["losses"][100:103] = [9.0, 12.0, 8.0]

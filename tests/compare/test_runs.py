@@ -27,6 +27,7 @@ def arguments(job):
     return parse(job.command[job.command.index("-m") + 2 :])
 
 
+@pytest.mark.fast
 def test_runs_of_one_seed_differ_only_in_their_kha_settings(tmp_path):
     comparison = planned(tmp_path / "out")
     names = ["baseline-seed1", "random-init-seed1", "baseline-seed2", "random-init-seed2"]
@@ -116,6 +117,7 @@ def interrupted(tmp_path):
     return trial
 
 
+@pytest.mark.fast
 def test_an_interrupted_run_resumes(interrupted):
     job = start_trial(interrupted)
     assert (job.resume, job.stopped_at) == (True, 20)

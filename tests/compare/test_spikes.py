@@ -39,6 +39,7 @@ def test_height_peak_and_recovery(every):
     assert spike.height == pytest.approx(1.5, abs=0.1)
 
 
+@pytest.mark.fast
 def test_exact_numbers_of_a_flat_loss():
     last = [(17, 2.125), (18, 2.25), (19, 2.0625), (20, 2.03125)]
     values = [(i, 2.0) for i in range(1, 17)] + last

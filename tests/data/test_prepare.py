@@ -52,6 +52,7 @@ def files(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.fast
 @pytest.mark.versions
 def test_text_comes_back_from_the_dataset(prepared):
     out, report = prepared
@@ -229,6 +230,7 @@ def test_prepare_needs_no_other_import(tmp_path):
     assert result.stdout == "1\n"
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [

@@ -237,6 +237,7 @@ def _steps(common):
     return [s for value in common for s in _steps(value)] if isinstance(common, list) else []
 
 
+@pytest.mark.fast
 def test_shared_matrices_are_stored_once(trained):
     """Two and two of the four ranks hold the same matrix, which is one chunk of the file."""
     source, _ = trained(case(tp=2, dp=2, **DENSE, **ZERO))

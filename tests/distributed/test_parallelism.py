@@ -18,7 +18,7 @@ import torch
 
 from kha_megatron.config import KHAConfig
 from kha_megatron.heads.knock import MATRICES
-from tests.distributed.cases import ALL_OTHERS, LATENT, MIXED, ONE_PER_CLAIM, TIED
+from tests.distributed.cases import ALL_OTHERS, FAST, LATENT, MIXED, ONE_PER_CLAIM, TIED
 from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
 
@@ -38,11 +38,14 @@ def bound(name, case):
     return 2.5 * limit if case.model == "moe" else limit
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*ONE_PER_CLAIM, *(pytest.param(case, marks=pytest.mark.whole) for case in ALL_OTHERS)],
-    ids=str,
-)
+def parameters():
+    for case in ONE_PER_CLAIM:
+        yield pytest.param(case, marks=[pytest.mark.fast] if case in FAST else [])
+    for case in ALL_OTHERS:
+        yield pytest.param(case, marks=pytest.mark.whole)
+
+
+@pytest.mark.parametrize("case", list(parameters()), ids=str)
 def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, whole, case):
     if whole:
         plain = not case.config.keys() & (LATENT | TIED).keys()

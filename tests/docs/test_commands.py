@@ -127,6 +127,7 @@ def here(world, tmp_path, monkeypatch, nemorun_home):  # noqa: F811
 PAGES_WITH_COMMANDS = sorted({c.place.partition(":")[0] for c in of_form(*RUN_HERE)})
 
 
+@pytest.mark.fast
 def test_commands_parse():
     for command in of_form(*RUN_HERE):
         if not command.words[1].startswith("--"):  # options of kha-megatron itself

@@ -17,6 +17,7 @@ def copy(saved, tmp_path):
     return shutil.copytree(saved, tmp_path / "save")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("place", [0.1, 0.98])
 @pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp", "__1_0.distcp"])
 def test_a_flipped_bit_is_detected_before_the_file_is_read(copy, name, place):

@@ -40,6 +40,7 @@ def tracker(folder):
     return (folder / TRACKER).read_text()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("found", "saves", "resume", "why"),
     [

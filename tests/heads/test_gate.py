@@ -10,6 +10,7 @@ from tests.heads.saving import saved_tensors
 SIZES = HeadSizes(query_heads=6, kv_heads=3, head_dim=7, value_dim=5, hidden_size=22)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("form", ["multiply", "add"])
 @pytest.mark.parametrize("activation", ["sigmoid", "silu", "half_sigmoid"])
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def weight_of(variant, dtype=torch.float64, scale=0.3):
     return (weight + scale * torch.randn_like(weight)).to(dtype)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("variant", MATRICES)
 def test_equals_the_oracle_with_every_gradient(variant):
     weight = weight_of(variant).requires_grad_()
@@ -40,6 +41,7 @@ def test_equals_the_oracle_with_every_gradient(variant):
         torch.testing.assert_close(g, w, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("variant", MATRICES)
 def test_starts_as_the_identity_bit_for_bit(variant, dtype):
@@ -60,6 +62,7 @@ def test_random_start_is_reproducible_and_ignores_the_global_state():
     assert not torch.equal(first, initial_weight(torch.empty(3, 5, 5), initial, seed=4))
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_folding_equals_knocking(dtype):
     t = weight_of("linear", dtype)
@@ -93,6 +96,7 @@ def test_folding_allocates_no_tensor_larger_than_its_result():
     assert made.bytes == folded.nbytes
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("variant", MATRICES)
 def test_flops_and_activations_match_torch(variant):
     tokens, heads, head_dim = 5, 3, 7

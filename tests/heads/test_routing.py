@@ -11,6 +11,7 @@ from tests.heads.saving import saved_tensors
 HEADS = 8
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_zero_router_with_all_heads_is_the_identity(dtype):
     moh = MixtureOfHeads(shared=4, active=4, start="zeros")

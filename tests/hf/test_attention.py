@@ -49,6 +49,7 @@ def oracle(layer, hidden, kha, **gates):
     )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("use_qk_norm", [False, True], ids=["no_norm", "qk_norm"])
 @pytest.mark.parametrize("kha", CASES, ids=lambda kha: "-".join(f"{p}_{kha[p]}" for p in kha))
 def test_output_and_gradients_equal_the_oracle(kha, use_qk_norm):
@@ -56,6 +57,7 @@ def test_output_and_gradients_equal_the_oracle(kha, use_qk_norm):
     check_layer_against_oracle(config, lambda *given: oracle(*given, kha))
 
 
+@pytest.mark.fast
 def test_linear_folds_into_a_stock_qwen3():
     ours = make_model(every_projection("linear"), rms_norm_eps=1e-6)
     stock = Qwen3ForCausalLM(Qwen3Config(**SIZES, rms_norm_eps=1e-6)).eval()

@@ -20,6 +20,7 @@ def build_router(**settings) -> KHARouter:
     return router
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("dtype", "router_dtype"),
     [(torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.bfloat16, "auto")],

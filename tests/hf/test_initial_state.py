@@ -15,6 +15,7 @@ CASES = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_new_matrices_are_an_exact_no_op(name, dtype):

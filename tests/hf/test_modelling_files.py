@@ -110,6 +110,7 @@ def check_stranger(model, directory, result):
     assert seen["new"].shape == (2, ids.shape[1] + 4)
 
 
+@pytest.mark.fast
 @pytest.mark.versions
 def test_exported_code_gives_the_same_model(stranger):
     model, directory, _, result = stranger

@@ -17,6 +17,7 @@ CASES = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.whole] * (n in VARIATIONS)) for n in CASES]
 )

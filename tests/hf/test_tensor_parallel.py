@@ -82,6 +82,7 @@ def joined(name: str, parts: list[torch.Tensor], whole: torch.Tensor) -> torch.T
     return torch.cat(parts, dim)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES]
 )

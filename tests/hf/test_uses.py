@@ -50,6 +50,7 @@ def test_greedy_tokens_ignore_caches_and_padding_on_the_left(name):
         assert torch.equal(together[:, -NEW:], alone)
 
 
+@pytest.mark.fast
 def test_the_cache_holds_knocked_values_and_a_step_knocks_one_token():
     model = make_model({"value": "mlp"})
     knocked = []

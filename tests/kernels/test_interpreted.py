@@ -35,6 +35,7 @@ one_variant = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("dtype", "head_dim", "rows"), SIZES, ids=str)
 @variants
 def test_equals_float64_with_every_gradient(interpreter, variant, dtype, head_dim, rows):

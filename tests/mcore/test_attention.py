@@ -71,6 +71,7 @@ MOE = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("khas", "overrides", "stock"),
@@ -103,6 +104,7 @@ def drawn(kha, name, overrides):
     return [getattr(x.self_attention, name).weight.detach() for x in model.decoder.layers]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("kha", "name", "overrides"),
     [

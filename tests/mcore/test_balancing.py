@@ -18,6 +18,7 @@ def test_a_perfect_balance_is_the_fixed_point(update):
     assert torch.equal(moved[[0, 1, 4]], torch.zeros(3))
 
 
+@pytest.mark.fast
 def test_the_rms_form_is_sus_in_float64():
     loads = torch.tensor([[5.0, 0.0, 11.0, 2.0, 3.0], [1e7, 1.0, 0.0, 3.0, 1e6]])
     exact = loads.double()

@@ -21,6 +21,7 @@ def kha_of(**settings):
     return KHAConfig(collaborative=CollaborativeHeads(dim=DIM), **settings)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("groups", "qk_norm"), [(6, False), (3, True), (1, True)])
 def test_equals_the_oracle(ranks, groups, qk_norm):
     sizes = {"num_query_groups": groups, "kv_channels": HEAD_DIM, "qk_layernorm": qk_norm}

@@ -23,6 +23,7 @@ GTA = [
 GTA_SIZES = {"kv_channels": 12}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("qk_norm", [True, False])
 @pytest.mark.parametrize("kha", MLA, ids=str)
 def test_mla_equals_the_oracle(ranks, kha, qk_norm):
@@ -34,12 +35,14 @@ def test_mla_without_a_query_latent_equals_the_oracle(ranks):
     assert not differences(ranks, MLA[1], **LATENT, q_lora_rank=None, qk_layernorm=False)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("qk_norm", [True, pytest.param(False, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("kha", GLA, ids=str)
 def test_gla_equals_the_oracle(ranks, kha, qk_norm):
     assert not differences(ranks, kha, **LATENT, qk_layernorm=qk_norm)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("qk_norm", [True, pytest.param(False, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("kha", GTA, ids=str)
 def test_gta_equals_the_oracle(ranks, kha, qk_norm):

@@ -51,6 +51,7 @@ def normed_and_not(khas):
     ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_gates_at_every_position_equal_the_oracle(ranks, granularity):
     places = [place for place in PLACES if place[1] == granularity or place[0] == "dense"]
@@ -58,6 +59,7 @@ def test_gates_at_every_position_equal_the_oracle(ranks, granularity):
         assert not differences(ranks, kha, qk_layernorm=normed, **SIZES), kha
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_knocking_heads_without_gates_equal_the_oracle(ranks, qk_norm):
     for kha in (KHAConfig(query="linear", key="gate", value="mlp"), KHAConfig()):

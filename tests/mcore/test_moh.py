@@ -41,6 +41,7 @@ KINDS = (
 GATED = KHAConfig(moh=NORMS, gate=Gate(query="head", value="element", output="shared"))
 
 
+@pytest.mark.fast
 def test_equals_the_oracle(ranks):
     for kha in KINDS:
         assert not differences(ranks, kha, **SIZES), kha

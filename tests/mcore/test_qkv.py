@@ -18,6 +18,7 @@ def laid_out(gate, **sizes):
     return QKVLayout(extra=gate.rows(heads), **sizes)
 
 
+@pytest.mark.fast
 def test_heads_stand_group_by_group():
     layout = laid_out(STOCK, groups=2, queries=2, head_dim=5)
     places = {name: (part.rows.start, part.rows.stop) for name, part in layout.parts.items()}
@@ -70,6 +71,7 @@ def split_both_ways(tp, overrides):
     return len(ours), same_bits, all(a.stride() == b.stride() for a, b in pairs)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("groups", "gated", "tp"), [(6, True, 1), (2, False, 2), (1, True, 2), (1, False, 2)]
 )

@@ -26,6 +26,7 @@ ALL = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("talking", "groups"),
     [(TalkingHeads(), 3), (TalkingHeads(post=False), 6), (TalkingHeads(pre=False), 1)],

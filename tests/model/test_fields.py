@@ -41,6 +41,7 @@ def _parsed(commands):
     return [vars(parser.parse_args(words)) for words in commands]
 
 
+@pytest.mark.fast
 def test_table_agrees_with_megatrons_parser(ranks):
     actions = ranks(_actions, 1)[0]
     assert len({row.argument for row in TABLE}) == len({row.flag for row in TABLE}) == len(TABLE)
@@ -137,6 +138,7 @@ def test_excluded_arguments_of_a_recipe_are_dropped(words, gone):
     assert {text.partition(":")[0] for text in new.dropped} == gone
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -46,6 +46,7 @@ def check(model, sizes, batch):
     return check_layout(model, layout(**sizes), batch)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("model", "sizes", "batch"),
     [
@@ -129,6 +130,7 @@ ILLEGAL = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("model", "sizes", "batch", "match"), ILLEGAL, ids=lambda v: None)
 def test_impossible_layouts_are_refused_with_the_nearest_sizes(model, sizes, batch, match):
     with pytest.raises(ConfigError, match=match):

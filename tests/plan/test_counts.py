@@ -23,6 +23,7 @@ LATENT = {"multi_latent_attention": True}
 LINEAR = KHAConfig.from_preset("kha_linear")
 
 
+@pytest.mark.fast
 def test_the_papers_worked_example():
     """Section 3.4: eq. 10 to 12 at L = 2048, d = 1024, n = 32, for both variants."""
     length, d, n = 2048, 1024, 32
@@ -52,6 +53,7 @@ def test_caches_of_table_3(name):
     assert knocked.cache_bytes == counts.cache_bytes
 
 
+@pytest.mark.fast
 def test_every_printed_count_is_ours():
     checked = 0
     for recipe in (*TABLES, *PAPER, *MOH):

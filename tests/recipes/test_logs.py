@@ -13,6 +13,7 @@ LINE = (
 )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("line", "step"),
     [
@@ -86,6 +87,7 @@ def logs(tmp_path):
     return write
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("report", "errors", "lines", "text"),
     [

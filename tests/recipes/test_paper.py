@@ -96,6 +96,7 @@ def counted(name):
     return count_model(run.model, run.kha)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [

@@ -49,6 +49,7 @@ def job_on(slurm, output=Path("/runs/one"), words=()):
     return prepare_job(get_recipe("dense-0.6b"), slurm=slurm, output=output, overrides=words)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "slurm", "words"),
     [

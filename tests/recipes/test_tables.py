@@ -15,6 +15,7 @@ def arguments(name):
     return get_recipe(name).run.flags
 
 
+@pytest.mark.fast
 def test_every_row_of_each_table_is_there():
     rows = {name: sum(recipe.name.startswith(name) for recipe in TABLES) for name in TOKENS}
     assert rows == {"table1": 18, "table2": 13, "table3": 12, "table4": 2, "table5": 18}

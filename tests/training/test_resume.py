@@ -106,6 +106,7 @@ def log_lines(run) -> dict[int, str]:
     return {int(iteration): before + after for iteration, before, after in found}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("kha", "heads", "layout"),
     [
@@ -420,6 +421,7 @@ def test_the_same_configuration_is_accepted(saved, tmp_path):
     check(saved / "kha", KHA, pretrained_checkpoint=saved / "plain")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("folder", "asked", "message"),
     [
