@@ -33,7 +33,11 @@ def pytest_addoption(parser):
     group = parser.getgroup("kha_megatron")
     group.addoption("--whole", action="store_true", help="every case of the grids")
     for name in TABLES:
-        group.addoption(f"--{name}-table", metavar="FILE", help="write that table there")
+        group.addoption(
+            f"--{name}-table",
+            metavar="FILE",
+            help="write that table there",
+        )
 
 
 def pytest_configure(config):

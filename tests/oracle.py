@@ -56,7 +56,12 @@ def knock_head(x: Tensor, matrices: list[Tensor] | None, variant: Variant | None
 
 
 def gate_head(
-    x: Tensor, hidden: Tensor, position: str, head: int, gate: Gate | None, weights: dict
+    x: Tensor,
+    hidden: Tensor,
+    position: str,
+    head: int,
+    gate: Gate | None,
+    weights: dict,
 ) -> Tensor:
     """Gate one position of one head, if ``gate`` has this position (arXiv 2505.06708, section 3).
 
@@ -93,8 +98,10 @@ def rotate(x: Tensor, base: float | None) -> Tensor:
     half = x.shape[-1] // 2
     steps = torch.arange(half, dtype=x.dtype, device=x.device) / half
     angle = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None] * base ** (-steps)
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = angle.cos(), angle.sin()
+    first = x[..., :half]
+    second = x[..., half:]
+    cos = angle.cos()
+    sin = angle.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -106,7 +113,12 @@ def rotate_pairs(x: Tensor, base: float) -> Tensor:
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Causal softmax attention of one head: ``[B, S, D]`` each, values of any width."""
     length = query.shape[1]
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    future = torch.ones(
+        length,
+        length,
+        dtype=torch.bool,
+        device=query.device,
+    ).triu(1)
     scores = torch.einsum("bqd,bkd->bqk", query, key) / math.sqrt(query.shape[-1])
     weights = scores.masked_fill(future, -torch.inf).softmax(-1)
     return torch.einsum("bqk,bkd->bqd", weights, value)
@@ -197,7 +209,9 @@ def mixture_weights(
         total = sum(torch.exp(score) for score in scores)
         return [torch.exp(score) / total for score in scores]
 
-    rows, probabilities, selections = [], [], []
+    rows = []
+    probabilities = []
+    selections = []
     for b in range(hidden.shape[0]):
         for t in range(hidden.shape[1]):
             if router is None:
@@ -207,7 +221,8 @@ def mixture_weights(
                     spread = (sum((n - mean) ** 2 for n in norms) / (routed - 1)) ** 0.5
                     norms = [n / spread for n in norms]
                 p = softmax(norms)
-                of_shared, alpha = [hidden.new_ones(()) for _ in range(shared)], None
+                of_shared = [hidden.new_ones(()) for _ in range(shared)]
+                alpha = None
             else:
                 scores = [row @ hidden[b, t] for row in router]
                 p = softmax(scores[shared:heads])
@@ -271,7 +286,8 @@ def tied_attention(
         w_output: ``[H * D, K]``.
         kha: ``value`` is the variant of the tied state.
     """
-    heads, half = w_query.shape[1] // head_dim, head_dim // 2
+    heads = w_query.shape[1] // head_dim
+    half = head_dim // 2
 
     def project(weight: Tensor, head: int, name: str) -> Tensor:
         x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
@@ -286,7 +302,8 @@ def tied_attention(
         query = project(w_query, head, "query")
         tied = project(w_tied, head // (heads // num_query_groups), "value")
         key = torch.cat([hidden @ w_rotary, tied[..., :half]], dim=-1)
-        query, key = normed_and_rotated(query, q_norm), normed_and_rotated(key, k_norm)
+        query = normed_and_rotated(query, q_norm)
+        key = normed_and_rotated(key, k_norm)
         outputs.append(attend(query, key, tied))
     return torch.cat(outputs, dim=-1) @ w_output
 
@@ -335,7 +352,8 @@ def latent_attention(
         gate: may only gate the output.
     """
     latent_heads = kha.latent_heads if kha.attention == "gla" else 1
-    rotary_dim, nope = w_rotary.shape[1], w_key.shape[1] // heads
+    rotary_dim = w_rotary.shape[1]
+    nope = w_key.shape[1] // heads
     value_dim = w_value.shape[1] // heads
     query_source = hidden
     if w_query_latent is not None:
@@ -356,7 +374,8 @@ def latent_attention(
         key = latent @ w_key[:, head * nope : (head + 1) * nope]
         value = latent @ w_value[:, head * value_dim : (head + 1) * value_dim]
         query = torch.cat(
-            [knocked(query[..., :nope], "query"), rotate_pairs(query[..., nope:], rotary_base)], -1
+            [knocked(query[..., :nope], "query"), rotate_pairs(query[..., nope:], rotary_base)],
+            -1,
         )
         key = torch.cat([knocked(key, "key"), rotary_key], dim=-1)
         output = attend(query, key, knocked(value, "value"))
@@ -412,14 +431,18 @@ def mixed_attention(
         width = weight.shape[1] // of
         return hidden @ weight[:, head * width : (head + 1) * width]
 
-    logits, values = [], []
+    logits = []
+    values = []
     for head in range(heads):
         group = head // (heads // num_query_groups)
         if mixing is not None:
-            query, key = (hidden @ w_query) * mixing[head], hidden @ w_key
+            query = (hidden @ w_query) * mixing[head]
+            key = hidden @ w_key
         else:
-            query, key = columns(w_query, head, heads), columns(w_key, group, num_query_groups)
-        query, key = normed_and_rotated(query, q_norm), normed_and_rotated(key, k_norm)
+            query = columns(w_query, head, heads)
+            key = columns(w_key, group, num_query_groups)
+        query = normed_and_rotated(query, q_norm)
+        key = normed_and_rotated(key, k_norm)
         logits.append(torch.einsum("bqd,bkd->bqk", query, key) / math.sqrt(query.shape[-1]))
         values.append(columns(w_value, group, num_query_groups))
 
@@ -431,7 +454,12 @@ def mixed_attention(
             for k in range(heads)
         ]
 
-    future = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+    future = torch.ones(
+        length,
+        length,
+        dtype=torch.bool,
+        device=hidden.device,
+    ).triu(1)
     weights = [x.masked_fill(future, -torch.inf).softmax(-1) for x in mix(logits, pre)]
     outputs = [
         torch.einsum("bqk,bkd->bqd", weight, value)

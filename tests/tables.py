@@ -31,7 +31,8 @@ class Tables:
         """Write the requested tables."""
         for name, file in self._files.items():
             if file and self._rows[name]:
-                path, text = Path(file), TABLES[name](self._rows[name]) + "\n"
+                path = Path(file)
+                text = TABLES[name](self._rows[name]) + "\n"
                 old = path.read_text() if path.exists() else ""
                 head, mark, nodes = old.partition(NODES)
                 path.write_text(head + text if name == "nodes" else text + mark + nodes)
@@ -48,7 +49,10 @@ def _parallelism(rows: Rows) -> str:
     for case, _, error, _ in rows:
         worst["bf16" in case] = max(worst["bf16" in case], error)
     heading = _PARALLELISM.format(
-        machine=_machine(), rows=len(rows), fp32=worst[False], bf16=worst[True]
+        machine=_machine(),
+        rows=len(rows),
+        fp32=worst[False],
+        bf16=worst[True],
     )
     return "\n".join([heading, *(f"| {c} | {k} | {e:.1e} | {w} |" for c, k, e, w in rows)])
 

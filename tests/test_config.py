@@ -61,7 +61,8 @@ def test_entries_name_a_preset_by_its_spec():
 
 
 @pytest.mark.parametrize(
-    "name", ["kha_mlp+gate_output+gate_value", "gate_value+gate_output+kha_mlp"]
+    "name",
+    ["kha_mlp+gate_output+gate_value", "gate_value+gate_output+kha_mlp"],
 )
 def test_presets_are_joined_with_a_plus(name):
     both = KHAConfig(value="mlp", gate=Gate(output="element", value="element"))

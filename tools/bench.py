@@ -69,10 +69,22 @@ def arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--device", default="cuda" if cuda_is_available() else "cpu", choices=["cuda", "cpu"])
+    add(
+        "--device",
+        default="cuda" if cuda_is_available() else "cpu",
+        choices=["cuda", "cpu"],
+    )
     add("--repetitions", type=positive, help="turns of all contenders")
-    add("--json", type=Path, help="write the results and a description of the machine there")
-    add("--resume", action="store_true", help="measure only what is missing in the --json file")
+    add(
+        "--json",
+        type=Path,
+        help="write the results and a description of the machine there",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="measure only what is missing in the --json file",
+    )
     module.options(add)
     given = parser.parse_args(words)
     if given.device == "cuda" and not cuda_is_available():
@@ -91,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in BENCHMARKS:
         print(__doc__, *(f"  {n:<12} {what}" for n, what in BENCHMARKS.items()), sep="\n")
         return 0 if name in ("--help", "-h") else 2
-    given, module = arguments(name, words), importlib.import_module(f"bench_{name}")
+    given = arguments(name, words)
+    module = importlib.import_module(f"bench_{name}")
     device = torch.device(given.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -114,7 +127,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(cell, file=sys.stderr, flush=True)
             result = {"cell": cell} | measure()
             results.append(result | {"rows": module.rows(result)})
-            print(*map(measuring.markdown_row, results[-1]["rows"]), sep="\n", flush=True)
+            print(
+                *map(measuring.markdown_row, results[-1]["rows"]),
+                sep="\n",
+                flush=True,
+            )
             measuring.write_report(given.json, report)
             gc.collect()
             torch.cuda.empty_cache()

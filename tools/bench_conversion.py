@@ -69,7 +69,8 @@ def run(command: list[str], target: Path) -> tuple[float, float, int]:
     """
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    ended, seen = 0, {}
+    ended = 0
+    seen = {}
     while not ended:
         time.sleep(0.02)
         ended, status, usage = os.wait4(process.pid, os.WNOHANG)
@@ -102,7 +103,8 @@ def measure(name: str, source: Path, target: Path, given: argparse.Namespace) ->
         manifest.unlink()
     files = source / RELEASE if (source / RELEASE).is_dir() else source
     size = sum(file.stat().st_size for file in files.rglob("*") if file.is_file())
-    copied_to, runs = target.with_name("copy"), []
+    copied_to = target.with_name("copy")
+    runs = []
 
     def settle() -> None:
         for folder in (target, copied_to):

@@ -120,7 +120,8 @@ def measure(find: Callable[[], dict], batch: int, cache: str, given: Any) -> dic
 def rows(result: dict[str, Any]) -> list[list[str]]:
     found = []
     for name, speed in result["tokens_per_second"].items():
-        over, held = result["over_baseline"][name], result["cache_bytes"][name]
+        over = result["over_baseline"][name]
+        held = result["cache_bytes"][name]
         target = over.verdict(AT_MOST[name]) if name in AT_MOST else ""
         if target and held != result["cache_bytes"][BASELINE]:
             target = "MISSED: the cache is not the baseline's"
@@ -131,12 +132,32 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 def options(add: Callable[..., Any]) -> None:
     dense = [name for name, shape in MODEL_SIZES.items() if not shape.experts]
-    add("--shape", choices=["small", *dense], help="default: dense-1.7b; on a CPU: small")
-    add("--models", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
-    add("--batches", nargs="+", type=positive, help="batch sizes (default: 1 64; on a CPU: 1 8)")
+    add(
+        "--shape",
+        choices=["small", *dense],
+        help="default: dense-1.7b; on a CPU: small",
+    )
+    add(
+        "--models",
+        nargs="+",
+        choices=CONTENDERS,
+        default=CONTENDERS,
+        help="default: all",
+    )
+    add(
+        "--batches",
+        nargs="+",
+        type=positive,
+        help="batch sizes (default: 1 64; on a CPU: 1 8)",
+    )
     add("--prompt", type=positive, help="tokens of the prompt")
     add("--new", type=positive, help="tokens to generate")
-    add("--caches", nargs="+", choices=["dynamic", "static"], default=["dynamic", "static"])
+    add(
+        "--caches",
+        nargs="+",
+        choices=["dynamic", "static"],
+        default=["dynamic", "static"],
+    )
     add("--dtype", choices=["bfloat16", "float16", "float32"])
 
 

@@ -43,7 +43,12 @@ HEADER = ["contender", "steps", "first loss", "last loss", "from bf16", "target"
 
 def options(add: Callable[..., Any]) -> None:
     add("--steps", type=positive, help="of every run (default: 200)")
-    add("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    add(
+        "--contenders",
+        nargs="+",
+        choices=list(CONTENDERS),
+        default=list(CONTENDERS),
+    )
 
 
 def train(name: str, data: Path, folder: Path, steps: int) -> list[float]:
@@ -59,7 +64,11 @@ def train(name: str, data: Path, folder: Path, steps: int) -> list[float]:
         target[target.index("kha_megatron.training")] = "tests.transformer_engine"
     environment = os.environ | job.environment
     done = subprocess.run(
-        [python, *torchrun, *target], env=environment, capture_output=True, text=True, check=False
+        [python, *torchrun, *target],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "Error" in line]

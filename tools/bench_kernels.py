@@ -36,7 +36,12 @@ TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
 QUERIES_PER_GROUP = 8  # of the paper's models; determines the gaps between rows of the QKV buffer
 
 # How often each work reads or writes a tensor of the size of `x`, at least
-WORKS = {"forward": 2, "input gradient": 3, "weight gradients": 2, "forward + all gradients": 7}
+WORKS = {
+    "forward": 2,
+    "input gradient": 3,
+    "weight gradients": 2,
+    "forward + all gradients": 7,
+}
 COPY_RATIO = 1.6
 """Target: largest ratio of KHA-MLP's forward kernel to a copy of the same bytes."""
 
@@ -111,7 +116,8 @@ def check(case: Case) -> dict[str, float]:
         y = knock(*leaves, case.variant)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy[:2048].to(dtype))]
 
-    got, want = results(fused.fused_knock, case.dtype), results(knocking.knock, torch.float64)
+    got = results(fused.fused_knock, case.dtype)
+    want = results(knocking.knock, torch.float64)
     errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
     if not all(error < TOLERANCE[case.dtype] for error in errors):
         raise KHAError(f"The kernels are wrong for {case}: relative errors are {errors}.")
@@ -122,7 +128,8 @@ def find_ways(case: Case) -> tuple[dict[str, Callable], dict[str, str], dict[str
     """Return the ways to knock, why others do not run, and the relative errors of the kernels."""
     x, _, weight = case.tensors()
     ways: dict[str, Callable] = {"kernels": fused.fused_knock, "eager": knocking.knock}
-    skipped, errors = {}, None
+    skipped = {}
+    errors = None
     if why := fused.unsupported_reason(x, weight):
         skipped["kernels"] = why
         del ways["kernels"]
@@ -174,8 +181,18 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 def options(add: Callable[..., Any]) -> None:
     dtypes = [str(dtype).removeprefix("torch.") for dtype in TOLERANCE]
     add("--variants", nargs="+", default=["mlp"], choices=KERNEL_VARIANTS)
-    add("--tokens", nargs="+", type=positive, help="default: 8192 32768; on a CPU: 16")
-    add("--heads", type=positive, default=4, help="KV heads (default: the paper's 4)")
+    add(
+        "--tokens",
+        nargs="+",
+        type=positive,
+        help="default: 8192 32768; on a CPU: 16",
+    )
+    add(
+        "--heads",
+        type=positive,
+        default=4,
+        help="KV heads (default: the paper's 4)",
+    )
     add("--head-dims", nargs="+", type=positive, default=[128])
     add("--dtypes", nargs="+", default=["bfloat16"], choices=dtypes)
 

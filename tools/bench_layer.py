@@ -46,13 +46,21 @@ HEADER += ["kernels, ms", "kernels over stock", "target", "saved", "saved over s
 def measure(cell: Cell, given: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Return milliseconds per microbatch and saved bytes of every variant, and the ratios."""
     layers, skipped, failed = build(cell, given)
-    saved, times, kernels = {}, {}, {}
+    saved = {}
+    times = {}
+    kernels = {}
     if STOCK in layers:
         saved = {name: layer.saved_bytes() for name, layer in layers.items()}
         calls = {n: functools.partial(x.run, MICROBATCHES) for n, x in layers.items()}
         times = interleaved(calls, device, repetitions=given.repetitions)
         if device.type == "cuda":
-            kernels = interleaved(calls, device, repetitions=3, warm_up=1, clock=kernel_clock)
+            kernels = interleaved(
+                calls,
+                device,
+                repetitions=3,
+                warm_up=1,
+                clock=kernel_clock,
+            )
 
     def milliseconds(seconds: float) -> float:
         return 1e3 * seconds / MICROBATCHES
@@ -73,10 +81,13 @@ def measure(cell: Cell, given: argparse.Namespace, device: torch.device) -> dict
 
 
 def build(
-    cell: Cell, given: argparse.Namespace
+    cell: Cell,
+    given: argparse.Namespace,
 ) -> tuple[dict[str, Layer], dict[str, str], dict[str, str]]:
     """Return the layers that have run once, the variants that cannot run, and those that failed."""
-    found, skipped, failed = {}, {}, {}
+    found = {}
+    skipped = {}
+    failed = {}
     runs_kernels = given.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
     for variant in (VARIANTS[name] for name in dict.fromkeys([STOCK, *given.variants])):
         if variant.kernels and not runs_kernels:
@@ -115,7 +126,12 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
 
 def options(add: Callable[..., Any]) -> None:
     add("--shapes", nargs="+", choices=list(SHAPES))
-    add("--tokens", nargs="+", type=positive, help="of a microbatch (default: 8192 32768)")
+    add(
+        "--tokens",
+        nargs="+",
+        type=positive,
+        help="of a microbatch (default: 8192 32768)",
+    )
     add("--sequence", type=positive, help="tokens of one sequence (default: 8192)")
     add("--precisions", nargs="+", choices=list(PRECISIONS))
     add("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))

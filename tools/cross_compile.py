@@ -31,7 +31,11 @@ from kha_megatron.heads.kernels.tilings import (
 )
 from kha_megatron.heads.knock import Variant
 
-TRITON_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TRITON_DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
 ROWS_ARGUMENTS = ("X", "Y", "DX", "DY")
 TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}  # instructions of Ampere, Hopper and Blackwell
 
@@ -104,7 +108,8 @@ def compile_launch(launch: Launch) -> Report:
     constants = {name: 1 for name in function.arg_names if launch.tma and name.endswith("_heads")}
     constants |= {name: value for name, value in options.items() if name in function.arg_names}
     dtype = TRITON_DTYPES[launch.dtype]
-    signature, aligned = {}, []
+    signature = {}
+    aligned = []
     for name in function.arg_names:
         kind = f"*{dtype}" if name in (*ROWS_ARGUMENTS, "W") else "i32"
         if name in constants:
@@ -147,7 +152,12 @@ def _instructions(cubin: bytes) -> Counter[str]:
         file.write(cubin)
         file.flush()
         command = [nvdisasm, "-c", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
     # an address, an optional predicate, and the name up to its first dot
     lines = re.finditer(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", listing, re.M)
     return Counter(line[1] for line in lines)

@@ -57,7 +57,8 @@ class Stage(NamedTuple):
 _WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 # compiling a kernel takes a second, running it next to nothing
 _PARALLEL = ["-n", str(_WORKERS)] if importlib.util.find_spec("xdist") else []
-_FIRST, _GPU = ["--maxfail", "1", "-m", "gpu and first"], ["-m", "gpu"]
+_FIRST = ["--maxfail", "1", "-m", "gpu and first"]
+_GPU = ["-m", "gpu"]
 _LOSSES = "tests/gpu/test_losses.py"
 _OTHERS = ["tests/gpu", "tests/hf", f"--ignore={_LOSSES}"]
 CHECKS = {
@@ -69,7 +70,9 @@ CHECKS = {
     "kernels": Stage(3, "every kernel against float64", [*_PARALLEL, *_GPU, "tests/kernels"]),
     "modules": Stage(5, "layers, attention backends and exported models", [*_GPU, *_OTHERS]),
     "parallelism": Stage(
-        7, "training on two or more GPUs against one", [*_GPU, "tests/distributed"]
+        7,
+        "training on two or more GPUs against one",
+        [*_GPU, "tests/distributed"],
     ),
     "losses": Stage(10, "short trainings in bf16 and FP8, compared", [*_GPU, _LOSSES]),
 }
@@ -77,19 +80,26 @@ GLOO = ["--whole", "-m", "not gpu", "tests/distributed/test_engine.py"]
 GLOO += ["tests/distributed/test_mutations.py"]
 
 _MOE = ["layer", "--shapes", "moe"]
-_BF16, _FP8 = ["--precisions", "bf16"], ["--precisions", "tensorwise"]
+_BF16 = ["--precisions", "bf16"]
+_FP8 = ["--precisions", "tensorwise"]
 _MAIN = ["--variants", "baseline", "mlp", "mlp/kernels", "linear"]
 _REST = ["--variants", "gate", "gate/kernels"]
 BENCHMARKS = {
     "layer-moe": Stage(4, "a layer of the paper's MoE in bf16", [*_MOE, *_BF16, *_MAIN]),
     "kernels-mlp": Stage(
-        6, "kernels of KHA-MLP, torch, cuBLAS and a copy", ["kernels", "--variants", "mlp"]
+        6,
+        "kernels of KHA-MLP, torch, cuBLAS and a copy",
+        ["kernels", "--variants", "mlp"],
     ),
     "layer-dense": Stage(
-        9, "a dense layer in bf16", ["layer", "--shapes", "dense", *_BF16, *_MAIN]
+        9,
+        "a dense layer in bf16",
+        ["layer", "--shapes", "dense", *_BF16, *_MAIN],
     ),
     "decode": Stage(
-        13, "decoding with transformers", ["decode", "--repetitions", "3", "--models", "mlp"]
+        13,
+        "decoding with transformers",
+        ["decode", "--repetitions", "3", "--models", "mlp"],
     ),
     "layer-fp8": Stage(17, "the MoE layer in FP8", [*_MOE, *_FP8, *_MAIN]),
     "kernels-rest": Stage(20, "kernels of KHA-Gate", ["kernels", "--variants", "gate"]),
@@ -125,18 +135,34 @@ class Session:
         return max(0.0, self.started + 60 * stage.until * self.scale - time.monotonic())
 
     def add(self, stage: str, name: str, status: str, detail: str = "", **more: object) -> None:
-        self.results.append(Result(stage=stage, name=name, status=status, detail=detail, **more))
+        self.results.append(
+            Result(
+                stage=stage,
+                name=name,
+                status=status,
+                detail=detail,
+                **more,
+            )
+        )
         print(f"{stage}: {name}: {status}: {detail}", file=sys.stderr, flush=True)
 
     def run(
-        self, name: str, command: list[str], limit: float, grace: float = 0
+        self,
+        name: str,
+        command: list[str],
+        limit: float,
+        grace: float = 0,
     ) -> tuple[int | None, float, Path]:
         """Run a command and return its exit code (None if stopped), seconds, and its log.
 
         The command is interrupted ``grace`` seconds after its limit.
         """
         log = self.folder / f"{name}.log"
-        print(f"{name}, at most {limit:.0f} s: {shlex.join(command)}", file=sys.stderr, flush=True)
+        print(
+            f"{name}, at most {limit:.0f} s: {shlex.join(command)}",
+            file=sys.stderr,
+            flush=True,
+        )
         start = time.monotonic()
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -170,7 +196,12 @@ class Session:
     def report(self) -> str:
         """Write report.md and return a summary."""
         doctor = [sys.executable, "-m", "kha_megatron", "doctor"]
-        found = subprocess.run(doctor, capture_output=True, text=True, check=False).stdout
+        found = subprocess.run(
+            doctor,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout
         counts = self.tests + Counter(r.status for r in self.results if r.status not in self.tests)
         summary = ", ".join(f"{count} {status}" for status, count in counts.items())
         summary += f" in {time.monotonic() - self.started:.0f} s"
@@ -198,7 +229,8 @@ def run_tests(session: Session, name: str, words: list[str]) -> None:
     for case in ElementTree.parse(found).iter("testcase") if found.is_file() else ():
         details = {p.get("name"): p.get("value") for p in case.iter("property")}
         messages = {child.tag: child.get("message", "") for child in case}
-        bad, why = messages.get("failure", messages.get("error")), messages.get("skipped")
+        bad = messages.get("failure", messages.get("error"))
+        why = messages.get("skipped")
         skip = "not reached" if why and why.startswith("NOT REACHED") else "skipped"
         word = "failed" if bad is not None else "passed" if why is None else skip
         counts[word] += 1
@@ -210,7 +242,8 @@ def run_tests(session: Session, name: str, words: list[str]) -> None:
     detail = ", ".join(f"{count} {word}" for word, count in counts.items())
     status = "failed" if code else "passed" if counts["passed"] else "skipped"
     if code is None:
-        status, detail = "stopped", f"not finished; {log}"
+        status = "stopped"
+        detail = f"not finished; {log}"
     session.add(name, "pytest", status, detail or f"exit code {code}; {log}", seconds=seconds)
     for (word, reason), count in reasons.items():
         session.add(name, f"{count} of its tests", word, reason)
@@ -231,7 +264,14 @@ def run_benchmark(session: Session, name: str) -> None:
         status = "not reached" if code is None else "failed"
         details.append(f"{len(rows)} rows, exit code {code}; {log}")
     table = markdown_table(found["header"], rows) if rows else ""
-    return session.add(name, "bench.py", status, "; ".join(details), seconds=seconds, table=table)
+    return session.add(
+        name,
+        "bench.py",
+        status,
+        "; ".join(details),
+        seconds=seconds,
+        table=table,
+    )
 
 
 def find_components() -> dict[str, str | None]:
@@ -245,15 +285,29 @@ def find_components() -> dict[str, str | None]:
 def arguments() -> argparse.Namespace:
     """Parse the options. Exit with code 2 if the machine lacks a GPU or a component."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("command", choices=["check", "bench"])
-    add("--dry-run", action="store_true", help="print the stages, their order and times")
-    add("--minutes", type=float, help="for all stages (default: check 10, bench 25)")
+    add(
+        "--dry-run",
+        action="store_true",
+        help="print the stages, their order and times",
+    )
+    add(
+        "--minutes",
+        type=float,
+        help="for all stages (default: check 10, bench 25)",
+    )
     add("--only", metavar="STAGES", help="comma-separated")
     words = "comma-separated components that may be missing: "
-    add("--without", metavar="COMPONENTS", default="", help=words + ", ".join(COMPONENTS))
+    add(
+        "--without",
+        metavar="COMPONENTS",
+        default="",
+        help=words + ", ".join(COMPONENTS),
+    )
     add("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: see above")
     add("--output", type=Path, help="default: gpu-check/DATE or gpu-bench/COMMIT")
     given = parser.parse_args()

@@ -86,7 +86,8 @@ def interleaved(
         clock: how to time a call, if not so.
     """
     clock = clock or (_gpu_clock(device) if device.type == "cuda" else _cpu_clock)
-    shuffled, names = random.Random(0), list(contenders)
+    shuffled = random.Random(0)
+    names = list(contenders)
     readings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
     for turn in range(warm_up + repetitions):
         shuffled.shuffle(names)

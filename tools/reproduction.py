@@ -25,7 +25,8 @@ from kha_megatron.compare.statistics import estimate, estimate_noise
 from kha_megatron.compare.variants import NULL
 
 PAGE = ROOT / "benchmarks" / "reproduction.md"
-BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
+BEGIN = "<!-- tables: begin -->\n"
+END = "<!-- tables: end -->\n"
 VARIANTS = ("baseline", "kha_mlp", "kha_linear", "gate_output", "moh_75", "mea", "mea_no_norm")
 TITLES = {"laptop/dense": "Dense model", "laptop/moe": "Mixture of experts"}
 _COLOUR = "#0b62c4"
@@ -37,10 +38,16 @@ Floor = Mapping[str, float] | None
 def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("comparisons", nargs="*", metavar="DIRECTORY")
-    parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
+    parser.add_argument(
+        "--page",
+        type=Path,
+        default=PAGE,
+        help="default: %(default)s",
+    )
     parser.add_argument("--picture", action="store_true")
     options = parser.parse_args()
     file = options.page.with_suffix(".json")
@@ -49,7 +56,8 @@ def main() -> None:
         _add(results, json.loads(Path(folder, "report.json").read_text()))
     write_json(file, results)
     before, _, rest = options.page.read_text(encoding="utf-8").partition(BEGIN)
-    tables, reports = "", {}
+    tables = ""
+    reports = {}
     for recipe, title in TITLES.items():
         rates = _rates(results, recipe)
         reports[title] = _compare(rates)
@@ -104,7 +112,8 @@ def _compare(rates: Mapping[str, Losses]) -> tuple[list[dict[str, Any]], Floor]:
             ranks = {r: (-len(losses), fmean(losses)) for r, losses in trained.items()}
             best[name] = min(ranks, key=ranks.__getitem__)
     reference = rates[best["baseline"]]["baseline"]
-    variants, floor = [], None
+    variants = []
+    floor = None
     for name, rate in {NULL: best["baseline"], **best}.items():
         losses = rates[rate].get(name, {})
         found = [loss - reference[seed] for seed, loss in losses.items() if seed in reference]
@@ -119,7 +128,8 @@ def _compare(rates: Mapping[str, Losses]) -> tuple[list[dict[str, Any]], Floor]:
 
 
 def _differences(variants: list[dict[str, Any]], floor: Floor) -> str:
-    text, rows = "", []
+    text = ""
+    rows = []
     if floor:
         text = f"The noise floor is {floor['rms']:.2g} (largest {floor['largest']:.2g}).\n\n"
     for v in variants:
@@ -133,15 +143,32 @@ def _draw(reports: Mapping[str, tuple[list[dict[str, Any]], Floor]], file: Path)
     """Draw one panel per recipe: means with their intervals, and the floor as a band."""
     rows = [len(variants) - 1 for variants, _ in reports.values()]
     figure = Figure(figsize=(7, 0.8 + 0.3 * sum(rows) + 0.55 * len(rows)), layout="constrained")
-    panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows, sharex=True)[:, 0]
+    panels = figure.subplots(
+        len(rows),
+        1,
+        squeeze=False,
+        height_ratios=rows,
+        sharex=True,
+    )[:, 0]
     for axis, (title, (variants, floor)) in zip(panels, reports.items(), strict=True):
         shown = [v for v in variants if v["name"] != "baseline"]
         for y, delta in enumerate(v["delta"] for v in shown):
             if delta:
-                style = {"fmt": "o", "markersize": 4, "capsize": 3, "color": _COLOUR}
+                style = {
+                    "fmt": "o",
+                    "markersize": 4,
+                    "capsize": 3,
+                    "color": _COLOUR,
+                }
                 axis.errorbar(delta.mean, y, xerr=delta.half_width or 0, **style)
         if floor:
-            axis.axvspan(-floor["rms"], floor["rms"], color=_COLOUR, alpha=0.12, lw=0)
+            axis.axvspan(
+                -floor["rms"],
+                floor["rms"],
+                color=_COLOUR,
+                alpha=0.12,
+                lw=0,
+            )
         axis.axvline(0, color="#1c1e21", linewidth=1)
         axis.set_yticks(range(len(shown)), [f"{v['name']} at {v['rate']}" for v in shown])
         axis.set_ylim(len(shown) - 0.5, -0.5)

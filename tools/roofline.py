@@ -80,7 +80,11 @@ PRODUCTS: dict[Variant, dict[Kernel, int]] = {
 }
 """Products of ``[R, D]`` with ``[D, D]``, including what is recomputed."""
 
-TENSORS: dict[Kernel, int] = {"forward": 2, "backward_input": 3, "backward_weight": 2}
+TENSORS: dict[Kernel, int] = {
+    "forward": 2,
+    "backward_input": 3,
+    "backward_weight": 2,
+}
 """Tensors of the values' size, read or written."""
 
 WORDS: dict[Kernel, str] = {
@@ -99,7 +103,8 @@ def knocks(heads: Heads, variant: Variant) -> Iterator[Work]:
         launch = Launch(kernel, variant, heads.dim, torch.bfloat16, tma=True)
         cut = launch.tiling
         tensors = TENSORS[kernel]
-        tiles, blocks = ceil(rows / cut.rows), ceil(heads.dim / cut.columns)
+        tiles = ceil(rows / cut.rows)
+        blocks = ceil(heads.dim / cut.columns)
         splits = min(tiles, PROCESSORS)  # programs, each of which has a multiprocessor
         products = count * 2 * heads.dim**2
         tile_products = cut.rows * products

@@ -22,7 +22,8 @@ from kha_megatron.recipes.log_lines import LOSS, read_history
 ROOT = Path(__file__).parents[1]
 TEXT = Path(asyncio.__file__).parent
 """About 500 KB of Python."""
-STEPS, SAVED = 8, 4
+STEPS = 8
+SAVED = 4
 
 MODEL = """--device cpu --num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8
 --group-query-attention --num-query-groups 4 --kv-channels 16 --qk-layernorm --normalization RMSNorm
@@ -59,7 +60,11 @@ def python_path(megatron: Path | None) -> str:
 
 
 def train(
-    words: list[str], data: list[str], ranks: int, folder: Path, megatron: Path | None
+    words: list[str],
+    data: list[str],
+    ranks: int,
+    folder: Path,
+    megatron: Path | None,
 ) -> dict[int, float]:
     """Train in ``folder`` and return the loss of each step. Raise RuntimeError if a rank fails."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
@@ -123,7 +128,12 @@ def copy_dataset_helpers(megatron: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("megatron", type=Path, help="source tree of Megatron-LM")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=list(CASES),
+        default=list(CASES),
+    )
     given = parser.parse_args()
     megatron = given.megatron.expanduser().resolve()
     if not (megatron / "megatron/core").is_dir():
@@ -134,7 +144,9 @@ def main() -> None:
         words = ["data", "prepare", "--from", str(TEXT), "--glob", "*.py"]
         words += ["--vocab-size", "512", "--out", str(folder / "data")]
         subprocess.run(
-            [sys.executable, "-m", "kha_megatron", *words], check=True, capture_output=True
+            [sys.executable, "-m", "kha_megatron", *words],
+            check=True,
+            capture_output=True,
         )
         data = ["--data-path", str(folder / "data/corpus")]
         data += ["--tokenizer-type", "HuggingFaceTokenizer"]

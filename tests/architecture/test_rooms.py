@@ -145,7 +145,11 @@ sys.meta_path.insert(0, Refuse())
 def run_without(refused, code, *words):
     """Run code in a process that cannot import the top-level modules that ``refused`` selects."""
     code = f"refused = lambda top: {refused}\n{REFUSE_IMPORTS}\n{code}"
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.fast
@@ -242,7 +246,8 @@ MAY_NAME = {
 
 def names_a_mechanism(source):
     """Return identifiers and strings (not docstrings) that name a mechanism other than KHA."""
-    tree, found = ast.parse(source), set()
+    tree = ast.parse(source)
+    found = set()
     documents = {
         id(node.value)
         for node in ast.walk(tree)

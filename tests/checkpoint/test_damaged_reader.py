@@ -49,11 +49,18 @@ def test_open_refuses_damaged_directories(copy, damage):
 
 @pytest.mark.fast
 def test_read_refuses_a_damaged_chunk(copy):
-    key, name = f"decoder.layers.{PROJ}", "decoder.final_layernorm.weight"
+    key = f"decoder.layers.{PROJ}"
+    name = "decoder.final_layernorm.weight"
     folder = MegatronCheckpoint.open(copy)._folder
-    tensor, other = folder.tensors[key], folder.tensors[name].chunks[0]
+    tensor = folder.tensors[key]
+    other = folder.tensors[name].chunks[0]
     chunk = tensor.chunks[0]
-    swapped = replace(chunk, file=other.file, start=other.start, length=other.length)
+    swapped = replace(
+        chunk,
+        file=other.file,
+        start=other.start,
+        length=other.length,
+    )
     folder.tensors[key] = replace(tensor, chunks=(swapped, *tensor.chunks[1:]))
     with pytest.raises(CheckpointError, match=rf"{key} at .*expected torch\.float32"):
         folder.read(key)

@@ -14,7 +14,12 @@ from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.hf_writer import HFWriter, TensorEntry
 from kha_megatron.checkpoint.safetensors_file import DTYPES
 
-SOURCE = {"format": "torch_dist", "path": "iter_0000007", "iteration": 7, "sha256": "0" * 64}
+SOURCE = {
+    "format": "torch_dist",
+    "path": "iter_0000007",
+    "iteration": 7,
+    "sha256": "0" * 64,
+}
 
 
 def _entries(tensors):

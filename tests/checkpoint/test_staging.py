@@ -52,7 +52,8 @@ def old(tmp_path):
 
 def test_a_new_directory_is_flushed_before_it_replaces_the_old_one(old, monkeypatch):
     events = []
-    flush, rename = staging.flush, Path.rename
+    flush = staging.flush
+    rename = Path.rename
     monkeypatch.setattr(staging.secrets, "token_hex", lambda length: "0" * 2 * length)
     monkeypatch.setattr(staging, "flush", lambda path: (events.append(path.name), flush(path)))
     monkeypatch.setattr(
@@ -85,7 +86,8 @@ def test_an_error_in_the_block_leaves_the_old_directory(old, error):
 
 def _refuse(monkeypatch, owner, name, at):
     """Make the call number ``at`` of a function fail as on a full disk."""
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def refusing(*args, **kwargs):
         calls.append(args)
@@ -150,7 +152,9 @@ with staged_folder(Path(sys.argv[2])) as staged:
 def test_a_second_writer_is_refused_until_the_first_is_killed(old):
     before = _tree(old)
     with subprocess.Popen(
-        [sys.executable, "-c", _KILLED, "writing", str(old)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _KILLED, "writing", str(old)],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout.readline() == "writing\n"
         message = "model is being written by another process"

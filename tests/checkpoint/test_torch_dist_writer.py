@@ -9,8 +9,17 @@ import torch
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 
-COMMON = {"args": Namespace(num_layers=3), "iteration": 7, "checkpoint_version": 3.0}
-SOURCE = {"format": "huggingface", "path": "model", "iteration": None, "sha256": "0" * 64}
+COMMON = {
+    "args": Namespace(num_layers=3),
+    "iteration": 7,
+    "checkpoint_version": 3.0,
+}
+SOURCE = {
+    "format": "huggingface",
+    "path": "model",
+    "iteration": None,
+    "sha256": "0" * 64,
+}
 
 
 def _tensors():

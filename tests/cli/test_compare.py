@@ -60,7 +60,12 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     words += ["--variants", VARIANTS, "--seeds", "2", "--held-out", str(HELD_OUT)]
     words += ["--jobs", "1", "--", *SMALL]
     command = [sys.executable, "-m", "kha_megatron", *words]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         # the tracker file is empty for a moment after it is created
         wait_until(
@@ -78,7 +83,13 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     before = [(trial.folder / "result.json").read_bytes() for trial in planned.trials[:2]]
     assert json.loads((output / "report.json").read_text())["finished"] == 2
 
-    second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    second = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert second.returncode == 0, second.stderr[-4000:]
     assert f"{killed.name}: resuming from iteration {saved}\n" in second.stderr
     assert "baseline-seed1" not in second.stderr
@@ -139,7 +150,11 @@ def test_sigterm_stops_parallel_runs(corpus, nemorun_home, tmp_path):  # noqa: F
     words += ["--variants", VARIANTS, "--seeds", "1", "--null", "--", *SMALL]
     command = [sys.executable, "-m", "kha_megatron", "compare", *words, "--train-iters", "9999"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     seen = ""
     try:
@@ -190,7 +205,13 @@ def test_a_failure_of_the_first_run_ends_the_command(tmp_path, monkeypatch):
     lines = ("RuntimeError: the disk [red]is full",)
     failure = Failure(rank=0, exit_code=1, log=tmp_path / "log", lines=lines)
     paths = {"log": tmp_path / "log", "rank_logs": tmp_path}
-    result = LaunchResult(status="failed", seconds=1.0, last_step=None, failure=failure, **paths)
+    result = LaunchResult(
+        status="failed",
+        seconds=1.0,
+        last_step=None,
+        failure=failure,
+        **paths,
+    )
     monkeypatch.setattr(recipes, "launch_job", lambda *_, **__: result)
     words = ["--output", str(tmp_path / "out"), "--jobs", "1", "--json", "--", "--mock-data"]
     done = CliRunner().invoke(app, ["compare", *words])

@@ -115,7 +115,10 @@ def test_overwrite_replaces_a_model_and_nothing_else(to_hf_format, sparse, tmp_p
 
 
 def test_to_megatron_is_verified_and_prints_the_arguments_to_resume(
-    run, qwen3, tmp_path, monkeypatch
+    run,
+    qwen3,
+    tmp_path,
+    monkeypatch,
 ):
     monkeypatch.setattr(megatron_model, "run_megatron", run_in_new_process)
     out = tmp_path / "ckpt"
@@ -142,7 +145,11 @@ def test_to_megatron_is_verified_and_prints_the_arguments_to_resume(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fold_prints_what_rounding_does_to_mixtures_of_heads(run, tmp_path, dtype):
-    config = KHAModelConfig(**SIZES, kha_query="linear", kha_moh={"shared": 2, "active": 2})
+    config = KHAModelConfig(
+        **SIZES,
+        kha_query="linear",
+        kha_moh={"shared": 2, "active": 2},
+    )
     make(config).to(getattr(torch, dtype)).save_pretrained(tmp_path / "kha")
     words = ("--architecture", "kha", "--json")
     code, stdout, stderr = run("convert", "fold", tmp_path / "kha", tmp_path / "out", *words)

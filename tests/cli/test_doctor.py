@@ -61,7 +61,8 @@ def test_an_unsupported_version_blocks(site, run):
 
 
 @pytest.mark.parametrize(
-    ("version", "status"), [("2.8.0", "ok"), ("2.20.2", "ok"), ("2.7.0", "wrong"), ("3.0", "wrong")]
+    ("version", "status"),
+    [("2.8.0", "ok"), ("2.20.2", "ok"), ("2.7.0", "wrong"), ("3.0", "wrong")],
 )
 def test_pins_for_developers_are_not_bounds_for_users(site, monkeypatch, version, status):
     monkeypatch.setattr(doctor, "lacks_te_extension", lambda: False)

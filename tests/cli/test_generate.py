@@ -124,7 +124,11 @@ def test_a_damaged_model_is_refused(run, folder, capsys, damage, message):
 def test_code_in_the_directory_never_runs(run, folder, tmp_path):
     marker = tmp_path / "ran"
     (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    names = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": "evil.T"}
+    names = {
+        "AutoConfig": "evil.C",
+        "AutoModelForCausalLM": "evil.M",
+        "AutoTokenizer": "evil.T",
+    }
     edit_config(folder, auto_map=names)
     run("generate", folder, PROMPT, "--max-new-tokens", 2)
     edit_config(folder, model_type="evil")

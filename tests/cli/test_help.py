@@ -73,5 +73,10 @@ sys.argv = ["kha-megatron", *{words}]
 run_app(app)
 print(json.dumps([name for name in {HEAVY} if name in sys.modules]), file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(done.stderr.splitlines()[-1]) == []

@@ -18,7 +18,8 @@ from kha_megatron.model.recorded import read_knock_weights
 from tests.cli.small_models import MODEL, train_tokenizer
 from tests.conversion.checkpoints import ITERATION, save_gpt
 
-D, LAYERS = 7, 3
+D = 7
+LAYERS = 3
 PNGS = ["query_proj.png", "value_down.png", "value_gate.png", "value_up.png"]
 TEXT = "def main(x):\n\treturn x + 1\n" * 20
 SIZES = MODEL | {"vocab_size": 300}
@@ -148,7 +149,10 @@ def test_a_stock_model_is_measured(run, tokenizer, text, tmp_path):
 
 def test_tables_and_pictures_of_everything(run, tokenizer, text, tmp_path):
     config = KHAModelConfig(
-        **SIZES, kha_value="mlp", kha_gate={"output": "head"}, kha_moh={"share": 0.5}
+        **SIZES,
+        kha_value="mlp",
+        kha_gate={"output": "head"},
+        kha_moh={"share": 0.5},
     )
     folder = save_model(tmp_path / "model", config, tokenizer)
     code, stdout, stderr = run(folder, tmp_path / "out", "--text", text)
@@ -175,7 +179,13 @@ def test_a_megatron_checkpoint_is_converted(run, ranks, tokenizer, text, tmp_pat
 
 
 def test_bad_input_is_refused_before_anything_is_written(
-    run, matrices, tokenizer, text, tmp_path, capsys, monkeypatch
+    run,
+    matrices,
+    tokenizer,
+    text,
+    tmp_path,
+    capsys,
+    monkeypatch,
 ):
     plain = _write(tmp_path / "plain", matrices, kha_query=None, kha_value=None)
     stock = save_model(tmp_path / "stock", Qwen3Config(**SIZES), tokenizer)

@@ -38,7 +38,11 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     as_json = json.loads(run(*LAUNCH, *words, "--json", *extra).stdout)
 
     fake = 'torchrun() { printf "%s\\0" "$PWD" "$OMP_NUM_THREADS" "${PATH%%:*}" "$@"; }'
-    done = subprocess.run(["bash", "-c", f"{fake}\n{text}"], capture_output=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{fake}\n{text}"],
+        capture_output=True,
+        check=True,
+    )
     folder, threads, path, *command = done.stdout.decode().split("\0")[:-1]
     training = command.index("kha_megatron.training")
     assert (folder, threads) == (os.getcwd(), "1")
@@ -129,7 +133,13 @@ def test_failed_rank_is_quoted_and_sets_the_exit_code(code, tmp_path, monkeypatc
     monkeypatch.setattr(sys, "argv", ["kha-megatron", *words])
     monkeypatch.setattr(following, "_SECONDS_BETWEEN_LINES", 0)
     paths = {"log": tmp_path / "all", "rank_logs": tmp_path}
-    result = LaunchResult(status="failed", seconds=1.0, last_step=step, failure=failure, **paths)
+    result = LaunchResult(
+        status="failed",
+        seconds=1.0,
+        last_step=step,
+        failure=failure,
+        **paths,
+    )
     monkeypatch.setattr(recipes, "launch_job", train)
     done = run(*words, code=code)
     assert "RuntimeError: the disk [red]is full" in done.stderr
@@ -155,7 +165,13 @@ def test_a_stopped_run_continues_with_the_printed_command(corpus, tmp_path, nemo
 
     def launch(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kha_megatron", "launch", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
 
     stopped = launch(*words)
     assert (stopped.returncode, "Training stopped after" in stopped.stderr) == (0, True)

@@ -81,7 +81,8 @@ def test_a_layer_pattern_counts_like_its_num_layers(run):
 
 
 def test_folding_and_the_note_of_a_recipe_are_printed(run):
-    latent, grouped = run("params", "table3/mla-linear")[1], run("params", "table3/gqa4-mlp")[1]
+    latent = run("params", "table3/mla-linear")[1]
+    grouped = run("params", "table3/gqa4-mlp")[1]
     assert "(0 % after `convert fold`)" in latent
     assert "--norm-epsilon 1e-6 instead of 1e-5" in latent
     assert "convert fold" not in grouped

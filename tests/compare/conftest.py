@@ -9,7 +9,13 @@ from kha_megatron.compare.variants import parse_variants
 from kha_megatron.recipes import get_recipe
 
 ITERATIONS = 200
-COST = {"total": 1_800_000, "active": 900_000, "kha": 12_288, "flops": 6.5e6, "kha_flops": 6.5e4}
+COST = {
+    "total": 1_800_000,
+    "active": 900_000,
+    "kha": 12_288,
+    "flops": 6.5e6,
+    "kha_flops": 6.5e4,
+}
 
 
 def make_result(variant, seed: int, *, gain: float = 0.0) -> dict:
@@ -19,7 +25,12 @@ def make_result(variant, seed: int, *, gain: float = 0.0) -> dict:
         2 + 4 / (1 + i / 10) + 0.3 * seed + noise.gauss(0, 0.02) - gain * min(1, i / 50)
         for i in range(ITERATIONS)
     ]
-    layer = {"layer": 0, "diagonal_mean": 0.9, "off_diagonal_share": 0.1, "distance": 2.718}
+    layer = {
+        "layer": 0,
+        "diagonal_mean": 0.9,
+        "off_diagonal_share": 0.1,
+        "distance": 2.718,
+    }
     matrices = [
         {"projection": p, "variant": v, "matrix": "proj", "picture": "x.png", "layers": [layer]}
         for p, v in variant.kha.variants.items()

@@ -21,7 +21,10 @@ class Parsed(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.tables, self.tags, self.text, self.in_cell = {}, [], "", False
+        self.tables = {}
+        self.tags = []
+        self.text = ""
+        self.in_cell = False
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -96,9 +99,18 @@ def test_null_runs_are_the_floor_of_both_losses(tmp_path):
     """Held out, kha_mlp gains 0.003 ± 0.0005 where null runs are 0.004 from the baseline."""
     variants = parse_variants("baseline,kha_mlp")
     planned = plan_comparison(
-        get_recipe("quickstart"), variants, 3, output=tmp_path, overrides=["--mock-data"], null=True
+        get_recipe("quickstart"),
+        variants,
+        3,
+        output=tmp_path,
+        overrides=["--mock-data"],
+        null=True,
     )
-    moved = {"baseline": (0, 0, 0), "null": (4, -4, 4), "kha_mlp": (-3, -3.2, -2.8)}
+    moved = {
+        "baseline": (0, 0, 0),
+        "null": (4, -4, 4),
+        "kha_mlp": (-3, -3.2, -2.8),
+    }
     results = {
         (name, seed): make_result(trial.variant, seed, gain=0.05 * (name == "kha_mlp"))
         | {"held_out": 2 + seed + moved[name][seed - 1] / 1000}
@@ -136,7 +148,12 @@ def test_an_unfinished_comparison_reports_the_state_of_each_run(finished):
 
 def test_every_string_is_escaped_and_no_resource_is_loaded(finished):
     report = build_report(*finished)
-    report |= {"recipe": EVIL, "description": EVIL, "reference": EVIL, "note": EVIL}
+    report |= {
+        "recipe": EVIL,
+        "description": EVIL,
+        "reference": EVIL,
+        "note": EVIL,
+    }
     report["variants"][0]["name"] = EVIL
     report["variants"][1] |= {"knocks": EVIL, "cost": {"uncounted": EVIL, "unfused": EVIL}}
     report["variants"][1]["matrices"][0] |= {"projection": EVIL, "variant": EVIL}

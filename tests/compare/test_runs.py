@@ -45,7 +45,16 @@ def test_null_runs_perturb_the_reference_by_rounding(tmp_path):
     assert [trial.variant.name for trial in comparison.trials] == ["kha_mlp", "null", "baseline"]
     reference, null, _ = (trial.config.flags for trial in comparison.trials)
     assert null == reference | {"--kha-perturb-embedding": ("1e-06",)}
-    half = planned(tmp_path, [*MOCK, "--bf16"], seeds=1, null=True).trials[1].config.flags
+    half = (
+        planned(
+            tmp_path,
+            [*MOCK, "--bf16"],
+            seeds=1,
+            null=True,
+        )
+        .trials[1]
+        .config.flags
+    )
     assert half["--kha-perturb-embedding"] == ("0.00390625",)
 
 

@@ -22,7 +22,8 @@ def test_variants_are_presets_the_ablation_or_flags():
         "kv": KHAConfig(key="linear", value="mlp"),
         "g": KHAConfig(key="linear", value="linear", init="random"),
         "kha_mlp+gate_output+gate_value": KHAConfig(
-            value="mlp", gate=Gate(output="element", value="element")
+            value="mlp",
+            gate=Gate(output="element", value="element"),
         ),
     }
 

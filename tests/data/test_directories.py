@@ -37,8 +37,14 @@ def write(root, files):
 
 def read(root, globs=None):
     """Return the texts in a directory, and which files were skipped for each reason."""
-    skipped, reader = empty_skipped(), Reader(1 << 20)
-    choice = {"globs": globs, "exclude": (), "output": root / "out", "skipped": skipped}
+    skipped = empty_skipped()
+    reader = Reader(1 << 20)
+    choice = {
+        "globs": globs,
+        "exclude": (),
+        "output": root / "out",
+        "skipped": skipped,
+    }
     found = find_files([root], **choice)
     sources = select_sources(
         found, reader, given=[root], skipped=skipped, advance=lambda size: None

@@ -30,7 +30,13 @@ def write(file):
         case ".jsonl.gz":
             file.write_bytes(gzip.compress(LINES.encode(), mtime=0))
         case ".jsonl.zst":
-            file.write_bytes(pa.compress(LINES.encode(), codec="zstd", asbytes=True))
+            file.write_bytes(
+                pa.compress(
+                    LINES.encode(),
+                    codec="zstd",
+                    asbytes=True,
+                )
+            )
         case ".parquet":
             pq.write_table(pa.table({"id": [1, 2, 3], "body": DOCUMENTS}), file)
     return file
@@ -58,7 +64,12 @@ def test_each_record_becomes_a_document(run, tmp_path, name):
 def test_long_records_are_split_and_empty_ones_are_counted(tmp_path):
     lines = [{"text": "one\ntwo\n"}, {"text": ""}, {"text": "three"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    report = prepare([tmp_path / "a.jsonl"], tmp_path / "out", vocab_size=260, max_file_bytes=5)
+    report = prepare(
+        [tmp_path / "a.jsonl"],
+        tmp_path / "out",
+        vocab_size=260,
+        max_file_bytes=5,
+    )
     assert decoded(tmp_path / "out") == ["one\n", "two\n", "three"]
     assert (report.split_files, report.skipped["empty"]["count"]) == (1, 1)
 
@@ -67,7 +78,11 @@ def damaged_parquet(*, checksum, first, last):
     """Return a Parquet file of 9 rows. One page is damaged."""
     table = pa.table({"text": [letter * 99 for letter in "abcdefghi"]})
     stream = pa.BufferOutputStream()
-    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
+    options = {
+        "compression": "none",
+        "use_dictionary": False,
+        "write_statistics": False,
+    }
     pq.write_table(table, stream, write_page_checksum=checksum, **options)
     return stream.getvalue().to_pybytes().replace(b"e" * 9, first + b"e" * 7 + last)
 
@@ -169,7 +184,12 @@ def datasets(tmp_path_factory):
     """Data of a vocabulary of 400 tokens, and of one of 300 tokens."""
     root = tmp_path_factory.mktemp("datasets")
     for size in (400, 300):
-        prepare(None, root / str(size), vocab_size=size, globs=["os*.py", "json*.py"])
+        prepare(
+            None,
+            root / str(size),
+            vocab_size=size,
+            globs=["os*.py", "json*.py"],
+        )
     return root
 
 
@@ -179,7 +199,8 @@ def words_for(folder, tokenizer):
 
 
 def test_data_of_another_tokenizer_is_refused(run, datasets, tmp_path, faults_table):
-    large, small = datasets / "400", datasets / "300"
+    large = datasets / "400"
+    small = datasets / "300"
     wrong = words_for(large, small / "tokenizer")
     message = "was tokenized with a vocabulary of 400 tokens, but the 300 tokens of"
     for words in (
@@ -204,7 +225,11 @@ def test_a_tokenizer_with_additional_tokens_is_accepted(datasets, tmp_path):
     for folder in (datasets / "300" / "tokenizer", tmp_path):
         values = ([str(datasets / "300" / "corpus")], "HuggingFaceTokenizer", str(folder), "1,0,0")
         check_data(dict(zip(names, values, strict=True)))
-    null = {"data_path": values[0], "tokenizer_type": "NullTokenizer", "split": "1,0,0"}
+    null = {
+        "data_path": values[0],
+        "tokenizer_type": "NullTokenizer",
+        "split": "1,0,0",
+    }
     check_data(null | {"vocab_size": 300})
     with pytest.raises(DataError, match="Pass --vocab-size 300 instead of 299"):
         check_data(null | {"vocab_size": 299})

@@ -23,7 +23,11 @@ TEXTS = {
     "b/odd.txt": "\ufeff\0\x1b[0m\u2028\u00a0 e\u0301 \U0010ffff\t  \n ",
     "b/space.txt": "   \n\n \t \n",
 }
-OTHERS = {"a/empty.py": b"", "b/latin.txt": b"caf\xe9", "b/late.txt": b"x\n" * 500 + b"\xff"}
+OTHERS = {
+    "a/empty.py": b"",
+    "b/latin.txt": b"caf\xe9",
+    "b/late.txt": b"x\n" * 500 + b"\xff",
+}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +98,8 @@ def make_tokenizer(folder, *, eos=True, normalizer=None, template="<s> $A </s>")
     backend.decoder = decoders.ByteLevel()
     backend.normalizer = normalizer
     backend.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+        single=template,
+        special_tokens=[("<s>", 0), ("</s>", 1)],
     )
     backend.enable_truncation(16)
     backend.enable_padding(length=64, pad_id=1, pad_token="</s>")
@@ -126,7 +131,8 @@ def test_special_tokens_equal_those_of_megatron(template, before, tmp_path):
 
     folder = make_tokenizer(tmp_path / "tokenizer", template=template)
     megatron = MegatronTokenizer.from_pretrained(
-        tokenizer_path=str(folder), metadata_path={"library": "huggingface"}
+        tokenizer_path=str(folder),
+        metadata_path={"library": "huggingface"},
     )
     texts = ["first", "second \N{PARROT}\n", "x" * 40]
     for number, text in enumerate(texts):
@@ -185,10 +191,23 @@ def test_interrupted_work_leaves_what_was_there(stage, prepared, sources, tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare([sources], out, vocab_size=300, overwrite=True, on_progress=interrupt)
+        prepare(
+            [sources],
+            out,
+            vocab_size=300,
+            overwrite=True,
+            on_progress=interrupt,
+        )
     assert files(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # and no hidden leftover
-    prepare([sources], out, vocab_size=300, overwrite=True, workers=1, max_file_bytes=LIMIT)
+    prepare(
+        [sources],
+        out,
+        vocab_size=300,
+        overwrite=True,
+        workers=1,
+        max_file_bytes=LIMIT,
+    )
     assert files(out) == files(prepared[0])  # which two workers prepared
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (out / "book.txt").write_text("a source that --overwrite would delete")
@@ -209,7 +228,12 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(content, tmp_path):
                 victim.write_bytes(content)
 
     with pytest.raises(DataError, match=r"2\.txt changed while it was being read"):
-        prepare(sorted(tmp_path.glob("*.txt")), tmp_path / "out", workers=1, on_progress=change)
+        prepare(
+            sorted(tmp_path.glob("*.txt")),
+            tmp_path / "out",
+            workers=1,
+            on_progress=change,
+        )
     assert not list(tmp_path.glob("*out*"))
 
 
@@ -261,7 +285,12 @@ def test_the_tokenizer_is_trained_on_an_even_sample(tmp_path):
     root.mkdir()
     for i in range(40):  # of 1,000 bytes each
         (root / f"{i:02}.txt").write_text(f"word{'abcdefghij'[i % 10] * 5} " * 100)
-    report = prepare([root], tmp_path / "out", vocab_size=400, tokenizer_sample=10_000)
+    report = prepare(
+        [root],
+        tmp_path / "out",
+        vocab_size=400,
+        tokenizer_sample=10_000,
+    )
     assert 10_000 <= report.tokenizer_sample_bytes < 10_000 + 1_000
     assert report == verify(tmp_path / "out")
     tokens = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer").get_vocab()

@@ -25,7 +25,11 @@ def test_every_path_is_used_or_counted(tmp_path):
     (root / os.fsdecode(b"\xff.py")).write_text("a name that is no UTF-8")
 
     skipped = empty_skipped()
-    choice = {"globs": ["*.py"], "exclude": ["__pycache__"], "output": root / "out"}
+    choice = {
+        "globs": ["*.py"],
+        "exclude": ["__pycache__"],
+        "output": root / "out",
+    }
     found = find_files([root], **choice, skipped=skipped)
     names = [str(path.relative_to(root)) for path in found]
     assert names == ["a/one.py", "b/two.py", "\udcff.py"]

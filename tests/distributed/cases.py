@@ -41,13 +41,18 @@ MOH = KHAConfig(moh=MixtureOfHeads(shared=3, active=[2, 3, 1, 2], balance=5.0))
 counts twice changes no gradient by more than 1e-4."""
 SPLIT = replace(RANDOM, moh=MixtureOfHeads(shared=3, active=[2, 3, 1], balance=5.0))
 QUANTIZED = replace(
-    LINEAR, moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0)
+    LINEAR,
+    moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0),
 )
 
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True}
 OVERLAP_ALL = ZERO | OVERLAP | {"overlap_param_gather": True}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 SELECTIVE = {"recompute_granularity": "selective"}
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}

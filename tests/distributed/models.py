@@ -14,7 +14,9 @@ from kha_megatron.config import KHAConfig
 from kha_megatron.mcore.attention import KnockedAttention
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
-VOCAB, SEQUENCE, BATCH = 56, 12, 3
+VOCAB = 56
+SEQUENCE = 12
+BATCH = 3
 
 LATENT: dict[str, Any] = {
     "q_lora_rank": 20,
@@ -84,7 +86,14 @@ def hybrid_model(
 ) -> HybridModel:
     """Build a HybridModel with the same sizes as :func:`gpt_model`."""
     spec = kha_hybrid_stack_spec(kha)
-    return _build(HybridModel, config, spec, kha, hybrid_layer_pattern=pattern, **options)
+    return _build(
+        HybridModel,
+        config,
+        spec,
+        kha,
+        hybrid_layer_pattern=pattern,
+        **options,
+    )
 
 
 def _build(
@@ -119,12 +128,18 @@ def perturb(model: torch.nn.Module, scale: float = 0.3) -> None:
         for name, parameter in module.named_parameters():
             if name.startswith("knock_"):
                 generator = torch.Generator().manual_seed(module.layer_number)
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                noise = torch.randn(
+                    parameter.shape,
+                    generator=generator,
+                    dtype=torch.float32,
+                )
                 parameter += (scale * noise).to(parameter)
 
 
 def batch(
-    seed: int = 11, size: tuple[int, int] = (BATCH, SEQUENCE), vocab: int = VOCAB
+    seed: int = 11,
+    size: tuple[int, int] = (BATCH, SEQUENCE),
+    vocab: int = VOCAB,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return token ids ``[b, s]``, position ids ``[b, s]`` and the causal mask ``[1, 1, s, s]``."""
     generator = torch.Generator().manual_seed(seed)

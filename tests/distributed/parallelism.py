@@ -23,7 +23,8 @@ from kha_megatron.config import KHAConfig
 from tests.distributed.pieces import Result, as_array, fill, gathered, pieces
 from tests.versions import on_this_cp_rank
 
-VOCAB, MICROBATCH = 56, 2
+VOCAB = 56
+MICROBATCH = 2
 MICROBATCHES = 6, 2
 """Microbatches of all ranks in the first step, whose gradients are compared, and in later steps."""
 CLIP = 0.1  # far below the norm of every case, so that clipping acts
@@ -388,7 +389,12 @@ def _packing(sequence: int) -> Any:
 
     ends = sequence * torch.arange(MICROBATCH + 1, dtype=torch.int32, device="cuda")
     longest = {"max_seqlen_q": sequence, "max_seqlen_kv": sequence}
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **longest)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        **longest,
+    )
 
 
 def _batch(microbatch: int, case: Case) -> dict[str, Tensor]:

@@ -159,7 +159,9 @@ def quantities(ranks: list[Result]) -> dict[str, np.ndarray]:
 
 
 def errors(
-    got: dict[str, np.ndarray], want: dict[str, np.ndarray], epsilon: float = 2**-23
+    got: dict[str, np.ndarray],
+    want: dict[str, np.ndarray],
+    epsilon: float = 2**-23,
 ) -> dict[str, float]:
     """Return the relative error of the norm of every quantity and of the first step's update.
 

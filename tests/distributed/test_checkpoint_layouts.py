@@ -204,12 +204,18 @@ WHOLE = pytest.mark.whole
     ],
 )
 def test_training_continues_alike_under_another_layout(
-    run, trained, tmp_path, model, before, after
+    run,
+    trained,
+    tmp_path,
+    model,
+    before,
+    after,
 ):
     source, expected = trained(case(**model, **before))
     loaded = case(**model, **after)
     results = run(load_and_save, loaded.layout.world, str(source), str(tmp_path), loaded)
-    saved, saved_again = contents(source / "state"), contents(tmp_path / "state")
+    saved = contents(source / "state")
+    saved_again = contents(tmp_path / "state")
     assert saved[0].keys() == saved_again[0].keys()
     moments = [key for key in saved[0] if ".exp_avg_sq." in key and ".knock_" in key]
     assert len(moments) >= len(loaded.khas[0].variants)

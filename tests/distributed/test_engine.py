@@ -113,7 +113,11 @@ def test_fp8_rounds_alike_under_every_parallelism(ranks, ranks_with_engine, case
     # each rank has as many tokens as FP8 needs
     case = replace(case, bf16=True, config=WIDE, sequence=32, steps=1)
     if BLOCKWISE.items() <= case.savings.items():
-        case = replace(case, config=WIDE | {"hidden_size": BLOCKS}, sequence=BLOCKS)
+        case = replace(
+            case,
+            config=WIDE | {"hidden_size": BLOCKS},
+            sequence=BLOCKS,
+        )
     assert not beyond_one_process(ranks, ranks_with_engine, case)
 
 
@@ -144,7 +148,13 @@ def with_userbuffers():
 
     modes = [base.UserBufferQuantizationMode.NONE]
     shape = [SEQUENCE * MICROBATCH, SIZES["hidden_size"]]
-    base.initialize_ub(shape, 2, quantization_modes=modes, ub_cfgs={}, bootstrap_backend="nccl")
+    base.initialize_ub(
+        shape,
+        2,
+        quantization_modes=modes,
+        ub_cfgs={},
+        bootstrap_backend="nccl",
+    )
     with one_name_for_each_norm():
         yield
     base.destroy_ub()
@@ -165,7 +175,14 @@ def test_equals_one_gpu(gpu_ranks, gpu_engine, case, change):
     if (world := case.layout.world) > torch.cuda.device_count():
         pytest.skip(f"NOT TESTED: needs {world} GPUs")
     config = SIZES | (EXPERTS if case.model == "moe" else {})
-    case = replace(case, bf16=True, sequence=SEQUENCE, steps=1, config=config, khas=case.khas[:1])
+    case = replace(
+        case,
+        bf16=True,
+        sequence=SEQUENCE,
+        steps=1,
+        config=config,
+        khas=case.khas[:1],
+    )
     if change is without_copy_on_matrices:
         with pytest.raises(AssertionError, match=MATRICES_DIFFER):
             beyond_one_process(gpu_ranks, gpu_ranks, case, change)

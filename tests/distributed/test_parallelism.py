@@ -49,7 +49,11 @@ def parameters():
 def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, whole, case):
     if whole:
         plain = not case.config.keys() & (LATENT | TIED).keys()
-        case = replace(case, khas=(*case.khas, *(SAME_VARIANT if plain else ())), steps=10)
+        case = replace(
+            case,
+            khas=(*case.khas, *(SAME_VARIANT if plain else ())),
+            steps=10,
+        )
     results = ranks(train, case.layout.world, case, timeout=600)
     for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):
         found = errors(quantities(got), want, 2**-8 if case.bf16 else 2**-23)

@@ -97,7 +97,8 @@ def world(tmp_path_factory):
         (place / folder).mkdir()
         shutil.copy(TEXT / "encoder.py", place / folder / "book.txt")
     config = deepcopy(CONFIGS["qwen3"])
-    config.vocab_size, config.max_position_embeddings = 512, 64
+    config.vocab_size = 512
+    config.max_position_embeddings = 64
     model = make(config)
     model.save_pretrained(place / "Qwen3-0.6B-Base")
     for file in (place / "data/python/tokenizer").iterdir():

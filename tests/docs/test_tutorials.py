@@ -63,7 +63,8 @@ def test_a_stock_gpt_model_to_kha_and_back(walk):
     line = "kha_megatron: using layer spec kha_linear (query=linear key=linear value=linear)\n"
     assert (gpt.count(line), trained.count(line)) == (0, 1)
     assert ["GPTModel IS DEPRECATED" in log for log in (gpt, trained)] == [True, False]
-    plain, ours = losses(gpt), losses(trained)
+    plain = losses(gpt)
+    ours = losses(trained)
     assert ours[1] == pytest.approx(plain[40], abs=0.1)  # one batch and a mean over ten
     assert ours[40] < ours[1] - 0.3
     assert AGREE.search(upcycled)
@@ -94,7 +95,12 @@ def test_a_pretrained_model_to_kha_and_back(walk):
     model = AutoModelForCausalLM.from_pretrained(walk.place / "hf/base")
     tokenizer = AutoTokenizer.from_pretrained(walk.place / "ckpt/base/tokenizer")
     texts = [f"user: {i} + 1\nassistant: {i + 1}\n" for i in range(1, 9)]
-    batch = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
+    batch = tokenizer(
+        texts,
+        padding=True,
+        padding_side="right",
+        return_tensors="pt",
+    )
     labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
     assert losses(chat)[1] == pytest.approx(model(**batch, labels=labels).loss.item(), rel=1e-5)
     assert losses(chat)[100] < 1

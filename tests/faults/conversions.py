@@ -37,11 +37,13 @@ def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tupl
     Returns:
         The number of kills, and a line for each one after which the old output was not there.
     """
-    first, note = target.with_name("first"), target.parent.with_name("steps")
+    first = target.with_name("first")
+    note = target.parent.with_name("steps")
     old_copy = shutil.copytree(target, target.parent.with_name("old"))
     convert(kind, source, first)  # imports what the children would import one by one
     gc.collect()  # forks have no threads
-    old, new = tree(target), tree(first)
+    old = tree(target)
+    new = tree(first)
     assert not _forked(lambda: note.write_text(_follow(kind, source, first)))
     assert tree(first) == new
     steps = note.read_text().splitlines()

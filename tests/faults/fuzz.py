@@ -35,7 +35,11 @@ def torch_dist(folder: Path) -> None:
             whole = {"shape": (2, 3), "offsets": (row, 0)}
             writer.write("decoder.layers.w", torch.full((1, 3), float(row)), **whole)
         writer.write("a", torch.arange(5.0), shape=(5,), offsets=(0,))
-        common = {"args": Namespace(num_layers=2), "iteration": 7, "checkpoint_version": 3.0}
+        common = {
+            "args": Namespace(num_layers=2),
+            "iteration": 7,
+            "checkpoint_version": 3.0,
+        }
         writer.close(common, {"format": "none"})
 
 
@@ -143,8 +147,10 @@ def fuzz(kind: str, times: int, folder: Path, seed: int = 0) -> Counter[str]:
     """Damage a file repeatedly. Count how often it was ``read`` or ``refused`` in one line."""
     make, file_of, read = KINDS[kind]
     make(folder)
-    file, chance = file_of(folder), random.Random(f"{kind} {seed}")
-    whole, found = file.read_bytes(), Counter[str]()
+    file = file_of(folder)
+    chance = random.Random(f"{kind} {seed}")
+    whole = file.read_bytes()
+    found = Counter[str]()
     read(folder)
     for _ in range(times):
         data = damaged(whole, chance)

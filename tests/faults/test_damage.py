@@ -72,10 +72,12 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(
-    "where", ["index", *(pytest.param(w, marks=pytest.mark.whole) for w in HOSTILE if w != "index")]
+    "where",
+    ["index", *(pytest.param(w, marks=pytest.mark.whole) for w in HOSTILE if w != "index")],
 )
 def test_training_does_not_run_a_hostile_pickle(entry, copy, tmp_path, where):
-    file, folder = tmp_path / "created", iteration_folder(copy, 2)
+    file = tmp_path / "created"
+    folder = iteration_folder(copy, 2)
     if where == "index":
         fuzz.edit_index(folder, lambda index: setattr(index, "planner_data", fuzz.Bomb(file)))
     else:

@@ -13,7 +13,9 @@ from kha_megatron.checkpoint.tracker import COMMIT_MARK, TRACKER
 from tests.faults import writes
 from tests.faults.jobs import arguments, iteration_folder, resumed, until
 
-MARK, TRACK, INDEX = "*/metadata.json", f".{TRACKER}.partial-*", "*/.metadata.tmp"
+MARK = "*/metadata.json"
+TRACK = f".{TRACKER}.partial-*"
+INDEX = "*/.metadata.tmp"
 PLACES = [
     # rank, all ranks or one, step of that rank, which of its kind; whether the save is complete
     (0, "one", ("mkdir", "iter_*"), 1, False),
@@ -45,7 +47,8 @@ ASYNC = ["--async-save", "--async-strategy", "mcore", "--use-persistent-ckpt-wor
 
 def _once_saving(saved: Path, delay: float) -> float:
     """Wait for the first file of a save, and return ``delay``."""
-    start, deadline = time.time(), time.monotonic() + 100
+    start = time.time()
+    deadline = time.monotonic() + 100
     while not (saved.exists() and saved.stat().st_mtime > start) and time.monotonic() < deadline:
         time.sleep(0.002)
     return delay
@@ -66,17 +69,16 @@ def _kill_at_random(entry, faults_table, folder, seed, longest, *words):
     assert resumed(run.output) == before
     last = _last_complete(folder)
     assert last >= before
-    place, complete = (
-        f"{1000 * delay:.0f} ms after its first file",
-        "yes" if last > before else "no",
-    )
+    place = f"{1000 * delay:.0f} ms after its first file"
+    complete = "yes" if last > before else "no"
     kind = "asynchronous" if words else "synchronous"
     faults_table("Kills", kind, "both ranks", place, complete, last)
     return last
 
 
 def test_killed_jobs_resume_from_the_last_complete_checkpoint(entry, tmp_path, whole, faults_table):
-    folder, note = tmp_path / "save", tmp_path / "killed"
+    folder = tmp_path / "save"
+    note = tmp_path / "killed"
     last = 0
     places = PLACES[::-1] if whole else FEW
     for rank, whom, step, count, complete in places:
@@ -117,9 +119,16 @@ def test_jobs_killed_during_an_asynchronous_save_resume(entry, tmp_path, faults_
 
 def test_a_kill_while_a_checkpoint_is_replaced_leaves_no_mixture(entry, saved, tmp_path):
     """A run that was rolled back saves an iteration again. Megatron would keep its old mark."""
-    folder, note = shutil.copytree(saved, tmp_path / "save"), tmp_path / "killed"
+    folder = shutil.copytree(saved, tmp_path / "save")
+    note = tmp_path / "killed"
     fault = functools.partial(
-        writes.kill_at, folder, ("half", ".iter_0000002.partial-*/*.distcp"), 3, 1, True, note
+        writes.kill_at,
+        folder,
+        ("half", ".iter_0000002.partial-*/*.distcp"),
+        3,
+        1,
+        True,
+        note,
     )
     run = entry(arguments(folder, "--ckpt-step", "1"), 2, before=fault)
     assert run.codes == [-9, -9], run.output[-3000:]

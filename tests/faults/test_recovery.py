@@ -12,7 +12,9 @@ from kha_megatron.checkpoint.tracker import COMMIT_MARK, TRACKER, clear_for_over
 from kha_megatron.errors import CheckpointError
 from kha_megatron.training import recovery
 
-PARTIAL, COMPLETE, TORN_MARK = "partial", "complete", "torn mark"
+PARTIAL = "partial"
+COMPLETE = "complete"
+TORN_MARK = "torn mark"
 
 
 def make(folder, tracker, *saves):
@@ -132,7 +134,13 @@ def test_warning_if_a_run_does_not_load_its_own_checkpoints(tmp_path, capsys):
     make(tmp_path, "2", COMPLETE, COMPLETE)
     recovery.warn_of_a_fresh_start(args(tmp_path))
     recovery.warn_of_a_fresh_start(args(tmp_path, load=None, save=None))
-    recovery.warn_of_a_fresh_start(args(tmp_path, load=None, save="msc://bucket/run"))
+    recovery.warn_of_a_fresh_start(
+        args(
+            tmp_path,
+            load=None,
+            save="msc://bucket/run",
+        )
+    )
     assert not capsys.readouterr().err
     recovery.warn_of_a_fresh_start(args(tmp_path, load=None))
     (line,) = capsys.readouterr().err.splitlines()

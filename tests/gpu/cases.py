@@ -139,7 +139,12 @@ def _fp8(recipe: str, more: str = "") -> Arguments:
 
 
 def _dense(name: str, flags: Arguments, *needs: str, **more: object) -> Case:
-    return Case(name=name, flags=flags, needs=needs, **({"like": "dense-bf16"} | more))
+    return Case(
+        name=name,
+        flags=flags,
+        needs=needs,
+        **({"like": "dense-bf16"} | more),
+    )
 
 
 def _moe(name: str, flags: Arguments, *needs: str, **more: object) -> Case:
@@ -192,7 +197,10 @@ def missing(case: Case, has: Mapping[str, bool]) -> str | None:
 
 
 def faults(
-    case: Case, losses: Sequence[float], reference: Sequence[float] | None, steps: int
+    case: Case,
+    losses: Sequence[float],
+    reference: Sequence[float] | None,
+    steps: int,
 ) -> list[str]:
     """Return the faults of a run of ``steps`` steps. Its losses must follow ``reference``."""
     if len(losses) < steps:

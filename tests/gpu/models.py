@@ -20,7 +20,9 @@ from kha_megatron.heads.kernels import fused
 from kha_megatron.mcore import cpu
 from tests.distributed import models
 
-VOCAB, SEQUENCE, BATCH = 128, 64, 3
+VOCAB = 128
+SEQUENCE = 64
+BATCH = 3
 
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -163,7 +165,8 @@ def errors(
     for model in (plain, exact):
         copy_weights(ours, model)
     with mock.patch.dict(os.environ, {fused.KERNELS_VARIABLE: "torch"}):
-        want, rival = look(exact), look(plain)
+        want = look(exact)
+        rival = look(plain)
     if spoil is not None:
         spoil(ours)
     x = torch.empty(1, ours.config.kv_channels, dtype=dtype, device=device())

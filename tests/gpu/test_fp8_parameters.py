@@ -19,7 +19,12 @@ def places(recipe):
     from tests.gpu import models
 
     initialize()
-    fp8 = {"ffn_hidden_size": 256, "fp8": "hybrid", "fp8_param": True, "fp8_recipe": recipe}
+    fp8 = {
+        "ffn_hidden_size": 256,
+        "fp8": "hybrid",
+        "fp8_param": True,
+        "fp8_recipe": recipe,
+    }
     engine = "transformer_engine"
     model = models.build(KHAS["mixed"], engine, torch.bfloat16, moe=False, **fp8)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, fp8_param_gather=True)

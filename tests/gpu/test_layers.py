@@ -37,14 +37,26 @@ def errors(kha, impl, dtype, moe, spoil=None):
     """Return ``models.errors`` of logits and of all gradients."""
     from tests.gpu import models
 
-    return models.errors(KHAS[kha], impl, dtype, models.outcome, moe=moe, spoil=spoil)
+    return models.errors(
+        KHAS[kha],
+        impl,
+        dtype,
+        models.outcome,
+        moe=moe,
+        spoil=spoil,
+    )
 
 
 def accumulated_errors(kha, impl, moe, fused, spoil=None):
     """Return ``models.errors`` of accumulated gradients of models without an output layer."""
     from tests.gpu import models
 
-    options = {"moe": moe, "head": False, "gradient_accumulation_fusion": fused, "spoil": spoil}
+    options = {
+        "moe": moe,
+        "head": False,
+        "gradient_accumulation_fusion": fused,
+        "spoil": spoil,
+    }
     return models.errors(KHAS[kha], impl, torch.bfloat16, models.accumulated, **options)
 
 
@@ -102,7 +114,8 @@ def errors_and_backends(backend):
             if type(module).__name__ in BACKENDS.values():
                 module.register_forward_hook(lambda module, *_: ran.add(type(module).__name__))
 
-    ran, sizes = set(), {"attention_backend": AttnBackend[backend]}
+    ran = set()
+    sizes = {"attention_backend": AttnBackend[backend]}
     # it remembers its choice for these sizes, whatever the environment
     chosen = dot_product_attention.dot_product_attention._attention_backends
     with mock.patch.dict(os.environ), mock.patch.dict(chosen, attention_params=None):
@@ -139,7 +152,8 @@ def test_the_unfused_backend_runs_on_the_cpu(ranks_with_engine, record_property)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "kha", [pytest.param(kha, marks=[pytest.mark.first] * (kha == "mlp")) for kha in KHAS]
+    "kha",
+    [pytest.param(kha, marks=[pytest.mark.first] * (kha == "mlp")) for kha in KHAS],
 )
 def test_local_layers_with_kernels_equal_those_without(gpu_rank, kha):
     found = gpu_rank(errors, kha, "local", torch.bfloat16, False)
@@ -187,7 +201,8 @@ def errors_with_kernels(mistake):
     from kha_megatron.heads.kernels import knock_launch
     from tests.gpu import models
 
-    name, factor = mistake or "knock_forward", 0.5 if mistake else 1
+    name = mistake or "knock_forward"
+    factor = 0.5 if mistake else 1
     right = getattr(knock_launch, name)
     with (
         mock.patch.multiple(models, SEQUENCE=16, BATCH=1),

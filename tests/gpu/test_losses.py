@@ -58,8 +58,18 @@ def train(case, folder, *, data, device="cuda", seconds=CASE_SECONDS) -> list[fl
     words |= {"--data-cache-path": (str(folder / case.name / "cache"),)}
     if device == "cpu":
         words |= cases.TINY
-        words |= {"--mock-data": (), "--vocab-size": ("128",), "--num-workers": ("0",)}
-    job = prepare_job(case.recipe, data=data, overrides=render(words), device=device, ranks=1)
+        words |= {
+            "--mock-data": (),
+            "--vocab-size": ("128",),
+            "--num-workers": ("0",),
+        }
+    job = prepare_job(
+        case.recipe,
+        data=data,
+        overrides=render(words),
+        device=device,
+        ranks=1,
+    )
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     one |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with log.open("wb") as output:
@@ -169,7 +179,8 @@ def test_megatron_accepts_the_arguments_of_every_case(ranks):
 
 @pytest.mark.whole
 def test_a_case_trains_on_the_cpu(tmp_path):
-    case, steps = BY_NAME["dense-local"], int(cases.TINY["--train-iters"][0])
+    case = BY_NAME["dense-local"]
+    steps = int(cases.TINY["--train-iters"][0])
     assert faults(case, train(case, tmp_path, data=None, device="cpu"), None, steps) == []
 
 
@@ -178,8 +189,10 @@ def curve(end, first=8.3):
 
 
 def test_bounds_detect_wrong_losses():
-    alone, case = BY_NAME["dense-bf16"], BY_NAME["dense-fp8-tensorwise"]
-    good, bound = curve(4.0), case.bound.end
+    alone = BY_NAME["dense-bf16"]
+    case = BY_NAME["dense-fp8-tensorwise"]
+    good = curve(4.0)
+    bound = case.bound.end
     assert faults(case, curve(4.0 + 0.9 * bound), good, STEPS) == []
     for losses, other, reference, message in (
         (curve(4.0 + 1.1 * bound), case, good, "last losses"),

@@ -11,7 +11,13 @@ D = 7
 
 
 def test_formulas():
-    weight = torch.randn(3, D, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    weight = torch.randn(
+        3,
+        D,
+        D,
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(3),
+    )
     for matrix, result in zip(weight.tolist(), diagnose(weight, "mlp"), strict=True):
         start = 0 if result.matrix == "gate" else 1
         cells = [(i, j, matrix[i][j]) for i in range(D) for j in range(D)]

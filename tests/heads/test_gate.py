@@ -7,7 +7,13 @@ from kha_megatron.heads import Gate, HeadSizes
 from kha_megatron.heads.gate import activate, gated
 from tests.heads.saving import saved_tensors
 
-SIZES = HeadSizes(query_heads=6, kv_heads=3, head_dim=7, value_dim=5, hidden_size=22)
+SIZES = HeadSizes(
+    query_heads=6,
+    kv_heads=3,
+    head_dim=7,
+    value_dim=5,
+    hidden_size=22,
+)
 
 
 @pytest.mark.fast

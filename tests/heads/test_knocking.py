@@ -14,13 +14,17 @@ from kha_megatron.heads.knock import MATRICES, fold, initial_values
 from tests import oracle
 from tests.heads.saving import saved_tensors
 
-TOKENS, BATCH, HEADS, HEAD_DIM = 7, 2, 3, 10
+TOKENS = 7
+BATCH = 2
+HEADS = 3
+HEAD_DIM = 10
 
 
 def weight_of(variant, dtype=torch.float64, scale=0.3):
     torch.manual_seed(len(variant))
     weight = initial_weight(
-        torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM), initial_values(variant)
+        torch.empty(len(MATRICES[variant]), HEAD_DIM, HEAD_DIM),
+        initial_values(variant),
     )
     return (weight + scale * torch.randn_like(weight)).to(dtype)
 
@@ -57,7 +61,12 @@ def test_random_start_is_reproducible_and_ignores_the_global_state():
     initial = initial_values("mlp", "random")
     first = initial_weight(torch.empty(3, 5, 5), initial, std=0.5, seed=3)
     torch.manual_seed(99)
-    again = initial_weight(torch.empty(3, 5, 5, dtype=torch.float64), initial, std=0.5, seed=3)
+    again = initial_weight(
+        torch.empty(3, 5, 5, dtype=torch.float64),
+        initial,
+        std=0.5,
+        seed=3,
+    )
     assert torch.equal(first.double(), again)
     assert not torch.equal(first, initial_weight(torch.empty(3, 5, 5), initial, seed=4))
 
@@ -87,7 +96,8 @@ class Largest(TorchDispatchMode):
 
 def test_folding_allocates_no_tensor_larger_than_its_result():
     projection = torch.randn(16 * HEAD_DIM, 130).bfloat16()
-    weight, mixing = weight_of("linear", torch.bfloat16), torch.randn(16, HEAD_DIM).bfloat16()
+    weight = weight_of("linear", torch.bfloat16)
+    mixing = torch.randn(16, HEAD_DIM).bfloat16()
     with Largest() as made:
         fold(projection, weight)
     assert made.bytes == projection.nbytes
@@ -99,7 +109,9 @@ def test_folding_allocates_no_tensor_larger_than_its_result():
 @pytest.mark.fast
 @pytest.mark.parametrize("variant", MATRICES)
 def test_flops_and_activations_match_torch(variant):
-    tokens, heads, head_dim = 5, 3, 7
+    tokens = 5
+    heads = 3
+    head_dim = 7
     kha = KHAConfig(query=variant)
     sizes = HeadSizes(query_heads=heads, kv_heads=1, head_dim=head_dim)
     x = torch.randn(tokens, heads, head_dim, requires_grad=True)

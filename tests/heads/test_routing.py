@@ -43,10 +43,16 @@ def test_half_precision_is_routed_in_float32():
 @pytest.mark.parametrize("choice", [{}, {"quantized": True}, {"scale": "paper"}], ids=str)
 def test_activations_bound_what_autograd_saves(router, choice):
     """In elements of 16 bits: the bound is at most an eighth above what autograd saves."""
-    tokens, heads, dim = 5, 16, 64
+    tokens = 5
+    heads = 16
+    dim = 64
     moh = MixtureOfHeads(share=0.75, router=router, **choice)
     sizes = HeadSizes(query_heads=heads, kv_heads=4, head_dim=dim, hidden_size=30)
-    shape = {"output": (heads, dim), "moh_router": (heads + 2,), "query": (heads, dim)}
+    shape = {
+        "output": (heads, dim),
+        "moh_router": (heads + 2,),
+        "query": (heads, dim),
+    }
     given = {
         name: torch.randn(tokens, *size, dtype=torch.bfloat16, requires_grad=True)
         for name, size in shape.items()

@@ -35,7 +35,12 @@ def run_ranks(jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, root: Path) 
 def _rank(rank: int, root: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/store",
+        rank=rank,
+        world_size=2,
+    )
     jobs, ids = torch.load(root / "jobs.pt")
     for directory, plan in jobs:
         torch.save(_results(directory, ids, plan), Path(directory) / RESULTS.format(rank))
@@ -44,11 +49,18 @@ def _rank(rank: int, root: Path) -> None:
 
 def _results(directory: str, ids: Tensor, plan: dict[str, int]) -> dict[str, object]:
     model = AutoModelForCausalLM.from_pretrained(
-        directory, distributed_config=DistributedConfig(**plan), trust_remote_code=False
+        directory,
+        distributed_config=DistributedConfig(**plan),
+        trust_remote_code=False,
     )
     with torch.no_grad():
         logits = model(ids).logits
-        new = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        new = model.generate(
+            ids,
+            max_new_tokens=2,
+            do_sample=False,
+            pad_token_id=0,
+        )
     model.train()
     seen = []
     for _ in range(2):  # The second gradient is added to the first.
@@ -60,4 +72,9 @@ def _results(directory: str, ids: Tensor, plan: dict[str, int]) -> dict[str, obj
 
 
 if __name__ == "__main__":
-    mp.start_processes(_rank, args=(Path(sys.argv[1]),), nprocs=2, start_method="fork")
+    mp.start_processes(
+        _rank,
+        args=(Path(sys.argv[1]),),
+        nprocs=2,
+        start_method="fork",
+    )

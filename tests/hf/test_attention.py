@@ -69,7 +69,8 @@ def test_linear_folds_into_a_stock_qwen3():
     stock.load_state_dict(folded, strict=True)
     ids = tokens()
     with torch.no_grad():
-        expected, actual = ours(ids).logits, stock(ids).logits
+        expected = ours(ids).logits
+        actual = stock(ids).logits
     assert expected.abs().max() > 1
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
 
@@ -140,7 +141,9 @@ def flash(query, key, value, mask, *, softmax_scale, **ignored):
 @pytest.mark.parametrize("name", UNEQUAL)
 def test_backends_agree_with_unequal_widths_of_keys_and_values(name, backend, monkeypatch):
     kha, sizes = UNEQUAL[name]
-    model, ids, calls = make_model(kha, attention="eager", **sizes), tokens(), []
+    model = make_model(kha, attention="eager", **sizes)
+    ids = tokens()
+    calls = []
     monkeypatch.setattr(
         flash_attention,
         "_flash_attention_forward",
@@ -162,7 +165,11 @@ def test_flash_attention_2_agrees_on_a_gpu(name):
     if not torch.cuda.is_available():
         pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
     kha, sizes = (FAMILY | UNEQUAL).get(name, (every_projection("mlp"), {}))
-    dtypes = {"sdpa": torch.bfloat16, "flash_attention_2": torch.bfloat16, "eager": torch.float32}
+    dtypes = {
+        "sdpa": torch.bfloat16,
+        "flash_attention_2": torch.bfloat16,
+        "eager": torch.float32,
+    }
     models = {a: make_model(kha, attention=a, dtype=d, **sizes) for a, d in dtypes.items()}
     ids = tokens().cuda()
     padded = torch.ones_like(ids)

@@ -120,7 +120,8 @@ def test_layers_follow_the_pattern_and_return_router_logits():
 
 
 def test_implementations_of_the_experts_agree():
-    model, ids = make_model(**{**MOE, "hidden_size": 24, "moe_intermediate_size": 16}), tokens()
+    model = make_model(**{**MOE, "hidden_size": 24, "moe_intermediate_size": 16})
+    ids = tokens()
     assert model.config._experts_implementation == "grouped_mm"
     logits = []
     for name in ("eager", "batched_mm", "grouped_mm"):

@@ -34,7 +34,8 @@ def build(name, attention="sdpa"):
 def test_sinks_and_peaks_equal_those_of_eager_attention(name):
     ids = tokens(1, 9)
     found = measure_layers(build(name), ids)
-    model, outputs = build(name, "eager"), []
+    model = build(name, "eager")
+    outputs = []
     for layer in model.get_decoder().layers:
         layer.register_forward_hook(
             lambda _m, _x, y: outputs.append((y[0] if isinstance(y, tuple) else y)[0])
@@ -45,7 +46,12 @@ def test_sinks_and_peaks_equal_those_of_eager_attention(name):
     for figures, weights, hidden in zip(found, attentions, outputs, strict=True):
         expected = weights[0, :, 1:, 0].mean(-1)
         assert expected.std() > 1e-4
-        torch.testing.assert_close(torch.tensor(figures.sinks), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(figures.sinks),
+            expected,
+            rtol=1e-5,
+            atol=1e-5,
+        )
         assert figures.peak == pytest.approx(hidden.abs().max().item(), rel=1e-5)
         place = hidden[figures.peak_token, figures.peak_feature]
         assert abs(place.item()) == pytest.approx(figures.peak, rel=1e-5)

@@ -19,11 +19,13 @@ CASES = {
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.whole] * (n in VARIATIONS)) for n in CASES]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.whole] * (n in VARIATIONS)) for n in CASES],
 )
 def test_round_trip_is_exact(name, tmp_path):
     kha, sizes, dtype = CASES[name]
-    model, ids = make_model(kha, dtype=dtype, **sizes), tokens()
+    model = make_model(kha, dtype=dtype, **sizes)
+    ids = tokens()
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path)
     assert type(loaded) is KHAForCausalLM

@@ -26,7 +26,12 @@ def packed_attention(module, query, key, value, attention_mask, scaling, calls=N
     token = torch.arange(len(sequence))
     visible = (sequence[:, None] == sequence) & (token[:, None] >= token)
     output = F.scaled_dot_product_attention(
-        query, key, value, visible, scale=scaling, enable_gqa=True
+        query,
+        key,
+        value,
+        visible,
+        scale=scaling,
+        enable_gqa=True,
     )
     return output.transpose(1, 2).flatten(2)[0], None
 
@@ -36,9 +41,11 @@ AttentionInterface.register("packed", packed_attention)
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "talking"])
 def test_a_packed_row_equals_separate_sequences(name):
-    model, twin = model_of(name, attention="packed").model, model_of(name).model
+    model = model_of(name, attention="packed").model
+    twin = model_of(name).model
     twin.load_state_dict(model.state_dict())
-    sequences, calls = [tokens(1, n) for n in SEQUENCES], []
+    sequences = [tokens(1, n) for n in SEQUENCES]
+    calls = []
     with torch.no_grad():
         packed = model(
             input_ids=torch.cat(sequences, 1),
@@ -71,7 +78,8 @@ class OtherExperts(nn.Module):
 
     def __init__(self, experts) -> None:
         super().__init__()
-        self.gate_up, self.down = experts.gate_up_proj.data, experts.down_proj.data
+        self.gate_up = experts.gate_up_proj.data
+        self.down = experts.down_proj.data
 
     def forward(self, hidden_states, topk_ids, topk_weights):
         assert hidden_states.shape == (2 * TOKENS, 22)
@@ -96,7 +104,12 @@ def test_linear_layers_and_experts_can_be_replaced():
                 elif name == "experts":
                     setattr(module, name, OtherExperts(child))
         assert not any(isinstance(module, nn.Linear) for module in model.modules())
-        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model(ids).logits,
+            expected,
+            rtol=1e-5,
+            atol=1e-5,
+        )
 
 
 class Missing(nn.Identity):
@@ -117,7 +130,8 @@ def test_stages_with_missing_layers_follow_the_plan():
         for layer in set(range(3)) - layers:
             stage.layers[layer] = Missing()
         stages.append(stage)
-    stages[0].norm, stages[1].embed_tokens = Missing(), Missing()
+    stages[0].norm = Missing()
+    stages[1].embed_tokens = Missing()
     ids = tokens()
     with torch.no_grad():
         between = stages[0](ids, use_cache=False).last_hidden_state
@@ -125,7 +139,12 @@ def test_stages_with_missing_layers_follow_the_plan():
         assert torch.equal(last, whole(ids).last_hidden_state)
 
 
-GROUPS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 4}
+GROUPS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_group": 4,
+}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,11 @@ import torch
 from tests.hf.conftest import FAMILY, LINEAR, MIXED, MOE, ROUTED, make_model, tokens
 from tests.hf.sharded import RESULTS, run_ranks
 
-HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.3}
+HEADS = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
 # KHA variants and sizes. 37 and 9 features are not divisible by two.
 CASES = {
     "dense": (MIXED, {"tie_word_embeddings": True}),
@@ -55,11 +59,13 @@ SPLIT = {
 def runs(tmp_path_factory, request):
     """Return, for each selected case, the unsharded model and the results of the two ranks."""
     torch.manual_seed(0)
-    root, ids = tmp_path_factory.mktemp("sharded"), tokens()
+    root = tmp_path_factory.mktemp("sharded")
+    ids = tokens()
     items = [item for item in request.session.items if item.module is request.module]
     calls = [item.callspec for item in items if hasattr(item, "callspec")]
     selected = {"dense", *(call.params.get("case") for call in calls)}
-    models, jobs = {}, []
+    models = {}
+    jobs = []
     for name in (case for case in CASES if case in selected):
         models[name] = build(name)
         models[name].save_pretrained(root / name)
@@ -84,7 +90,8 @@ def joined(name: str, parts: list[torch.Tensor], whole: torch.Tensor) -> torch.T
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES]
+    "case",
+    [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES],
 )
 def test_outputs_and_gradients_equal_one_process(runs, case):
     """Each rank has half the heads, so gradients of shared matrices must be summed exactly once."""
@@ -92,7 +99,12 @@ def test_outputs_and_gradients_equal_one_process(runs, case):
     model, ranks = cases[case]
     with torch.no_grad():
         expected = model(ids).logits
-        new = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        new = model.generate(
+            ids,
+            max_new_tokens=2,
+            do_sample=False,
+            pad_token_id=0,
+        )
     assert expected.abs().max() > 1
     for seen in ranks:
         # Sums of two halves round differently.

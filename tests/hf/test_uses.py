@@ -24,7 +24,8 @@ VARIATIONS = (
     *("added gates", "gates without input", "moh by norms"),
 )
 every_model = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.whole] * (n in VARIATIONS)) for n in MODELS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.whole] * (n in VARIATIONS)) for n in MODELS],
 )
 NEW = 5
 
@@ -37,7 +38,12 @@ def model_of(name, **settings):
 @every_model
 def test_greedy_tokens_ignore_caches_and_padding_on_the_left(name):
     model = model_of(name, initializer_range=0.5)
-    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    settings = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
     short, long = (tokens(1, length).clamp(min=1) for length in (4, 7))  # 0 is padding
     alone = torch.cat(
         [model.generate(ids, use_cache=False, **settings)[:, -NEW:] for ids in (short, long)]
@@ -68,7 +74,8 @@ def test_the_cache_holds_knocked_values_and_a_step_knocks_one_token():
 @every_model
 def test_logits_of_chunks_with_a_cache_equal_one_pass(name, static):
     """One of the two sequences is padded on the left."""
-    model, lengths = model_of(name), (5, 2, 1, 1)
+    model = model_of(name)
+    lengths = (5, 2, 1, 1)
     ids = tokens(2, sum(lengths))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -76,7 +83,8 @@ def test_logits_of_chunks_with_a_cache_equal_one_pass(name, static):
     cache = DynamicCache(config=model.config)
     if static:
         cache = StaticCache(config=model.config, max_cache_len=12)
-    parts, start = [], 0
+    parts = []
+    start = 0
     with torch.no_grad():
         alone = [model(ids[:1, 3:]).logits[0], model(ids[1:]).logits[0]]
         for length in lengths:
@@ -92,12 +100,18 @@ def test_logits_of_chunks_with_a_cache_equal_one_pass(name, static):
             start = end
     expected = torch.cat(alone)
     assert expected.std(dim=0).mean() > 0.3, "similar logits prove nothing"
-    torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(
+        torch.cat(parts, 1)[mask.bool()],
+        expected,
+        rtol=1e-5,
+        atol=2e-5,
+    )
 
 
 @every_model
 def test_gradient_checkpointing_gives_the_same_gradients(name):
-    ids, gradients = tokens(), []
+    ids = tokens()
+    gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(1)
         model = model_of(name).train()
@@ -114,7 +128,8 @@ def test_gradient_checkpointing_gives_the_same_gradients(name):
 
 
 @pytest.mark.parametrize(
-    "name", ["moe", *(pytest.param(n, marks=pytest.mark.whole) for n in MODELS if n != "moe")]
+    "name",
+    ["moe", *(pytest.param(n, marks=pytest.mark.whole) for n in MODELS if n != "moe")],
 )
 def test_a_decoding_step_compiles_to_one_graph(name):
     model = model_of(name)
@@ -122,7 +137,9 @@ def test_a_decoding_step_compiles_to_one_graph(name):
         model.set_experts_implementation("batched_mm")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    prompt, steps, runs = tokens(), tokens(2, 3), []
+    prompt = tokens()
+    steps = tokens(2, 3)
+    runs = []
     for step in (model, compiled):
         cache = StaticCache(config=model.config, max_cache_len=16)
         with torch.no_grad():

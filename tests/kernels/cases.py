@@ -27,7 +27,12 @@ def weight_of(variant, head_dim, dtype, device="cpu"):
 
 def strided(lead, head_dim, dtype, device="cpu"):
     """Draw ``[*lead, D]`` between gaps of NaN, as the split of Megatron's QKV buffer returns it."""
-    buffer = torch.full((*lead, 3 * head_dim), torch.nan, dtype=dtype, device=device)
+    buffer = torch.full(
+        (*lead, 3 * head_dim),
+        torch.nan,
+        dtype=dtype,
+        device=device,
+    )
     view = buffer[..., 2 * head_dim :]
     view.copy_(torch.randn(view.shape, device=device))
     return view
@@ -47,7 +52,8 @@ def reference(x, weight, variant, dy):
 
 def errors_of(x, weight, dy, variant):
     """Return the relative errors of the result, of the input gradient and of each matrix's."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    x = x.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
     y = fused_knock(x, weight, variant)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     want_y, want_dx, want_dw = reference(x, weight, variant, dy)
@@ -75,7 +81,9 @@ def is_identity_at_start(variant, head_dim, dtype, device="cpu"):
 
 def errors_by_layout(variant, device="cpu"):
     """Return the worst error for several layouts of the rows and of the arriving gradient."""
-    found, head_dim, dtype = {}, 64, torch.float16
+    found = {}
+    head_dim = 64
+    dtype = torch.float16
     buffer = torch.randn(5, 2, 3, 4, head_dim, dtype=dtype, device=device)
     views = {
         "values": buffer[:, :, :, 3],

@@ -31,7 +31,8 @@ tiles have 128 rows of two-byte numbers, and 16 or 32 of float32."""
 
 variants = pytest.mark.parametrize("variant", KERNEL_VARIANTS)
 one_variant = pytest.mark.parametrize(
-    "variant", ["gate", pytest.param("mlp", marks=pytest.mark.whole)]
+    "variant",
+    ["gate", pytest.param("mlp", marks=pytest.mark.whole)],
 )
 
 
@@ -85,7 +86,8 @@ def far_apart(tokens, heads, head_dim):
     """Return ``[tokens, 1, heads, D]`` of float16 in a sparse file of 5 GB."""
     with tempfile.TemporaryFile() as file:
         whole = np.memmap(file, np.float16, "w+", shape=(FAR * (heads - 1) + tokens * head_dim,))
-    shape, strides = (tokens, 1, heads, head_dim), (2 * head_dim, 0, 2 * FAR, 2)
+    shape = (tokens, 1, heads, head_dim)
+    strides = (2 * head_dim, 0, 2 * FAR, 2)
     view = torch.from_numpy(np.lib.stride_tricks.as_strided(whole, shape, strides))
     view.copy_(torch.randn(view.shape))
     return view
@@ -94,7 +96,8 @@ def far_apart(tokens, heads, head_dim):
 def errors_of_distant_heads():
     """Return the errors if input and gradient have heads more than 2**31 elements apart."""
     x, dy = (far_apart(3, 6, 64) for _ in range(2))
-    x, weight = x.requires_grad_(), cases.weight_of("gate", 64, torch.float16).requires_grad_()
+    x = x.requires_grad_()
+    weight = cases.weight_of("gate", 64, torch.float16).requires_grad_()
     y = cases.fused_knock(x, weight, "gate")
     found = y, *torch.autograd.grad(y, (x, weight), dy)
     near = x.detach().contiguous(), weight, "gate", dy.contiguous()

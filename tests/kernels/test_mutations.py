@@ -43,7 +43,11 @@ RESULT, INPUT, MATRICES = (
 )
 MISTAKES = {
     "the matrices' gradient is scaled": Mistake(
-        "knock_launch.py", "return gradient\n", "return 0.9 * gradient\n", {"d_gate"}, MATRICES
+        "knock_launch.py",
+        "return gradient\n",
+        "return 0.9 * gradient\n",
+        {"d_gate"},
+        MATRICES,
     ),
     "the gate's slope lacks a factor": Mistake(
         "tiles.py",
@@ -68,7 +72,11 @@ MISTAKES = {
         RESULT + "inf",
     ),
     "the last split is not summed": Mistake(
-        "knock_kernels.py", "(s < S)[:, None]", "(s < S - 1)[:, None]", {"d_gate"}, MATRICES
+        "knock_kernels.py",
+        "(s < S)[:, None]",
+        "(s < S - 1)[:, None]",
+        {"d_gate"},
+        MATRICES,
     ),
     "heads are taken for tokens": Mistake(
         "tiles.py",

@@ -34,12 +34,14 @@ def started(comparisons):
 
 def compared_under_modes():
     """Return what the first calls compute while something watches or traces them."""
-    found, compared = {}, []
+    found = {}
+    compared = []
     with started(compared):
         found["saved under hooks"] = cases.kept_for_backward("gate") == 0
     with started(compared):
         found["every way of calling"] = set(cases.ways_of_calling("mlp").values()) == {0.0}
-    x, weight = torch.randn(7, 64), cases.weight_of("gate", 64, torch.float32)
+    x = torch.randn(7, 64)
+    weight = cases.weight_of("gate", 64, torch.float32)
     want = knocking.knock(x, weight, "gate")
     with started(compared), torch.inference_mode():
         found["inference"] = (

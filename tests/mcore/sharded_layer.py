@@ -14,7 +14,8 @@ from kha_megatron.config import KHAConfig
 from tests.distributed.pieces import assemble, fill, pieces
 from tests.mcore import twins
 
-HIDDEN, BATCH = 28, 2
+HIDDEN = 28
+BATCH = 2
 TOLERANCE = 1e-6  # results travel in float32, and Megatron's rotary frequencies are float32
 SIZES = {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 10}
 ON_RANKS = {"num_attention_heads": 8, "num_query_groups": 4}
@@ -63,7 +64,10 @@ def build(
         return layer, {}
     percent = 0.5 if kha.attention == "gta" else 1.0
     rotary = RotaryEmbedding(
-        config.kv_channels, percent, rotary_base=twins.BASE, use_cpu_initialization=True
+        config.kv_channels,
+        percent,
+        rotary_base=twins.BASE,
+        use_cpu_initialization=True,
     )
     return layer, {"rotary_pos_emb": rotary(tokens).double()}
 
@@ -81,7 +85,12 @@ def decoded(kha: KHAConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tenso
     steps = []
     for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
         context.sequence_len_offset = start
-        step, _ = layer(hidden[start:end], None, inference_context=context, **options)
+        step, _ = layer(
+            hidden[start:end],
+            None,
+            inference_context=context,
+            **options,
+        )
         steps.append(step)
     return whole, torch.cat(steps)
 

@@ -10,7 +10,12 @@ from tests.mcore.test_family import GLA, GTA, MLA
 
 TALKING = KHAConfig(talking=TalkingHeads())
 MIXED = KHAConfig(query="linear", key="gate", value="mlp")
-HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
+HEADS = 6
+GROUPS = 3
+HEAD_DIM = 10
+HIDDEN = 28
+TOKENS = 7
+BATCH = 2
 
 
 def attention_layer(models, kha, built_with=None, **overrides):

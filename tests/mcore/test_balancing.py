@@ -26,7 +26,12 @@ def test_the_rms_form_is_sus_in_float64():
     expected = offset / offset.square().mean(dim=-1, keepdim=True).sqrt()
     got = compute_bias_update(loads, "rms")
     # five roundings of float32
-    torch.testing.assert_close(got.double(), expected, rtol=5 * 2**-23, atol=5 * 2**-23)
+    torch.testing.assert_close(
+        got.double(),
+        expected,
+        rtol=5 * 2**-23,
+        atol=5 * 2**-23,
+    )
     torch.testing.assert_close(got.sum(dim=-1), torch.zeros(2), rtol=0, atol=1e-5)
     torch.testing.assert_close(got.square().mean(dim=-1), torch.ones(2))
     # one token more or less is felt in proportion, where the sign form takes a full step
@@ -47,7 +52,8 @@ SKEWED = {
     "moe_token_dispatcher_type": "alltoall",
     "expert_tensor_parallel_size": 1,
 }
-SEQUENCES, STEPS = 4, 12
+SEQUENCES = 4
+STEPS = 12
 MICROBATCHES = 3
 
 
@@ -64,7 +70,11 @@ def biases(layout, update, sequence_parallel=False):
     from tests.distributed import models, pieces
 
     models.initialize(7, **layout, expert_tensor_parallel_size=1)
-    config = models.transformer_config(**layout, **SKEWED, sequence_parallel=sequence_parallel)
+    config = models.transformer_config(
+        **layout,
+        **SKEWED,
+        sequence_parallel=sequence_parallel,
+    )
     model = models.gpt_model(config, KHAConfig(value="mlp"), perturbed=False)
     ddp = [DistributedDataParallel(config, DistributedDataParallelConfig(), model)]
     pieces.fill(ddp)
@@ -137,7 +147,8 @@ def signs_of_megatron(loads, bias):
 
 
 def test_the_sign_form_equals_megatrons_update(ranks):
-    loads, bias = torch.randint(0, 9, (3, 5)).float(), torch.randn(3, 5)
+    loads = torch.randint(0, 9, (3, 5)).float()
+    bias = torch.randn(3, 5)
     (theirs,) = ranks(signs_of_megatron, 1, loads, bias)
     assert torch.equal(theirs, bias + 1e-3 * compute_bias_update(loads, "sign"))
 
@@ -245,6 +256,11 @@ def test_half_precision_models_count_exactly(ranks, precision, update):
             if step == 0:  # this loss ignores the biases, which are still zero here
                 assert read_globally == loads.tolist()
             # float32 of two steps of 0.02
-            torch.testing.assert_close(biases.double(), expected, rtol=0, atol=1e-8)
+            torch.testing.assert_close(
+                biases.double(),
+                expected,
+                rtol=0,
+                atol=1e-8,
+            )
         if update:
             assert [reported[step] for _, reported in found] == [loads.tolist()] * 2

@@ -97,7 +97,14 @@ def judge(answers, kind, note=""):
 def compare(kind, *scalings, note="", whole=True, **given):
     """One case of the comparison with local layers; ``whole`` leaves it to ``make test-all``."""
     marks = [pytest.mark.whole] if whole else []
-    return pytest.param(kind, scalings, note, given, marks=marks, id=f"{kind} {scalings}{note}")
+    return pytest.param(
+        kind,
+        scalings,
+        note,
+        given,
+        marks=marks,
+        id=f"{kind} {scalings}{note}",
+    )
 
 
 @pytest.mark.parametrize(
@@ -164,7 +171,11 @@ def accumulated(model):
     ],
 )
 def test_gradients_accumulate_beside_fused_weight_gradients(ranks_with_engine, kind, fused, moe):
-    given = {"look": accumulated, "gradient_accumulation_fusion": fused, "moe": moe}
+    given = {
+        "look": accumulated,
+        "gradient_accumulation_fusion": fused,
+        "moe": moe,
+    }
     answers = ranks_with_engine(errors, 1, kind, "bf16", "tensorwise", **given)[0]
     for scaling, found in answers.items():
         assert any("knock_" in name for name in found.ours)

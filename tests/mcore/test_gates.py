@@ -67,7 +67,8 @@ def test_knocking_heads_without_gates_equal_the_oracle(ranks, qk_norm):
 
 
 @pytest.mark.parametrize(
-    ("tp", "sp"), [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.whole)]
+    ("tp", "sp"),
+    [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.whole)],
 )
 def test_gates_and_knocking_heads_on_ranks_equal_the_oracle(ranks, tp, sp):
     """Four ranks share two key/value heads."""
@@ -88,7 +89,11 @@ def trained_a_step(dtype):
     from tests.distributed import models
 
     models.initialize()
-    bf16 = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16, "num_query_groups": 2}
+    bf16 = {
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "num_query_groups": 2,
+    }
     flagged = models.transformer_config(attention_output_gate=True, **bf16)
     plain = models.transformer_config(**bf16)
     found = []
@@ -121,7 +126,12 @@ def qkv_weight(kha, size, overrides):
     from tests.distributed import models
 
     models.initialize(tensor_model_parallel_size=size)
-    layer = attention_layer(models, kha, tensor_model_parallel_size=size, **overrides)
+    layer = attention_layer(
+        models,
+        kha,
+        tensor_model_parallel_size=size,
+        **overrides,
+    )
     return layer.linear_qkv.weight.detach()
 
 
@@ -132,7 +142,12 @@ def test_only_padding_rows_start_at_zero(ranks, size, groups):
     shards = ranks(qkv_weight, size, kha, size, {"num_query_groups": groups})
     rows = torch.cat(shards).unflatten(0, (groups, -1))
     sizes = HeadSizes(query_heads=6, kv_heads=groups, head_dim=10)
-    layout = QKVLayout(groups=groups, queries=6 // groups, head_dim=10, extra=kha.rows(sizes))
+    layout = QKVLayout(
+        groups=groups,
+        queries=6 // groups,
+        head_dim=10,
+        extra=kha.rows(sizes),
+    )
     zero = ~rows.any(-1)
     assert layout.padding.stop > layout.padding.start
     assert zero[:, layout.padding].all()

@@ -31,7 +31,8 @@ class Adapter(torch.nn.Module):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_an_adapter_is_hooked_in_place_of_its_projection(before):
-    layer, x = Layer(before=before), torch.randn(2, 3)
+    layer = Layer(before=before)
+    x = torch.randn(2, 3)
     weight = layer.linear.weight.T
 
     def expected(matrix):

@@ -62,7 +62,8 @@ def _reference(case):
     first = [r * MICROBATCHES[0] // case.layout.dp for r in range(case.layout.dp)]
     run = _start(case.twin())
     (model,) = run.chunks
-    kept, gates = {}, case.khas[0].gate.positions if case.khas[0].gate else ()
+    kept = {}
+    gates = case.khas[0].gate.positions if case.khas[0].gate else ()
 
     def keep(what, index):
         def hook(module, inputs):
@@ -96,7 +97,8 @@ def _reference(case):
 
     expected = {}
     for layer in layers:
-        attention, number = layer.self_attention, layer.layer_number
+        attention = layer.self_attention
+        number = layer.layer_number
         end = f"layer-{number - 1}"
 
         def heard(what, number=number):
@@ -137,7 +139,8 @@ def _sinks(query, key):
 
     There are few enough that all are asked.
     """
-    shares, length = [], len(query)
+    shares = []
+    length = len(query)
     for head in range(query.shape[2]):
         group = head // (query.shape[2] // key.shape[2])
         logits = query[:, 0, head] @ key[:, 0, group].T / query.shape[-1] ** 0.5
@@ -162,7 +165,9 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.whole) for case in WHOLE)], ids=str
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.whole) for case in WHOLE)],
+    ids=str,
 )
 def test_equal_to_plain_formulas_on_every_rank_and_without_effect(ranks, case):
     (expected,) = ranks(_reference, 1, case)

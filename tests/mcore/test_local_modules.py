@@ -7,7 +7,9 @@ import pytest
 
 from tests.versions import on_this_cp_rank
 
-TOKENS, QUERY_HEADS, FEATURES = 7, 6, 10
+TOKENS = 7
+QUERY_HEADS = 6
+FEATURES = 10
 
 
 def core_attention(kind, groups, **options):
@@ -36,10 +38,15 @@ def attended(groups, options, tokens=TOKENS, mask=None):
     from kha_megatron.mcore.local_modules import GatheredDotProductAttention
 
     heads = (QUERY_HEADS, groups, groups)
-    found, kinds = [], []
+    found = []
+    kinds = []
     for kind in (DotProductAttention, GatheredDotProductAttention):
         generator = torch.Generator().manual_seed(3)
-        draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+        draw = functools.partial(
+            torch.randn,
+            generator=generator,
+            dtype=torch.float64,
+        )
         given = [draw(tokens, 2, n, FEATURES, requires_grad=True) for n in heads]
         hidden = None if mask is None else torch.tensor(mask)[None, None]
         output = core_attention(kind, groups, **options)(*given, hidden)

@@ -78,7 +78,9 @@ def _projected(self, hidden, weight):
     if not self.config.sequence_parallel:
         return scores
     return gather_from_sequence_parallel_region(
-        scores, tensor_parallel_output_grad=False, group=self.tp_group
+        scores,
+        tensor_parallel_output_grad=False,
+        group=self.tp_group,
     )
 
 
@@ -130,7 +132,8 @@ def with_each_rank_choosing_of_its_own_heads():
 
     def local(scores, *settings):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        each, rank = HEADS // ranks, parallel_state.get_tensor_model_parallel_rank()
+        each = HEADS // ranks
+        rank = parallel_state.get_tensor_model_parallel_rank()
         mine = torch.zeros(scores.shape[-1], dtype=torch.bool)
         mine[rank * each : (rank + 1) * each] = True
         mine[:3] = mine[HEADS:] = True  # shared heads and kinds are no choice

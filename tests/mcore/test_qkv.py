@@ -73,7 +73,8 @@ def split_both_ways(tp, overrides):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("groups", "gated", "tp"), [(6, True, 1), (2, False, 2), (1, True, 2), (1, False, 2)]
+    ("groups", "gated", "tp"),
+    [(6, True, 1), (2, False, 2), (1, True, 2), (1, False, 2)],
 )
 def test_splits_as_megatron_does(ranks, groups, gated, tp):
     overrides = {"num_query_groups": groups, "attention_output_gate": gated}

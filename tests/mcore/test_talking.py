@@ -62,7 +62,8 @@ def mixed_among_own_heads():
 
     from kha_megatron.mcore.all_heads import AllHeadsAttention
 
-    attend, rank = TalkingHeads.attend, parallel_state.get_tensor_model_parallel_rank()
+    attend = TalkingHeads.attend
+    rank = parallel_state.get_tensor_model_parallel_rank()
 
     def of_own(self, query, key, value, weights, **options):
         own = slice(rank * query.shape[1], (rank + 1) * query.shape[1])
@@ -74,7 +75,9 @@ def mixed_among_own_heads():
         "_shard_heads": lambda self, x, queries: x.flatten(2),
         "_all_heads": lambda self, x: x,
         "_mask": lambda self, given, causal, queries, keys: torch.ones(
-            queries, keys, dtype=torch.bool
+            queries,
+            keys,
+            dtype=torch.bool,
         ).triu(1),
     }
     with (

@@ -10,7 +10,8 @@ from kha_megatron.model.qkv import QKVLayout
 from tests import oracle
 
 BASE = 10000.0
-LAYERS, LOSS_SCALE = 2, 0.5
+LAYERS = 2
+LOSS_SCALE = 0.5
 Weights = dict[str, Tensor]
 
 
@@ -37,11 +38,17 @@ def _norms(sizes, weights, key="k"):
 
 
 def _attention(kha, sizes, hidden, weights, matrices, weigh=None):
-    heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
+    heads = sizes["num_attention_heads"]
+    groups = sizes["num_query_groups"]
     head_dim = sizes["kv_channels"]
     facts = HeadSizes(query_heads=heads, kv_heads=groups, head_dim=head_dim)
     extra = kha.rows(facts)
-    layout = QKVLayout(groups=groups, queries=heads // groups, head_dim=head_dim, extra=extra)
+    layout = QKVLayout(
+        groups=groups,
+        queries=heads // groups,
+        head_dim=head_dim,
+        extra=extra,
+    )
     rows = weights["linear_qkv.weight"].unflatten(0, (groups, -1))
     parts = {name: rows[:, part.rows].flatten(0, 1) for name, part in layout.parts.items()}
     gates = {
@@ -67,10 +74,13 @@ def _attention(kha, sizes, hidden, weights, matrices, weigh=None):
 
 
 def _mixture(kha, sizes, hidden, weights, matrices):
-    routing, losses = kha.moh, []
-    shared, active = routing.shared, routing.active
+    routing = kha.moh
+    losses = []
+    shared = routing.shared
+    active = routing.active
     if routing.share:  # 75 % of 8: 6 heads, half of them shared
-        shared, active = 3, 3
+        shared = 3
+        active = 3
     if isinstance(active, tuple):
         active = active[1]  # of the second layer
 
@@ -94,7 +104,8 @@ def _mixture(kha, sizes, hidden, weights, matrices):
 
 
 def _mixed(kha, sizes, hidden, weights):
-    groups, head_dim = sizes["num_query_groups"], sizes["kv_channels"]
+    groups = sizes["num_query_groups"]
+    head_dim = sizes["kv_channels"]
     blocks = weights["linear_qkv.weight"].unflatten(0, (groups, -1, head_dim))
     projections = [blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:]]
     projections = [x.flatten(0, 2) for x in projections]
@@ -117,7 +128,8 @@ def _mixed(kha, sizes, hidden, weights):
 
 
 def _tied(kha, sizes, hidden, weights, matrices):
-    groups, head_dim = sizes["num_query_groups"], sizes["kv_channels"]
+    groups = sizes["num_query_groups"]
+    head_dim = sizes["kv_channels"]
     blocks = weights["linear_qkv.weight"].unflatten(0, (groups, -1, head_dim))
     return oracle.tied_attention(
         hidden,
@@ -137,7 +149,8 @@ def _tied(kha, sizes, hidden, weights, matrices):
 def _latent(kha, sizes, hidden, weights, matrices):
     from tests.distributed.models import LATENT
 
-    rank, nope = LATENT["kv_lora_rank"], LATENT["qk_head_dim"]
+    rank = LATENT["kv_lora_rank"]
+    nope = LATENT["qk_head_dim"]
     heads = sizes["num_attention_heads"]
     down = weights["linear_kv_down_proj.weight"].T
     up = weights["linear_kv_up_proj.weight"].unflatten(0, (heads, -1))

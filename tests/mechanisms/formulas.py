@@ -20,5 +20,11 @@ def attend(query, key, value):
     rotary = torch.cat([angles, angles], 1)[None]
     query, key = (apply_rotary(x.transpose(1, 2), rotary.cos(), rotary.sin()) for x in (query, key))
     value = value.transpose(1, 2)
-    found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+    found = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=True,
+        enable_gqa=True,
+    )
     return found.transpose(1, 2)

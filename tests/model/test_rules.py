@@ -153,7 +153,12 @@ def test_layers_of_each_virtual_stage(sizes, layers, expected):
     assert layout(**sizes).chunk_layers(layers) == expected
 
 
-SIZES = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "kv_channels": 16}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "kv_channels": 16,
+}
 OF_HEADS = KHAConfig(gate=Gate(output="head"))
 
 

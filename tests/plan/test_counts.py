@@ -26,7 +26,9 @@ LINEAR = KHAConfig.from_preset("kha_linear")
 @pytest.mark.fast
 def test_the_papers_worked_example():
     """Section 3.4: eq. 10 to 12 at L = 2048, d = 1024, n = 32, for both variants."""
-    length, d, n = 2048, 1024, 32
+    length = 2048
+    d = 1024
+    n = 32
     recipe = get_recipe("equation12")
     for preset in ("kha_mlp", "kha_linear"):
         result = compute_flops(recipe.run.model, KHAConfig.from_preset(preset), length)
@@ -39,7 +41,14 @@ def counted(recipe):
     return count_model(recipe.run.model, recipe.run.kha)
 
 
-CACHE = {"gqa8": 2048, "gqa4": 1024, "mha": 4096, "mqa": 256, "gta": 576, "mla": 576}
+CACHE = {
+    "gqa8": 2048,
+    "gqa4": 1024,
+    "mha": 4096,
+    "mqa": 256,
+    "gta": 576,
+    "mla": 576,
+}
 
 
 @pytest.mark.parametrize("name", CACHE)
@@ -127,16 +136,30 @@ def test_flops_and_parameters_of_real_models(kha, settings, predictions, ranks):
 
 SIZES = {"num_layers": 1, "hidden_size": 40, "num_attention_heads": 6}
 MODEL = ModelConfig(**SIZES, num_query_groups=3, kv_channels=8, ffn_hidden_size=24)
-WIDTHS = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+WIDTHS = {
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
 LATENT_MODEL = replace(MODEL, multi_latent_attention=True, **WIDTHS)
 
 
 def test_tied_and_grouped_latent_by_their_definition():
     tied = count_attention(replace(MODEL, kha_attention="gta"))
-    query, state, rotary, output = 40 * 48, 40 * 3 * 8, 40 * 4, 48 * 40
+    query = 40 * 48
+    state = 40 * 3 * 8
+    rotary = 40 * 4
+    output = 48 * 40
     assert tied.weights == query + state + rotary + output
     assert tied.cache == 3 * 8 + 4
-    groups = count_latent_attention(replace(LATENT_MODEL, kha_attention="gla", kha_latent_heads=2))
+    groups = count_latent_attention(
+        replace(
+            LATENT_MODEL,
+            kha_attention="gla",
+            kha_latent_heads=2,
+        )
+    )
     whole = count_latent_attention(LATENT_MODEL)
     # each half of the latent is widened for half of the heads only
     assert whole.weights - groups.weights == 5 * 6 * (8 + 6)

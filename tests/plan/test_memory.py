@@ -34,7 +34,8 @@ def sizes(world, layout, overrides):
     chunks = [Float16Module(config, chunk) for chunk in chunks]
     parameters = [(n, p) for chunk in chunks for n, p in chunk.named_parameters()]
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
     )
     wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
     optimizer = get_megatron_optimizer(
@@ -181,7 +182,11 @@ MORE = [(KHAConfig(value=variant), Layout(), True) for variant in MATRICES]
 def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm):
     from tests.distributed.models import BATCH, SEQUENCE
 
-    batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
+    batch = Batch(
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        global_batch_size=BATCH,
+    )
     layout = replace(layout, world_size=layout.tp)
     for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, qk_norm):
         setup = Setup(model=model, kha=kha, batch=batch, precision="bf16")
@@ -192,7 +197,11 @@ def attention_weights_kept(kha, recompute):
     """Bytes that autograd keeps of tensors with an element for each head, query and key."""
     from tests.distributed import models
 
-    overrides = {"params_dtype": torch.bfloat16, "bf16": True, "recompute_granularity": recompute}
+    overrides = {
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+        "recompute_granularity": recompute,
+    }
     chunks, config, model, _ = built(Layout(), kha, **overrides)
     pairs = config.num_attention_heads * models.BATCH * models.SEQUENCE**2
     kept = {}
@@ -213,7 +222,11 @@ def test_selective_recomputation_keeps_no_attention_weights(ranks, recompute):
     from tests.distributed.models import BATCH, SEQUENCE
 
     kha = KHAConfig.from_preset("talking")
-    batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
+    batch = Batch(
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        global_batch_size=BATCH,
+    )
     ((found, model),) = ranks(attention_weights_kept, 1, kha, recompute)
     setup = Setup(model=model, kha=kha, batch=batch, recompute=recompute or "none")
     rank = Rank(setup, Layout(world_size=1), 0)

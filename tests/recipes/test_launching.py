@@ -37,14 +37,21 @@ if rank == "1":
 
 @pytest.mark.parametrize("fail", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_ranks_receive_every_argument_unchanged(
-    fail, scripted, tmp_path, nemorun_home, monkeypatch, capsys
+    fail,
+    scripted,
+    tmp_path,
+    nemorun_home,
+    monkeypatch,
+    capsys,
 ):
     monkeypatch.setattr("kha_megatron.recipes.launching._POLL_SECONDS", 0.1)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     words = ["--mock-data", *(f"--odd{i}={value}" for i, value in enumerate(ODD))]
     before = signal.getsignal(signal.SIGTERM)
     job = prepare_job(
-        scripted(RANK), overrides=[*words, *["--fail"] * fail], output=tmp_path / "out put"
+        scripted(RANK),
+        overrides=[*words, *["--fail"] * fail],
+        output=tmp_path / "out put",
     )
     steps = []
     result = launch_job(job, on_step=steps.append)
@@ -96,14 +103,17 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.whole)]
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.whole)],
 )
 def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_home):
     script = tmp_path / "rank.py"
     script.write_text(SLEEP)
     files = [tmp_path / "pids0", tmp_path / "pids1"]
     driver = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(script)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", INTERRUPTED, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     pids: list[int] = []
     try:

@@ -37,7 +37,11 @@ print(json.dumps([find_mistake(words) for words in json.loads(sys.argv[1])]))
 
 def arguments(recipe: str, *words: str) -> list[str]:
     options = {"output": Path("/runs/one"), "slurm": Slurm(time="01:00:00", nodes=2)}
-    job = prepare_job(get_recipe(recipe), overrides=["--mock-data", *words], **options)
+    job = prepare_job(
+        get_recipe(recipe),
+        overrides=["--mock-data", *words],
+        **options,
+    )
     return list(job.command[job.command.index("kha_megatron.training") + 1 :])
 
 

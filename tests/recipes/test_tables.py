@@ -8,7 +8,13 @@ from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE
 from kha_megatron.recipes.tables import TABLES
 
-TOKENS = {"table1": 75e9, "table2": 75e9, "table3": 100e9, "table4": 1e12, "table5": 100e9}
+TOKENS = {
+    "table1": 75e9,
+    "table2": 75e9,
+    "table3": 100e9,
+    "table4": 1e12,
+    "table5": 100e9,
+}
 
 
 def arguments(name):

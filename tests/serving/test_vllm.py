@@ -146,7 +146,8 @@ def prompts():
 @pytest.fixture(scope="module")
 def adapters(folders, tmp_path_factory):
     """Return LoRA directories for ``each`` by name, and a model with that of q, v and o merged."""
-    place, found = tmp_path_factory.mktemp("lora"), {}
+    place = tmp_path_factory.mktemp("lora")
+    found = {}
     for name, targets in {"attention": ["q_proj", "v_proj", "o_proj"], "all": "all-linear"}.items():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_pretrained(folders["each"])
@@ -171,7 +172,12 @@ def expected(folder, prompts):
     for prompt in prompts:
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            ids = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+            ids = model.generate(
+                ids,
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+            )
             logits = model(ids, use_cache=False).logits[0]
         best = logits[len(prompt) - 1 : -1].topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-4, "two tokens are equally likely"
@@ -337,7 +343,8 @@ def server(folder, log):
             start_new_session=True,
         )
     try:
-        address, start = f"http://127.0.0.1:{port}", monotonic()
+        address = f"http://127.0.0.1:{port}"
+        start = monotonic()
         while True:
             assert process.poll() is None, log.read_text()[-4000:]
             assert monotonic() - start < 400, log.read_text()[-4000:]

@@ -39,7 +39,8 @@ class Launch:
         last=None,
         megatron=(),
     ):
-        self.output, self._iterations = output or home / "run", iterations
+        self.output = output or home / "run"
+        self._iterations = iterations
         self._log = home / f"log{len(list(home.iterdir()))}"
         words = ["launch", "quickstart", "--data", data, "--output", self.output]
         words += ["--executor", "slurm", "--device", "cpu", "--time", "00:30:00"]
@@ -121,7 +122,8 @@ class Node:
     """A node of the cluster."""
 
     def __init__(self, number: int) -> None:
-        self.name, self.address = f"kn{number}", f"10.77.0.{number}"
+        self.name = f"kn{number}"
+        self.address = f"10.77.0.{number}"
         self.place = Path(os.environ["SLURM_CONF"]).parent
         self._pid_file = self.place / f"{self.name}.pid"
         self._delay: subprocess.Popen | None = None

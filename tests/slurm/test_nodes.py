@@ -14,7 +14,8 @@ from tests.slurm.cluster import Launch, Node, call
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(
-        os.environ.get("KHA_TEST_SLURM") != "alone", reason="needs `make test-slurm`"
+        os.environ.get("KHA_TEST_SLURM") != "alone",
+        reason="needs `make test-slurm`",
     ),
 ]
 SAME = "same losses as on one node"
@@ -107,7 +108,8 @@ def test_lost_network(launch, nodes, losses, nodes_table):
     first.set_network("down")
     ranks = first.ranks
     time.sleep(8)  # the iteration and a save may go on for a moment
-    saved, written = run.saved, [rank.io_counters().write_bytes for rank in ranks]
+    saved = run.saved
+    written = [rank.io_counters().write_bytes for rank in ranks]
     before = snapshot(run.output)
     run.until(lambda: run.state == "PENDING")
     assert snapshot(run.output) == before

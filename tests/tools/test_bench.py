@@ -75,7 +75,8 @@ def test_an_interrupted_benchmark_keeps_its_rows_and_resumes(tmp_path):
     assert [result["cell"] for result in resumed["results"]] == cells
 
 
-TOKENS, SEQUENCE = 12, 6
+TOKENS = 12
+SEQUENCE = 6
 VALUES = 2 * 64 * 2  # bytes of the values of one token of shape tiny: two heads of 64 in bfloat16
 
 

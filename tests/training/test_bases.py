@@ -12,7 +12,8 @@ from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.models import CONFIGS, assert_same_tensors, make_bfloat16
 from tests.training.conftest import MODEL, TRAINING, start
 
-ROWS, TOKENS = 320, 300
+ROWS = 320
+TOKENS = 300
 RUN = shlex.split("""
 --device cpu --micro-batch-size 2 --global-batch-size 4 --lr 0 --min-lr 0 --seq-length 24
 --mock-data --split 99,1,0 --eval-iters 0 --eval-interval 100 --num-workers 0 --log-interval 1

@@ -48,7 +48,8 @@ def weights(folder):
     checkpoint = MegatronCheckpoint.open(folder)
     names = [name for name in sorted(checkpoint.keys()) if not name.startswith("optimizer.")]
     sparse = any(".experts." in name for name in names)
-    there, here = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
+    there = "mlp.linear_fc1.layer_norm_"
+    here = "pre_mlp_layernorm."
     return {
         name.replace(there, here) if sparse else name: checkpoint.tensor(name) for name in names
     }
@@ -61,7 +62,12 @@ def weights(folder):
     ids=["dense", "experts"],
 )
 def test_a_checkpoint_moves_between_both_kinds_of_layers_and_converts(
-    start_engine, corpus, run, tmp_path, more, layout
+    start_engine,
+    corpus,
+    run,
+    tmp_path,
+    more,
+    layout,
 ):
     """Runs with a learning rate of zero save the same bits that they load."""
 
@@ -115,7 +121,8 @@ def at_once(words, folder, begin, more):
 def test_a_run_resumes_with_other_layers(start_engine, corpus, tmp_path, optimizer):
     """PyTorch's Adam and Transformer Engine's store the number of steps in different places."""
     words = [*(word for word in MODEL if word != "--bf16"), *TRAINING, *corpus, *optimizer]
-    engine, local = (start_engine, ENGINE), (start, [])
+    engine = (start_engine, ENGINE)
+    local = (start, [])
     want = at_once(words, tmp_path / "local", *local)
     got = in_turns(words, tmp_path / "both", engine, local, engine)
     assert want.keys() == got.keys() == set(range(1, 7))
@@ -126,7 +133,8 @@ def test_a_run_resumes_with_other_layers(start_engine, corpus, tmp_path, optimiz
 @pytest.mark.whole
 def test_delayed_scales_are_resumed(start_engine, corpus, tmp_path, monkeypatch):
     """Transformer Engine pickles the scales, and reads pickles only with a variable."""
-    words, delayed = [*MODEL, *TRAINING, *corpus], (start_engine, [*FP8[:-1], "delayed"])
+    words = [*MODEL, *TRAINING, *corpus]
+    delayed = (start_engine, [*FP8[:-1], "delayed"])
     want = at_once(words, tmp_path / "one", *delayed)
     in_turns(words, tmp_path / "two", delayed)
     again = [*words, *SIX, "--load", str(tmp_path / "two"), "--exit-interval", "3"]

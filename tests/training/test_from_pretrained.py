@@ -56,4 +56,9 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path, nam
     assert base.config.rope_parameters.items() <= folded.config.rope_parameters.items()
     with torch.no_grad():
         expected = knocked(tokens()).logits
-        torch.testing.assert_close(folded(tokens()).logits, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            folded(tokens()).logits,
+            expected,
+            rtol=0,
+            atol=1e-5,
+        )

@@ -23,7 +23,8 @@ def resume(tmp_path):
 
     def run_twice(first, then, program=None):
         words = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "64"]
-        whole, rest = tmp_path / "whole", tmp_path / "rest"
+        whole = tmp_path / "whole"
+        rest = tmp_path / "rest"
         save = ["--save", str(whole), "--save-interval", "4", "--tensorboard-dir", str(whole)]
         load = ["--load", str(whole), "--ckpt-step", "4", "--tensorboard-dir", str(rest)]
         runs = start([*words, *first, *save], program=program), start([*words, *then, *load])
@@ -54,7 +55,9 @@ __main__.main()
 def test_a_checkpoint_that_records_kha_fold_resumes(resume):
     linear = [*CPU, "--kha-preset", "kha_linear", "--kha-fold", "always"]
     _, found, expected, saved = resume(
-        linear, [*CPU, "--use-checkpoint-args"], program=WITH_KHA_FOLD
+        linear,
+        [*CPU, "--use-checkpoint-args"],
+        program=WITH_KHA_FOLD,
     )
     assert saved.args["kha_fold"] == "always"
     assert read_kha_config(saved) == KHAConfig.from_preset("kha_linear")

@@ -35,7 +35,8 @@ def perturbed(size, dtype="float32", *, seed=3, **layout):
     return [(name, before[name].double(), after[name].double()) for name in changed]
 
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 
 
 def test_only_the_embedding_is_perturbed(ranks):

@@ -38,7 +38,8 @@ def train(words, folder, ranks, load=()):
     ],
 )
 def test_two_stages_resume_bit_for_bit(words, tmp_path):
-    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    uninterrupted = tmp_path / "uninterrupted"
+    resumed = tmp_path / "resumed"
     train([*STAGES, *words], uninterrupted, 2)
     load = ["--load", str(uninterrupted), "--ckpt-step", "2"]
     train([*STAGES, *words], resumed, 2, load)

@@ -134,7 +134,10 @@ QUERY_GROUPS = ["--group-query-attention", "--num-query-groups", "2"]
     [
         pytest.param(TIED, "value=mlp in gta", 3 * 8**2, id="gta"),
         pytest.param(
-            GROUPED, "query=linear key=linear value=linear in gla", 2 * 6**2 + 10**2, id="gla"
+            GROUPED,
+            "query=linear key=linear value=linear in gla",
+            2 * 6**2 + 10**2,
+            id="gla",
         ),
     ],
 )

@@ -359,7 +359,10 @@ RESHARDABLE = {**DISTRIBUTED, "dist_ckpt_optim_fully_reshardable": True}
     ],
 )
 def test_optimizers_that_cannot_load_the_state_are_refused(
-    one_iteration, saved_with, changes, message
+    one_iteration,
+    saved_with,
+    changes,
+    message,
 ):
     recorded = MegatronCheckpoint.open(one_iteration).args | saved_with
     if message is None:
@@ -400,7 +403,12 @@ def test_resuming_with_other_settings(one_iteration, words, message):
 
 
 def test_model_classes_that_megatron_cannot_load_are_refused(tmp_path):
-    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_experts": 4}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_experts": 4,
+    }
     gpt = save(tmp_path / "gpt", 1, {}, **sizes, moe_layer_freq=[0, 1]).parent
     for pattern, problem in (("*-*E", "mixes dense"), ("*-*-/*-", "contains MTP layers")):
         with pytest.raises(CheckpointError, match=rf"{problem}.*add --gpt-model"):

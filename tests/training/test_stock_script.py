@@ -131,10 +131,16 @@ def gpt_model(corpus, tmp_path_factory):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("source", "layout"), [("stock", PARALLEL), ("gpt_model", DISTRIBUTED)], ids=["stock", "ours"]
+    ("source", "layout"),
+    [("stock", PARALLEL), ("gpt_model", DISTRIBUTED)],
+    ids=["stock", "ours"],
 )
 def test_our_entry_point_resumes_a_gpt_model_as_a_hybrid_model(
-    source, layout, corpus, tmp_path, request
+    source,
+    layout,
+    corpus,
+    tmp_path,
+    request,
 ):
     _, folder = request.getfixturevalue(source)
     words = [*OURS, *corpus, *layout, "--load", str(folder / "save"), "--ckpt-step", "4"]

@@ -59,7 +59,9 @@ def _load_common() -> Any:
     package = importlib.util.find_spec("transformer_engine")
     path = Path(package.origin).parent / "common" / "__init__.py"
     spec = importlib.util.spec_from_file_location(
-        "transformer_engine.common", path, submodule_search_locations=[str(path.parent)]
+        "transformer_engine.common",
+        path,
+        submodule_search_locations=[str(path.parent)],
     )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

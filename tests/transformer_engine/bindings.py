@@ -23,7 +23,8 @@ def _enum(name: str, members: str) -> Any:
 
 
 DType = _enum(
-    "DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
+    "DType",
+    "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
 )
 FP8FwdTensors = _enum(
     "FP8FwdTensors",
@@ -31,10 +32,12 @@ FP8FwdTensors = _enum(
     "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
 )
 FP8BwdTensors = _enum(
-    "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
+    "FP8BwdTensors",
+    "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
 )
 NVTE_Fused_Attn_Backend = _enum(
-    "NVTE_Fused_Attn_Backend", "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_No_Backend"
+    "NVTE_Fused_Attn_Backend",
+    "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_No_Backend",
 )
 
 
@@ -73,7 +76,8 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 
 
 # Transformer Engine looks these up for models with RMSNorm, too
-layernorm_fwd, layernorm_bwd = __getattr__("layernorm_fwd"), __getattr__("layernorm_bwd")
+layernorm_fwd = __getattr__("layernorm_fwd")
+layernorm_bwd = __getattr__("layernorm_bwd")
 
 
 def _dtype(te_dtype: Any) -> torch.dtype:
@@ -352,7 +356,12 @@ def multi_tensor_adam(chunk, flag, lists, lr, beta1, beta2, epsilon, step, *sett
 def multi_tensor_compute_scale_and_scale_inv(chunk, flag, lists, largest, power_of_two, epsilon):
     """Write scales and their inverses (second, third list) for the largest values (first)."""
     for amax, scale, inverse in zip(*lists, strict=True):
-        found = fp8.scale_from(amax, largest, power_of_two=power_of_two, epsilon=epsilon)
+        found = fp8.scale_from(
+            amax,
+            largest,
+            power_of_two=power_of_two,
+            epsilon=epsilon,
+        )
         scale.copy_(found)
         inverse.copy_(1.0 / found)
 

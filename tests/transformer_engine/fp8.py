@@ -130,7 +130,8 @@ def cast(x: Tensor, fp8_dtype: Any) -> Tensor:
 def e8m0(ratio: Tensor) -> Tensor:
     """Return the exponent of the smallest power of two >= ``ratio``, with bias 127, as uint8."""
     bits = ratio.float().view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    exponent = bits >> 23
+    mantissa = bits & 0x7FFFFF
     up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
     return (exponent + up.int()).clamp(max=254).to(torch.uint8)
 
@@ -168,7 +169,11 @@ def _current_scale(x: Tensor, quantizer: Any) -> Tensor:
     amax = x.float().abs().max().reshape(1) if x.numel() else torch.zeros(1)
     if quantizer.with_amax_reduction:
         group = quantizer._canonicalized_amax_reduction_group()
-        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(
+            amax,
+            op=torch.distributed.ReduceOp.MAX,
+            group=group,
+        )
     return scale_from(
         amax,
         largest(quantizer.dtype),
@@ -202,7 +207,8 @@ def _blocks(x: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor
         matrix = matrix.t()
     rows, columns = matrix.shape
     high = _BLOCK if quantizer.block_scaling_dim == 2 else 1
-    down, across = math.ceil(rows / high), math.ceil(columns / _BLOCK)
+    down = math.ceil(rows / high)
+    across = math.ceil(columns / _BLOCK)
     tiles = _padded(matrix, down * high, across * _BLOCK).view(down, high, across, _BLOCK)
     scale = scale_from(
         tiles.abs().amax(dim=(1, 3)),
@@ -245,14 +251,19 @@ def _tensor(quantizer: Any, parts: Parts, shape: Any, dtype: torch.dtype) -> Any
     """Return a tensor of Transformer Engine with the parts, or only its storage if ``internal``."""
     from transformer_engine.pytorch import tensor as te
 
-    name, common = "Float8Tensor", {**parts, "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    name = "Float8Tensor"
+    common = {**parts, "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if _kind(quantizer) == "Float8BlockQuantizer":
         name, common["is_2D_scaled"] = "Float8BlockwiseQTensor", quantizer.block_scaling_dim == 2
     elif _kind(quantizer) == "MXFP8Quantizer":
         name, common["with_gemm_swizzled_scales"] = "MXFP8Tensor", False
     if quantizer.internal:
         return getattr(te, f"{name}Storage")(fake_dtype=dtype, **common)
-    options = {"shape": tuple(shape), "dtype": dtype, "device": torch.device("cpu")}
+    options = {
+        "shape": tuple(shape),
+        "dtype": dtype,
+        "device": torch.device("cpu"),
+    }
     return getattr(te, name)(**options, **common)
 
 

@@ -45,7 +45,13 @@ def errors(kind, scaling, rows):
     elif kind == "RMSNorm":
         module = te.RMSNorm(COLUMNS, dtype=torch.bfloat16, device="cpu")
     else:
-        module = te.LayerNormLinear(COLUMNS, OUT, bias=False, normalization="RMSNorm", **options)
+        module = te.LayerNormLinear(
+            COLUMNS,
+            OUT,
+            bias=False,
+            normalization="RMSNorm",
+            **options,
+        )
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -89,7 +95,8 @@ LINEAR = ("Linear", "RMSNormLinear", "GroupedLinear")
 
 
 @pytest.mark.parametrize(
-    ("kind", "scaling", "rows"), [*itertools.product(LINEAR, BOUNDS, [56]), ("RMSNorm", "bf16", 7)]
+    ("kind", "scaling", "rows"),
+    [*itertools.product(LINEAR, BOUNDS, [56]), ("RMSNorm", "bf16", 7)],
 )
 def test_outputs_and_gradients_equal_float64(ranks_with_engine, kind, scaling, rows):
     found = ranks_with_engine(errors, 1, kind, scaling, rows)[0]
