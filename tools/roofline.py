@@ -143,7 +143,6 @@ def row(work: Work, report: Report) -> list[str]:
     """Return one row of a table."""
     h100, h200 = GPUS.values()
     by_memory = work.memory / h200.memory >= work.products / h200.products
-    compiled = (report.registers, report.spilled, report.programs)
     return [
         work.name,
         f"{work.memory / 1e6:.1f}",
@@ -152,7 +151,10 @@ def row(work: Work, report: Report) -> list[str]:
         f"{1e6 * work.floor(h200):.1f}",
         "memory" if by_memory else "compute",
         f"{1e6 * max(work.floor(h200), work.tiled):.1f}",
-        *map(str, (*compiled, sum(report.instructions.values()))),
+        str(report.registers),
+        str(report.spilled),
+        str(report.programs),
+        str(report.instructions.total()),
     ]
 
 
@@ -187,15 +189,18 @@ def page() -> str:
     """Return ``benchmarks/roofline.md``."""
     import triton
 
-    works = {
-        name: [work for variant in KERNEL_VARIANTS for work in knocks(heads, variant)]
-        for name, heads in SIZES.items()
-    }
-    reports = compile_all(list(dict.fromkeys(w.launch for found in works.values() for w in found)))
+    works: dict[str, list[Work]] = {}
+    launches = []
+    for name, heads in SIZES.items():
+        works[name] = []
+        for variant in KERNEL_VARIANTS:
+            works[name] += knocks(heads, variant)
+        launches += [work.launch for work in works[name]]
+    reports = compile_all(list(dict.fromkeys(launches)))
     tables = []
-    for name, found in works.items():
-        table = markdown_table(HEADER, [row(w, reports[w.launch]) for w in found])
-        tables.append(f"## {name}\n\n{table}")
+    for name, works_of_size in works.items():
+        rows = [row(work, reports[work.launch]) for work in works_of_size]
+        tables.append(f"## {name}\n\n{markdown_table(HEADER, rows)}")
     return PAGE.format(
         triton=f"Triton {triton.__version__}",
         tables="\n\n".join(tables),

@@ -96,16 +96,15 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 def compare(case: str, data: list[str], folder: Path, megatron: Path) -> bool:
     """Run a case three times, print its losses, and return whether they are the same."""
-    ranks, more = CASES[case]
-    words = more.split()
-    folders = {name: folder / name for name in ("installed", "upstream", "continued")}
-    for path in folders.values():
-        path.mkdir(parents=True)
-    installed = train(words, data, ranks, folders["installed"], None)
-    upstream = train(words, data, ranks, folders["upstream"], megatron)
-    copy_checkpoint(folders["installed"], folders["continued"])
-    load = ["--load", str(folders["continued"])]
-    continued = train([*words, *load], data, ranks, folders["continued"], megatron)
+    ranks, arguments = CASES[case]
+    words = arguments.split()
+    for name in ("installed", "upstream", "continued"):
+        (folder / name).mkdir(parents=True)
+    installed = train(words, data, ranks, folder / "installed", None)
+    upstream = train(words, data, ranks, folder / "upstream", megatron)
+    copy_checkpoint(folder / "installed", folder / "continued")
+    words += ["--load", str(folder / "continued")]
+    continued = train(words, data, ranks, folder / "continued", megatron)
     remaining = {step: loss for step, loss in installed.items() if step > SAVED}
     same = upstream == installed and continued == remaining
     losses = (installed[STEPS], upstream[STEPS], continued[STEPS])
@@ -134,8 +133,8 @@ def main() -> None:
         choices=list(CASES),
         default=list(CASES),
     )
-    given = parser.parse_args()
-    megatron = given.megatron.expanduser().resolve()
+    args = parser.parse_args()
+    megatron = args.megatron.expanduser().resolve()
     if not (megatron / "megatron/core").is_dir():
         parser.error(f"{megatron} is not a source tree of Megatron-LM")
     copy_dataset_helpers(megatron)
@@ -152,7 +151,7 @@ def main() -> None:
         data += ["--tokenizer-type", "HuggingFaceTokenizer"]
         data += ["--tokenizer-model", str(folder / "data/tokenizer")]
         print(f"{'loss of step ' + str(STEPS):26}   installed    upstream   continued")
-        results = [compare(case, data, folder / case, megatron) for case in given.cases]
+        results = [compare(case, data, folder / case, megatron) for case in args.cases]
     sys.exit(not all(results))
 
 
