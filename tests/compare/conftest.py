@@ -21,20 +21,27 @@ COST = {
 def make_result(variant, seed: int, *, gain: float = 0.0) -> dict:
     """Return a possible ``result.json``; seeds differ more than variants."""
     noise = random.Random(seed)
-    losses = [
-        2 + 4 / (1 + i / 10) + 0.3 * seed + noise.gauss(0, 0.02) - gain * min(1, i / 50)
-        for i in range(ITERATIONS)
-    ]
+    losses = []
+    for i in range(ITERATIONS):
+        loss = 2 + 4 / (1 + i / 10) + 0.3 * seed + noise.gauss(0, 0.02)
+        losses.append(loss - gain * min(1, i / 50))
     layer = {
         "layer": 0,
         "diagonal_mean": 0.9,
         "off_diagonal_share": 0.1,
         "distance": 2.718,
     }
-    matrices = [
-        {"projection": p, "variant": v, "matrix": "proj", "picture": "x.png", "layers": [layer]}
-        for p, v in variant.kha.variants.items()
-    ]
+    matrices = []
+    for projection, knock in variant.kha.variants.items():
+        matrices.append(
+            {
+                "projection": projection,
+                "variant": knock,
+                "matrix": "proj",
+                "picture": "x.png",
+                "layers": [layer],
+            }
+        )
     return {
         "variant": variant.name,
         "seed": seed,
@@ -63,7 +70,15 @@ def finished(tmp_path):
     )
     results = {}
     for trial in comparison.trials:
-        gains = {"kha_mlp": 0.05 + 0.001 * trial.seed, "kha_linear": 0.001 * (trial.seed - 2)}
-        gain = gains.get(trial.variant.name, 0.0)
-        results[trial.variant.name, trial.seed] = make_result(trial.variant, trial.seed, gain=gain)
+        name = trial.variant.name
+        gains = {
+            "baseline": 0.0,
+            "kha_mlp": 0.05 + 0.001 * trial.seed,
+            "kha_linear": 0.001 * (trial.seed - 2),
+        }
+        results[name, trial.seed] = make_result(
+            trial.variant,
+            trial.seed,
+            gain=gains[name],
+        )
     return comparison, results
