@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -33,7 +34,8 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     root = tmp_path_factory.mktemp("sources")
-    for name, content in {**{n: t.encode() for n, t in TEXTS.items()}, **OTHERS}.items():
+    contents = {name: text.encode() for name, text in TEXTS.items()}
+    for name, content in (contents | OTHERS).items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(content)
     (root / "a" / "loop").symlink_to(root, target_is_directory=True)
@@ -44,7 +46,14 @@ def sources(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(sources, tmp_path_factory):
     out = tmp_path_factory.mktemp("prepared") / "new" / "data"
-    return out, prepare([sources], out, vocab_size=300, workers=2, max_file_bytes=LIMIT)
+    report = prepare(
+        [sources],
+        out,
+        vocab_size=300,
+        workers=2,
+        max_file_bytes=LIMIT,
+    )
+    return out, report
 
 
 def documents(folder):
@@ -53,7 +62,11 @@ def documents(folder):
 
 
 def files(folder):
-    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    contents = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            contents[path.relative_to(folder)] = path.read_bytes()
+    return contents
 
 
 @pytest.mark.fast
@@ -82,11 +95,12 @@ def test_report_counts_what_is_there(prepared, sources):
     assert report.bytes == sum(len(text.encode()) for text in TEXTS.values())
     assert report.altered_documents == 0
     assert report.dtype == "uint16"
-    counts = {reason: value["count"] for reason, value in report.skipped.items() if value["count"]}
-    assert counts == {"empty": 1, "not_utf8": 2, "unreadable": 1, "repeated": 1}
+    counts = Counter({reason: value["count"] for reason, value in report.skipped.items()})
+    assert +counts == {"empty": 1, "not_utf8": 2, "unreadable": 1, "repeated": 1}
     examples = [str(sources / name) for name in ("b/late.txt", "b/latin.txt")]
     assert report.skipped["not_utf8"]["examples"] == examples
-    assert DataReport.read(out) == report == verify(out)
+    assert DataReport.read(out) == report
+    assert verify(out) == report
 
 
 def make_tokenizer(folder, *, eos=True, normalizer=None, template="<s> $A </s>"):
@@ -103,15 +117,21 @@ def make_tokenizer(folder, *, eos=True, normalizer=None, template="<s> $A </s>")
     )
     backend.enable_truncation(16)
     backend.enable_padding(length=64, pad_id=1, pad_token="</s>")
-    special = {"bos_token": "<s>", "eos_token": "</s>" if eos else None}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>" if eos else None,
+    )
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 def test_a_given_tokenizer_is_used_without_truncation_and_padding(sources, tmp_path):
     folder = make_tokenizer(tmp_path / "mine")
     report = prepare([sources / "b"], tmp_path / "out", tokenizer=folder)
-    assert (report.vocab_size, report.eod_id, report.vocab_size_asked) == (258, 1, None)
+    assert report.vocab_size == 258
+    assert report.eod_id == 1
+    assert report.vocab_size_asked is None
     assert report.tokenizer == str(folder)
     assert report.tokens == report.bytes + 2 * report.documents  # bytes, BOS and EOS
     assert report.altered_documents == 0
@@ -170,11 +190,13 @@ def test_bad_input_is_refused_before_any_work(changes, kind, words, tmp_path, mo
     make_tokenizer(tmp_path / "endless", eos=False)
     before = files(tmp_path)
     stages = set()
-    arguments = {"sources": [Path("text.txt")], "out": Path("out"), **changes}
+    arguments = {"sources": [Path("text.txt")], "out": Path("out")}
+    arguments |= changes
     with pytest.raises(kind) as caught:
         prepare(**arguments, on_progress=lambda step: stages.add(step.stage))
-    assert all(word in str(caught.value) for word in words)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert all(word in message for word in words)
+    assert "\n" not in message
     assert stages <= {"checking"}
     assert files(tmp_path) == before
     assert not Path("out").exists()
@@ -247,9 +269,13 @@ print(prepare([Path(sys.argv[1])], Path(sys.argv[2]), vocab_size=260).documents)
 
 def test_prepare_needs_no_other_import(tmp_path):
     """An empty Transformer Engine is only hidden from Megatron by ``kha_megatron.mcore``."""
-    (tmp_path / "text.txt").write_text("one document")
-    words = [sys.executable, "-W", "ignore", "-c", PREPARE, tmp_path / "text.txt", tmp_path / "out"]
-    result = subprocess.run(words, capture_output=True, text=True)
+    source = tmp_path / "text.txt"
+    source.write_text("one document")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PREPARE, source, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "1\n"
 
@@ -267,14 +293,16 @@ def test_prepare_needs_no_other_import(tmp_path):
     ],
 )
 def test_verify_detects_damage(name, damage, words, tmp_path):
-    (tmp_path / "text.txt").write_text("three lines\nof\ntext\n")
+    source = tmp_path / "text.txt"
+    source.write_text("three lines\nof\ntext\n")
     out = tmp_path / "out"
-    prepare([tmp_path / "text.txt"], out, vocab_size=260, max_file_bytes=12)
+    prepare([source], out, vocab_size=260, max_file_bytes=12)
     verify(out)
-    content = damage((out / name).read_bytes())
-    (out / name).unlink()
+    file = out / name
+    content = damage(file.read_bytes())
+    file.unlink()
     if content is not None:
-        (out / name).write_bytes(content)
+        file.write_bytes(content)
     with pytest.raises(DataError, match=words) as caught:
         verify(out)
     assert "\n" not in str(caught.value)
@@ -283,8 +311,10 @@ def test_verify_detects_damage(name, damage, words, tmp_path):
 def test_the_tokenizer_is_trained_on_an_even_sample(tmp_path):
     root = tmp_path / "text"
     root.mkdir()
+    letters = "abcdefghij"
     for i in range(40):  # of 1,000 bytes each
-        (root / f"{i:02}.txt").write_text(f"word{'abcdefghij'[i % 10] * 5} " * 100)
+        word = f"word{letters[i % 10] * 5} "
+        (root / f"{i:02}.txt").write_text(word * 100)
     report = prepare(
         [root],
         tmp_path / "out",
@@ -293,5 +323,6 @@ def test_the_tokenizer_is_trained_on_an_even_sample(tmp_path):
     )
     assert 10_000 <= report.tokenizer_sample_bytes < 10_000 + 1_000
     assert report == verify(tmp_path / "out")
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer").get_vocab()
-    assert sum(f"\u0120word{letter * 5}" in tokens for letter in "abcdefghij") >= 5
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    tokens = tokenizer.get_vocab()
+    assert sum(f"\u0120word{letter * 5}" in tokens for letter in letters) >= 5
