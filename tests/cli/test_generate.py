@@ -116,7 +116,8 @@ def test_a_damaged_model_is_refused(run, folder, capsys, damage, message):
     damage(folder)
     capsys.readouterr()  # progress of saving a model
     code, stdout, stderr = run("generate", folder, PROMPT)
-    assert (code, stdout) == (2, "")
+    assert code == 2
+    assert stdout == ""
     assert stderr.splitlines()[-1].startswith("error: ")
     assert message in stderr.splitlines()[-1]
 
