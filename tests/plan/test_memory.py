@@ -98,11 +98,9 @@ def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
     for found, model in answers:
         stage = found["stage"]
         planned = count_parameters(model, MIXED, layout, stage)
-        assert (planned.dense, planned.experts, planned.kha) == (
-            found["dense"],
-            found["experts"],
-            found["kha"],
-        )
+        assert planned.dense == found["dense"]
+        assert planned.experts == found["experts"]
+        assert planned.kha == found["kha"]
         rest, of_kha = estimate_memory(
             Rank(Setup(model=model, kha=MIXED, batch=batch), layout, stage)
         )

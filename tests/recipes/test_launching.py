@@ -58,7 +58,8 @@ def test_ranks_receive_every_argument_unchanged(
 
     assert result.succeeded is not fail
     if fail:
-        assert (result.failure.rank, result.failure.exit_code) == (1, 1)
+        assert result.failure.rank == 1
+        assert result.failure.exit_code == 1
         assert "the disk [red]is full" in result.failure.lines
     assert f"log of all ranks of {job.output} to {result.log}\n" in capsys.readouterr().err
     assert [(s.iteration, s.total, s.samples, s.loss) for s in steps] == [
@@ -76,8 +77,10 @@ def test_ranks_receive_every_argument_unchanged(
         facts = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert facts["argv"] == list(job.command[job.command.index(job.recipe.entry) + 1 :])
         assert list(vars(parser.parse_known_args(facts["argv"])[0]).values()) == ODD
-        assert (facts["omp"], facts["world"]) == ("5", "2")
-        assert (facts["cwd"], facts["python"]) == (os.getcwd(), sys.executable)
+        assert facts["omp"] == "5"
+        assert facts["world"] == "2"
+        assert facts["cwd"] == os.getcwd()
+        assert facts["python"] == sys.executable
         assert not is_alive(facts["helper"])
 
 

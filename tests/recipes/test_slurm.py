@@ -179,7 +179,8 @@ def test_job_is_followed_to_its_end(code, slurm, scripted, nemorun_home, monkeyp
     assert (slurm / "scontrol").exists() == (code != 0)  # requeue
     if code:
         assert "job 77 ended with state FAILED (exit code 3:0" in result.reason
-        assert (result.failure.rank, result.failure.exit_code) == (1, 3)
+        assert result.failure.rank == 1
+        assert result.failure.exit_code == 3
         assert "the disk is full" in result.failure.lines  # two streams have no order
 
 
@@ -231,7 +232,8 @@ def test_step_that_fails_is_requeued(log, job, options, calls, tmp_path):
             text=True,
             check=False,
         )
-        assert (done.returncode, done.stderr) == (1, "")
+        assert done.returncode == 1
+        assert done.stderr == ""
         assert (tmp_path / "calls").read_text().strip() == call
 
 

@@ -92,7 +92,8 @@ def test_an_invalid_spec_name_ends_a_script_with_one_line(name, problem):
     command = [sys.executable, "-W", "ignore", "-c", script, *SPEC, name, "--bf16"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     error = f"error: Invalid layer spec {name!r} in {SPEC[1]}. {problem}"
-    assert (done.returncode, done.stderr.splitlines()[-1][: len(error)]) == (1, error)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1][: len(error)] == error
     assert "Traceback" not in done.stderr
 
 
