@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -80,6 +81,15 @@ ADDED = {
 }
 ROUTED = {"shared": 2, "active": 2}
 TOKENS = 7
+
+
+def mark_whole(names, whole) -> list:
+    """Return test parameters for all names. Those in ``whole`` run in ``make test-all`` only."""
+    parameters = []
+    for name in names:
+        marks = [pytest.mark.whole] if name in whole else []
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
 
 
 def make_config(kha=None, **overrides) -> KHAModelConfig:

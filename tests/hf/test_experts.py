@@ -75,9 +75,9 @@ def test_autocast_does_not_change_the_routing(score):
     expected = router(hidden)
     with torch.autocast("cpu", torch.bfloat16):
         found = router(hidden)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    for tensor, expected_tensor in zip(found, expected, strict=True):
+        assert tensor.dtype == expected_tensor.dtype
+        assert torch.equal(tensor, expected_tensor)
 
 
 @pytest.mark.parametrize(("shared", "gate"), [(0, False), (9, False), (9, True)])
@@ -95,16 +95,22 @@ def test_layer_equals_a_loop_over_tokens(shared, gate):
     def swiglu(x, gate_w, up_w, down_w):
         return down_w @ (silu(gate_w @ x) * (up_w @ x))
 
+    def routed(x, expert):
+        gate_w, up_w = layer.experts.gate_up_proj[expert].chunk(2)
+        return swiglu(x, gate_w, up_w, layer.experts.down_proj[expert])
+
+    def of_shared_expert(x):
+        mlp = layer.shared_experts
+        y = swiglu(x, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        if gate:
+            y = y * torch.sigmoid(layer.shared_expert_gate.weight @ x)
+        return y
+
     expected = []
     for x, chosen, weight in zip(hidden.flatten(0, 1), experts, weights, strict=True):
-        y = sum(
-            w * swiglu(x, *layer.experts.gate_up_proj[e].chunk(2), layer.experts.down_proj[e])
-            for e, w in zip(chosen, weight, strict=True)
-        )
+        y = sum(w * routed(x, expert) for expert, w in zip(chosen, weight, strict=True))
         if shared:
-            own = layer.shared_experts
-            z = swiglu(x, own.gate_proj.weight, own.up_proj.weight, own.down_proj.weight)
-            y = y + (z * torch.sigmoid(layer.shared_expert_gate.weight @ x) if gate else z)
+            y = y + of_shared_expert(x)
         expected.append(y)
     expected = torch.stack(expected).view_as(hidden)
     assert expected.abs().max() > 0.1
