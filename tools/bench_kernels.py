@@ -17,12 +17,12 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from bench import positive
-from measuring import Cells, interleaved, ratios, spreads
+from measuring import Call, Cells, Report, interleaved, ratios, spreads
 from torch import Tensor
 
 from kha_megatron.errors import KHAError
@@ -34,6 +34,8 @@ from kha_megatron.heads.knock import MATRICES
 # Of norms: roundings of hidden features and their gradients, several times half a last place.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 1e-3, torch.float32: 1e-5}
 QUERIES_PER_GROUP = 8  # of the paper's models; determines the gaps between rows of the QKV buffer
+
+Knock = Callable[..., Tensor]
 
 # How often each work reads or writes a tensor of the size of `x`, at least
 WORKS = {
@@ -80,7 +82,7 @@ class Case:
         return x, dy, weight
 
 
-def call(work: str, knock: Callable, case: Case) -> Callable[[], Any]:
+def call(work: str, knock: Knock, case: Case) -> Call:
     """Return a call that does the work. The forward pass before a single gradient is not timed."""
     x, dy, weight = case.tensors()
     run_forward = functools.partial(knock, x, weight, case.variant)
@@ -96,7 +98,7 @@ def call(work: str, knock: Callable, case: Case) -> Callable[[], Any]:
     return functools.partial(torch.autograd.grad, y, leaves, dy, retain_graph=True)
 
 
-def products(work: str, case: Case) -> Callable[[], Any]:
+def products(work: str, case: Case) -> Call:
     """Return a call that computes the matrix products of the work on contiguous tensors."""
     x, dy, weight = case.tensors()
     x = x.reshape(-1, case.head_dim).contiguous()
@@ -121,7 +123,7 @@ def check(case: Case) -> dict[str, float]:
     """Return the relative errors of the kernels. Raise KHAError if one is too large."""
     x, dy, weight = case.tensors()
 
-    def results(knock: Callable[..., Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    def results(knock: Knock, dtype: torch.dtype) -> dict[str, Tensor]:
         inputs = x[:2048].detach().to(dtype).requires_grad_()
         matrices = weight.detach().to(dtype).requires_grad_()
         y = knock(inputs, matrices, case.variant)
@@ -139,10 +141,19 @@ def check(case: Case) -> dict[str, float]:
     return errors
 
 
-def find_ways(case: Case) -> tuple[dict[str, Callable], dict[str, str], dict[str, float] | None]:
-    """Return the ways to knock, why others do not run, and the relative errors of the kernels."""
+class Ways(NamedTuple):
+    """The ways to knock that run on this machine."""
+
+    functions: dict[str, Knock]
+    skipped: dict[str, str]
+    """Why other ways do not run."""
+    errors: dict[str, float] | None
+    """Relative errors of the kernels."""
+
+
+def find_ways(case: Case) -> Ways:
     x, _, weight = case.tensors()
-    ways: dict[str, Callable] = {}
+    ways: dict[str, Knock] = {}
     skipped = {}
     errors = None
     reason = fused.unsupported_reason(x, weight)
@@ -157,15 +168,15 @@ def find_ways(case: Case) -> tuple[dict[str, Callable], dict[str, str], dict[str
     else:
         torch.compiler.reset()  # otherwise the sizes become dynamic
         ways["compiled"] = torch.compile(knocking.knock)
-    return ways, skipped, errors
+    return Ways(ways, skipped, errors)
 
 
-def measure(case: Case, work: str, find: Callable[[], tuple], repetitions: int) -> dict[str, Any]:
+def measure(case: Case, work: str, find: Callable[[], Ways], repetitions: int) -> Report:
     """Measure one work of a case. ``find`` returns :func:`find_ways` of the case."""
-    ways, skipped, errors = find()
+    ways = find()
     x = case.tensors()[0]
     size = WORKS[work] * x.nbytes
-    calls = {name: call(work, way, case) for name, way in ways.items()}
+    calls = {name: call(work, knock, case) for name, knock in ways.functions.items()}
     calls["gemms"] = products(work, case)
     source = torch.empty(size // 2, dtype=torch.uint8, device=case.device)
     calls["copy"] = functools.partial(torch.empty_like(source).copy_, source)
@@ -178,14 +189,14 @@ def measure(case: Case, work: str, find: Callable[[], tuple], repetitions: int) 
         "case": str(case),
         "work": work,
         "bytes": size,
-        "relative_errors": errors,
-        "skipped": skipped,
+        "relative_errors": ways.errors,
+        "skipped": ways.skipped,
         "microseconds": spreads(times, lambda seconds: 1e6 * seconds),
         "kernels_over": ratios_to_ours,
     }
 
 
-def rows(result: dict[str, Any]) -> list[list[str]]:
+def rows(result: Report) -> list[list[str]]:
     lines = []
     for name, spread in result["microseconds"].items():
         ratio = result["kernels_over"].get(name)
@@ -193,8 +204,17 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
         has_target = result["work"] == "forward" and result["case"].startswith("mlp")
         if name == "copy" and ratio and has_target:
             over += f", {ratio.verdict(COPY_RATIO)}"
-        speed = f"{result['bytes'] / spread.median / 1e6:.2f}"
-        lines.append([result["case"], result["work"], name, spread.text(1), speed, over])
+        terabytes_per_second = result["bytes"] / spread.median / 1e6
+        lines.append(
+            [
+                result["case"],
+                result["work"],
+                name,
+                spread.text(1),
+                f"{terabytes_per_second:.2f}",
+                over,
+            ]
+        )
     return lines
 
 

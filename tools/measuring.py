@@ -31,7 +31,15 @@ FLUSHES = 24
 queued, so that no gap between launches is timed. The launches of a backward pass can take 1 ms."""
 
 ROOT = Path(__file__).resolve().parents[1]
-Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
+Call = Callable[[], Any]
+Report = dict[str, Any]
+Reading = Callable[[], float]
+"""Returns the seconds of a call."""
+Clock = Callable[[Call], Reading]
+"""Runs a call."""
+Times = Mapping[str, list[float]]
+"""Seconds of each call by contender."""
+Cells = Iterator[tuple[str, Callable[[], Report]]]
 """The name of each comparison of a benchmark, and a function that returns its result."""
 PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "transformers")
 
@@ -67,12 +75,8 @@ class Spread:
         return f"{word} (at most {limit:g}){undecided}"
 
 
-Clock = Callable[[Callable[[], Any]], Callable[[], float]]
-"""Runs a call and returns a function that returns its seconds."""
-
-
 def interleaved(
-    contenders: Mapping[str, Callable[[], Any]],
+    contenders: Mapping[str, Call],
     device: torch.device,
     *,
     repetitions: int,
@@ -92,7 +96,7 @@ def interleaved(
         clock = _gpu_clock(device) if device.type == "cuda" else _cpu_clock
     shuffled = random.Random(0)
     names = list(contenders)
-    readings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    readings: dict[str, list[Reading]] = {name: [] for name in names}
     for turn in range(warm_up + repetitions):
         shuffled.shuffle(names)
         for name in names:
@@ -105,7 +109,7 @@ def interleaved(
     return times
 
 
-def kernel_clock(call: Callable[[], Any]) -> Callable[[], float]:
+def kernel_clock(call: Call) -> Reading:
     """Time the GPU's kernels and copies in a call, without the gaps between them."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -117,7 +121,7 @@ def kernel_clock(call: Callable[[], Any]) -> Callable[[], float]:
     return lambda: microseconds / 1e6
 
 
-def spreads(times: Mapping[str, list[float]], convert: Callable[[float], float]) -> dict:
+def spreads(times: Times, convert: Callable[[float], float]) -> dict[str, Spread]:
     """Return the spread of the converted times of each contender."""
     converted = {}
     for name, values in times.items():
@@ -130,7 +134,7 @@ def ratios(times: list[float], baseline: list[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(times, baseline, strict=True)])
 
 
-def _cpu_clock(call: Callable[[], Any]) -> Callable[[], float]:
+def _cpu_clock(call: Call) -> Reading:
     start = time.perf_counter()
     call()
     seconds = time.perf_counter() - start
@@ -140,7 +144,7 @@ def _cpu_clock(call: Callable[[], Any]) -> Callable[[], float]:
 def _gpu_clock(device: torch.device) -> Clock:
     scratch = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
 
-    def clock(call: Callable[[], Any]) -> Callable[[], float]:
+    def clock(call: Call) -> Reading:
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         for _ in range(FLUSHES):
@@ -158,12 +162,12 @@ def _gpu_clock(device: torch.device) -> Clock:
     return clock
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> Report:
     """Return what is needed to judge a figure: hardware, versions, commit, date (UTC), load."""
     now = datetime.datetime.now(datetime.UTC)
     cores = len(os.sched_getaffinity(0))
     versions = {name: version_of(name) for name in PACKAGES}
-    machine: dict[str, Any] = {
+    machine: Report = {
         "date": now.isoformat(timespec="seconds"),
         "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
         "hardware": f"{_processor()}, {cores} cores, no GPU",
@@ -178,10 +182,12 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     return machine
 
 
-def machine_line(machine: Mapping[str, Any]) -> str:
+def machine_line(machine: Report) -> str:
     """Return the most important entries of :func:`describe_machine` in one line."""
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return f"{machine['date']}, {machine['hardware']}, load {machine['load']}, {versions}"
+    entries = [machine["date"], machine["hardware"], f"load {machine['load']}"]
+    for name, version in machine["versions"].items():
+        entries.append(f"{name} {version}")
+    return ", ".join(entries)
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
@@ -197,7 +203,7 @@ def markdown_row(cells: list[str]) -> str:
     return f"| {' | '.join(escaped)} |"
 
 
-def read_report(file: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+def read_report(file: Path, like: Report) -> Report:
     """Return a report of ``write_report`` without the results in which a contender failed.
 
     Raises:
@@ -218,7 +224,7 @@ def read_report(file: Path, like: Mapping[str, Any]) -> dict[str, Any]:
     return report | {"results": results, "complete": complete}
 
 
-def write_report(file: Path | None, content: Mapping[str, Any]) -> None:
+def write_report(file: Path | None, content: Report) -> None:
     """Write ``content`` as JSON, if there is a file to write."""
     if file:
         with staged_file(file) as staged:

@@ -166,7 +166,10 @@ def _compare(rates: Mapping[str, Losses]) -> Comparison:
     floor = None
     for name, rate in {NULL: best_rates["baseline"], **best_rates}.items():
         losses = rates[rate].get(name, {})
-        differences = [losses[seed] - reference[seed] for seed in losses if seed in reference]
+        differences = []
+        for seed, loss in losses.items():
+            if seed in reference:
+                differences.append(loss - reference[seed])
         if name == NULL and differences:
             floor = estimate_noise(differences)
         delta = None
