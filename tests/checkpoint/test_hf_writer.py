@@ -29,13 +29,15 @@ def _entries(tensors):
 def _write(folder, tensors, max_shard_bytes=10**9, threads=1):
     writer = HFWriter(folder, _entries(tensors), max_shard_bytes=max_shard_bytes)
     with ThreadPoolExecutor(threads) as pool:
-        backwards = list(tensors.items())[::-1]
-        list(pool.map(lambda item: writer.write(*item), backwards))
+        names = list(reversed(tensors))
+        backwards = [tensors[name] for name in names]
+        list(pool.map(writer.write, names, backwards))
         return writer.close(SOURCE)
 
 
 def _bytes(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 @pytest.fixture
@@ -54,8 +56,10 @@ def every_dtype():
 def test_a_file_equals_that_of_save_file(tmp_path, every_dtype):
     assert _write(tmp_path, every_dtype, threads=3) == 1
     save_file(every_dtype, tmp_path / "reference", metadata={"format": "pt"})
-    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "reference").read_bytes()
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+    written = tmp_path / "model.safetensors"
+    reference = tmp_path / "reference"
+    assert written.read_bytes() == reference.read_bytes()
+    with safe_open(written, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
@@ -76,19 +80,20 @@ def test_shards_and_index_equal_those_of_save_pretrained(tmp_path, limit):
         kha_value="mlp",
     )
     model = KHAForCausalLM(config)
-    model.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
-    (tmp_path / "ours").mkdir()
+    theirs = tmp_path / "theirs"
+    model.save_pretrained(theirs, max_shard_size=limit)
+    ours = tmp_path / "ours"
+    ours.mkdir()
     state = model.state_dict()
     in_their_order = {name: state[name] for name in sorted(state, key=dot_natural_key)}
-    _write(tmp_path / "ours", in_their_order, limit, threads=2)
-    names = sorted(file.name for file in (tmp_path / "ours").iterdir())
-    theirs = sorted(file.name for file in (tmp_path / "theirs").glob("model[.-]*"))
-    assert names == ["manifest.json", *theirs]
-    for name in theirs:
-        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
-    shutil.copy(tmp_path / "theirs" / "config.json", tmp_path / "ours")
-    again = KHAForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
-    assert all(torch.equal(again[name], t) for name, t in state.items())
+    _write(ours, in_their_order, limit, threads=2)
+    names = sorted(file.name for file in theirs.glob("model[.-]*"))
+    assert sorted(file.name for file in ours.iterdir()) == ["manifest.json", *names]
+    for name in names:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    shutil.copy(theirs / "config.json", ours)
+    loaded = KHAForCausalLM.from_pretrained(ours).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
 @pytest.mark.fast
@@ -106,7 +111,8 @@ def test_the_manifest_lists_every_tensor(tmp_path, every_dtype):
     assert manifest["format"] == 1
     assert manifest["source"] == SOURCE
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert {n: entry["file"] for n, entry in manifest["tensors"].items()} == index["weight_map"]
+    files = {name: entry["file"] for name, entry in manifest["tensors"].items()}
+    assert files == index["weight_map"]
     for name, tensor in tensors.items():
         entry = manifest["tensors"][name]
         assert entry["sha256"] == hashlib.sha256(_bytes(tensor)).hexdigest()
