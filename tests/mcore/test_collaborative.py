@@ -66,24 +66,34 @@ def test_folded_collaborative_heads_equal_ordinary_heads_with_one_key():
     w_query = draw(DIM, hidden)
     w_key = draw(DIM, hidden)
     mixing = draw(heads, DIM)
-    others = draw(hidden, HEAD_DIM), draw(heads * HEAD_DIM, hidden)
-    placed = {
+    w_value = draw(hidden, HEAD_DIM)
+    w_output = draw(heads * HEAD_DIM, hidden)
+    options = {
         "num_query_groups": 1,
         "rotary_base": 10000.0,
         "rotary_dim": HEAD_DIM,
+        "q_norm": draw(DIM),
+        "k_norm": draw(DIM),
     }
-    placed |= {"q_norm": draw(DIM), "k_norm": draw(DIM)}
     shared = oracle.mixed_attention(
         x,
         w_query.T,
         w_key.T,
-        *others,
+        w_value,
+        w_output,
         mixing=mixing,
-        **placed,
+        **options,
     )
     folded = fold_mixing(w_query, mixing)
     assert folded.shape == (heads * DIM, hidden)
-    ordinary = oracle.mixed_attention(x, folded.T, w_key.T, *others, **placed)
+    ordinary = oracle.mixed_attention(
+        x,
+        folded.T,
+        w_key.T,
+        w_value,
+        w_output,
+        **options,
+    )
     assert (shared - ordinary).norm() / shared.norm() < 1e-14
 
 

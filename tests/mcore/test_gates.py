@@ -20,11 +20,15 @@ PLACES = [*product(("output", "value", "key", "query"), GRANULARITIES), ("dense"
 
 
 def in_every_form(places):
-    """Gates at these places, in each form."""
-    return [
-        KHAConfig(gate=Gate(**dict(places), form=form, activation=activation, reads_input=reads))
-        for form, activation, reads in FORMS
-    ]
+    """Yield gates at these places in each form."""
+    for form, activation, reads_input in FORMS:
+        gate = Gate(
+            **dict(places),
+            form=form,
+            activation=activation,
+            reads_input=reads_input,
+        )
+        yield KHAConfig(gate=gate)
 
 
 EVERYWHERE = KHAConfig(
@@ -42,13 +46,10 @@ ON_RANKS = [OUTPUT, replace(OUTPUT, value="mlp"), EVERYWHERE, HEADS_ALONE, SHARE
 
 
 def normed_and_not(khas):
-    """Split into gates on which QK-norm has no effect, and those which it makes pointless."""
-    return [
-        (kha, normed)
-        for kha in khas
-        for normed in (True, False)
-        if bool(kha.gate.unsupported_reason(HeadFacts(qk_norm=True))) != normed
-    ]
+    """Yield gates with True if they support QK-norm, and with False if it makes them pointless."""
+    for kha in khas:
+        reason = kha.gate.unsupported_reason(HeadFacts(qk_norm=True))
+        yield kha, not reason
 
 
 @pytest.mark.fast
@@ -84,8 +85,11 @@ def test_latent_attention_has_a_gate_on_its_output(ranks, granularity, reads):
 
 
 def trained_a_step(dtype):
-    """Losses and gradients of stock Megatron with its flag, of our layers with that flag, with the
-    flag and our gate, and with our gate."""
+    """Return losses and gradients of four models with an output gate.
+
+    These are stock Megatron with its flag, and our layers with that flag, with the flag and our
+    gate, and with our gate.
+    """
     from tests.distributed import models
 
     models.initialize()
@@ -96,7 +100,7 @@ def trained_a_step(dtype):
     }
     flagged = models.transformer_config(attention_output_gate=True, **bf16)
     plain = models.transformer_config(**bf16)
-    found = []
+    results = []
     for config, kha, spec in (
         (flagged, KHAConfig(), stock_spec(flagged)),
         (flagged, KHAConfig(), None),
@@ -108,9 +112,11 @@ def trained_a_step(dtype):
         tokens, positions, mask = models.batch()
         losses = model(tokens, positions, mask, labels=tokens)
         losses.sum().backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append({"losses": losses.detach()} | gradients)
-    return found
+        tensors = {"losses": losses.detach()}
+        for name, parameter in model.named_parameters():
+            tensors[name] = parameter.grad
+        results.append(tensors)
+    return results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

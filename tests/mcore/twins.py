@@ -16,7 +16,10 @@ Weights = dict[str, Tensor]
 
 
 def twin(
-    kha: KHAConfig, sizes: dict[str, Any], hidden: Tensor, weights: Weights
+    kha: KHAConfig,
+    sizes: dict[str, Any],
+    hidden: Tensor,
+    weights: Weights,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the output ``[B, S, K]`` for ``hidden`` of the same shape, and the added loss."""
     matrices = {p: list(weights[f"knock_{p}.weight"]) for p in kha.variants}
@@ -51,15 +54,19 @@ def _attention(kha, sizes, hidden, weights, matrices, weigh=None):
     )
     rows = weights["linear_qkv.weight"].unflatten(0, (groups, -1))
     parts = {name: rows[:, part.rows].flatten(0, 1) for name, part in layout.parts.items()}
-    gates = {
-        row.name.removeprefix("gate_"): parts[row.name].unflatten(0, (-1, row.features))
-        for row in extra
-    }
-    own = [name.removesuffix(".weight") for name in weights if name.startswith("gate_")]
-    gates |= {name.removeprefix("gate_"): weights[f"{name}.weight"] for name in own}
+    gates = {}
+    for row in extra:
+        position = row.name.removeprefix("gate_")
+        gates[position] = parts[row.name].unflatten(0, (-1, row.features))
+    for name, weight in weights.items():
+        if name.startswith("gate_"):
+            position = name.removeprefix("gate_").removesuffix(".weight")
+            gates[position] = weight
     return oracle.attention(
         hidden,
-        *(parts[name].T for name in ("query", "key", "value")),
+        parts["query"].T,
+        parts["key"].T,
+        parts["value"].T,
         weights["linear_proj.weight"].T,
         kha,
         matrices,
@@ -84,18 +91,22 @@ def _mixture(kha, sizes, hidden, weights, matrices):
     if isinstance(active, tuple):
         active = active[1]  # of the second layer
 
+    router = None
+    if routing.router == "learned":
+        router = weights["moh_router.weight"]
+
     def weigh(queries):
-        found, loss = oracle.mixture_weights(
+        head_weights, loss = oracle.mixture_weights(
             hidden,
             queries,
-            weights["moh_router.weight"] if routing.router == "learned" else None,
+            router,
             shared=shared,
             active=active,
             scale=routing.scale,
             quantized=routing.quantized,
         )
         losses.append(loss)
-        return found
+        return head_weights
 
     output = _attention(kha, sizes, hidden, weights, matrices, weigh)
     routed = sizes["num_attention_heads"] - shared
@@ -107,17 +118,22 @@ def _mixed(kha, sizes, hidden, weights):
     groups = sizes["num_query_groups"]
     head_dim = sizes["kv_channels"]
     blocks = weights["linear_qkv.weight"].unflatten(0, (groups, -1, head_dim))
-    projections = [blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:]]
-    projections = [x.flatten(0, 2) for x in projections]
+    query = blocks[:, :-2].flatten(0, 2)
+    key = blocks[:, -2:-1].flatten(0, 2)
+    value = blocks[:, -1:].flatten(0, 2)
     options = {}
     if kha.collaborative:
-        projections[:2] = [weights[f"collaborative_{name}.weight"] for name in ("query", "key")]
+        query = weights["collaborative_query.weight"]
+        key = weights["collaborative_key.weight"]
         options["mixing"] = weights["collaborative_mixing.weight"]
-    for name in kha.talking.mixings if kha.talking else ():
-        options[name] = weights[f"talking_{name}.weight"]
+    if kha.talking:
+        for name in kha.talking.mixings:
+            options[name] = weights[f"talking_{name}.weight"]
     return oracle.mixed_attention(
         hidden,
-        *(x.T for x in projections),
+        query.T,
+        key.T,
+        value.T,
         weights["linear_proj.weight"].T,
         num_query_groups=groups,
         rotary_base=BASE,
@@ -154,10 +170,15 @@ def _latent(kha, sizes, hidden, weights, matrices):
     heads = sizes["num_attention_heads"]
     down = weights["linear_kv_down_proj.weight"].T
     up = weights["linear_kv_up_proj.weight"].unflatten(0, (heads, -1))
-    direct = "linear_q_proj.weight" in weights
+    if "linear_q_proj.weight" in weights:
+        query = weights["linear_q_proj.weight"].T
+        query_latent = None
+    else:
+        query = weights["linear_q_up_proj.weight"].T
+        query_latent = weights["linear_q_down_proj.weight"].T
     return oracle.latent_attention(
         hidden,
-        weights["linear_q_proj.weight" if direct else "linear_q_up_proj.weight"].T,
+        query,
         down[:, :rank],
         up[:, :nope].flatten(0, 1).T,
         up[:, nope:].flatten(0, 1).T,
@@ -167,7 +188,7 @@ def _latent(kha, sizes, hidden, weights, matrices):
         matrices,
         heads=heads,
         rotary_base=BASE,
-        w_query_latent=None if direct else weights["linear_q_down_proj.weight"].T,
+        w_query_latent=query_latent,
         gate=kha.gate,
         gate_weights={"output": weights.get("gate_output.weight")},
         **_norms(sizes, weights, "kv"),
