@@ -34,7 +34,7 @@ def test_costs_differ_by_the_matrices_and_follow_the_overrides():
         assert cost["active"] - base["active"] == cost["kha"]
         assert cost["kha_flops"] == 3 * 4 * matrices * heads * 2 * 32**2, name
         assert cost["flops"] - base["flops"] == cost["kha_flops"]
-    (variant,) = parse_variants("kha_mlp")
+    _, variant = parse_variants("baseline,kha_mlp")
     recipe = get_recipe("quickstart").with_heads(variant.kha)
     run = recipe.run_for(["--num-layers", "2"])
     assert compute_cost(run, 512)["kha"] == 2 * 3 * 32**2

@@ -1,6 +1,6 @@
 """Test a stock Megatron script with ``--spec``, and resume its checkpoint in our entry point.
 
-The script does what ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` do, which aren't in the wheel.
+The script does what ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` do, which are not in the wheel.
 """
 
 import os
