@@ -5,7 +5,7 @@ On a GPU, omit ``cpu.install`` and its import, and ``use_cpu_initialization``. U
 mask to the device with ``.cuda()``.
 """
 
-from kha_megatron import KHAConfig
+from kha_megatron import HeadsConfig, Knock
 from kha_megatron.mcore import cpu
 
 cpu.install(despite_cuda=True)  # before the first import of Megatron
@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec
 
 
-def build(kha: KHAConfig) -> HybridModel:
+def build(kha: HeadsConfig) -> HybridModel:
     """Build a model with 8 query heads and 4 key/value heads. The weights are fixed."""
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     torch.manual_seed(1)
@@ -52,7 +52,7 @@ def main() -> None:
     positions = torch.arange(16).expand(2, -1)
     mask = torch.ones(16, 16, dtype=torch.bool).triu(1)[None, None]
 
-    baseline, model = build(KHAConfig()), build(KHAConfig(value="mlp"))
+    baseline, model = build(HeadsConfig()), build(HeadsConfig(Knock(value="mlp")))
     losses = [m(tokens, positions, mask, labels=tokens) for m in (baseline, model)]
     print("same losses, bit for bit:", torch.equal(*losses))
 

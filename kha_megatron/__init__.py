@@ -4,8 +4,25 @@ Importing this package needs nothing but the standard library; each room imports
 (``kha_megatron.mcore`` Megatron-Core, ``kha_megatron.hf`` transformers, and so on).
 """
 
-from kha_megatron.config import PRESETS, KHAConfig
-from kha_megatron.errors import KHAError
+from typing import Any
 
-__all__ = ["PRESETS", "KHAConfig", "KHAError", "__version__"]
+from kha_megatron.errors import KHAError
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import PRESETS, HeadsConfig
+
+__all__ = ["PRESETS", "HeadsConfig", "KHAError", "Knock", "__version__"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name != "KHAConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from kha_megatron.announcements import announce
+    from kha_megatron.heads.config import KHAConfig
+
+    announce(
+        "KHAConfig(value='mlp', gate=Gate(...)) is now HeadsConfig(Knock(value='mlp'), Gate(...)). "
+        "Version 0.3 removes the old name.",
+        once=name,
+    )
+    return KHAConfig

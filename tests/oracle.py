@@ -24,8 +24,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import Variant
 
 
@@ -138,7 +138,7 @@ def attention(
     w_key: Tensor,
     w_value: Tensor,
     w_output: Tensor,
-    kha: KHAConfig,
+    kha: HeadsConfig,
     matrices: dict[str, list[Tensor]],
     *,
     num_query_groups: int,
@@ -278,7 +278,7 @@ def tied_attention(
     w_tied: Tensor,
     w_rotary: Tensor,
     w_output: Tensor,
-    kha: KHAConfig,
+    kha: HeadsConfig,
     matrices: dict[str, list[Tensor]],
     *,
     num_query_groups: int,
@@ -334,7 +334,7 @@ def latent_attention(
     w_value: Tensor,
     w_rotary: Tensor,
     w_output: Tensor,
-    kha: KHAConfig,
+    kha: HeadsConfig,
     matrices: dict[str, list[Tensor]],
     *,
     heads: int,

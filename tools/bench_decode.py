@@ -22,8 +22,8 @@ from measuring import Cells, interleaved, ratios, spreads
 from transformers import AutoModelForCausalLM, CompileConfig, Qwen3Config
 
 import kha_megatron.hf  # noqa: F401, registers the architecture
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.recipes.paper import MODEL_SIZES, VOCAB_SIZE, ModelSize
 
 SMALL = ModelSize(layers=4, hidden=512, ffn=1536)
@@ -75,7 +75,7 @@ def make_models(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / BASELINE)
     for name in {"linear" if model == "folded" else model for model in args.models}:
-        kha = KHAConfig.from_preset(f"kha_{name}")
+        kha = HeadsConfig.from_preset(f"kha_{name}")
         to_hf.plan_export(folder / BASELINE, upcycle=kha).write(folder / name)
     if "folded" in args.models:
         to_hf.plan_export(folder / "linear", fold=True).write(folder / "folded")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.kernels.fused import KERNELS_VARIABLE
 from kha_megatron.mcore import compat, cpu
 from kha_megatron.model.run import Arguments, parse, render
@@ -56,7 +56,7 @@ class Variant:
 
     name: str
     preset: str | None
-    """A key of ``kha_megatron.config.PRESETS``; None for Megatron's own layers."""
+    """A key of ``kha_megatron.heads.config.PRESETS``; None for Megatron's own layers."""
     kernels: bool = False
     """Use the Triton kernels or raise an error; otherwise always torch."""
 
@@ -163,7 +163,7 @@ class Layer:
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
         if variant.preset is not None:
-            spec = kha_layer_spec(config, KHAConfig.from_preset(variant.preset))
+            spec = kha_layer_spec(config, HeadsConfig.from_preset(variant.preset))
         else:
             engine = config.transformer_impl == "transformer_engine"
             spec = get_gpt_decoder_block_spec(

@@ -45,7 +45,7 @@ from_source() { # what pip makes of the source distribution is the wheel's packa
   "$base/bin/python" -m venv --clear "$work/env-source"
   "$work/env-source/bin/pip" install --quiet --no-deps "$1"
   cd "$work/elsewhere" # not where the source is
-  "$work/env-source/bin/python" -c 'import kha_megatron; print(kha_megatron.KHAConfig(value="mlp"))'
+  "$work/env-source/bin/python" -c 'import kha_megatron; print(kha_megatron.HeadsConfig.from_preset("kha_mlp"))'
   diff -r --exclude=__pycache__ "$work"/env-source/lib/python3.*/site-packages/kha_megatron \
     "$work/env/lib"/python3.*/site-packages/kha_megatron
 }

@@ -1,13 +1,12 @@
 """KHA model provider for Megatron-Bridge."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.bridge.provider_fields import read_heads
 from kha_megatron.heads import Knock
-from kha_megatron.heads.registry import mechanism_types
-from kha_megatron.hf import read_kha
+from kha_megatron.heads.config import INIT_SEED, HeadsConfig
 from kha_megatron.mcore.compat import bridge_imports
 
 with bridge_imports():
@@ -18,18 +17,6 @@ with bridge_imports():
     from kha_megatron.mcore.added_loss import LossScale
     from kha_megatron.mcore.specs import Spec, kha_layer_spec
 
-_KNOCK = tuple(f.name for f in fields(Knock))
-_Settings: Any = make_dataclass(
-    "_Settings",
-    [
-        (f"kha_{field.name}", type(field.default) if field.default else str | None, field.default)
-        for field in fields(KHAConfig)
-        if field.name in _KNOCK
-    ]
-    + [(f"kha_{name}", dict | None, None) for name in mechanism_types()],
-)
-"""Base class with the fields of ``KHAConfig``, prefixed with ``kha_``."""
-
 
 def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = None) -> Spec:
     groups = provider._pg_collection
@@ -38,7 +25,7 @@ def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = Non
 
 
 @dataclass
-class KHAModelProvider(_Settings, GPTModelProvider):
+class KHAModelProvider(GPTModelProvider):
     """Provider for GPT models with KHA.
 
     Use ``kha_query``, ``kha_key`` and ``kha_value`` to select a KHA variant (``linear``, ``mlp`` or
@@ -63,9 +50,21 @@ class KHAModelProvider(_Settings, GPTModelProvider):
     position_embedding_type: str = "rope"
     should_pad_vocab: bool = True
 
+    kha_query: str | None = None
+    kha_key: str | None = None
+    kha_value: str | None = None
+    kha_init: str = Knock.init
+    kha_init_seed: int = INIT_SEED
+    kha_gate: dict[str, Any] | None = None
+    kha_moh: dict[str, Any] | None = None
+    kha_talking: dict[str, Any] | None = None
+    kha_collaborative: dict[str, Any] | None = None
+    kha_others: dict[str, dict[str, Any]] | None = None
+    """Settings of head mechanisms from other packages and files by name."""
+
     @property
-    def kha(self) -> KHAConfig:
-        return read_kha(self)
+    def kha(self) -> HeadsConfig:
+        return read_heads(self)
 
     def finalize(self) -> None:
         _ = self.kha  # raises ConfigError for invalid settings

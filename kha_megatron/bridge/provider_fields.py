@@ -9,17 +9,19 @@ from typing import Any
 
 from torch.nn.functional import silu
 
-from kha_megatron.conversion.architecture import ROWS
 from kha_megatron.conversion.hf_configs import from_hf_config, to_hf_config
-from kha_megatron.conversion.megatron_arguments import from_arguments, to_arguments
 from kha_megatron.errors import CheckpointError
-from kha_megatron.hf import KHAModelConfig, read_kha
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.heads.registry import mechanism_types, provider_of
+from kha_megatron.hf import KHAModelConfig
+from kha_megatron.model.config import MODEL_FIELDS
+from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
 
 _TRAINING = {"seq_length", "init_method_std", "attention_dropout", "kha_init", "kha_init_seed"}
 """Only relevant for training, so these fields may differ between two formats."""
 _UNSUPPORTED = ("attention", "latent_heads")
 _SAME_NAME = ("vocab_size", "seq_length", "moe_router_pre_softmax")
-"""Arguments without an attribute in ``ROWS`` that have the same name in the provider."""
+"""Arguments without an attribute in ``MODEL_FIELDS`` that have the same name in the provider."""
 
 
 def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
@@ -36,14 +38,30 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
                 "MQA and GQA with unscaled RoPE. Please use `kha-megatron convert` instead."
             )
     arguments = to_arguments(replace(model, gpt_model=True))
-    heads = model.kha.to_dict().items()
+    heads: dict[str, Any] = {}
+    others = {}
+    for name, value in model.kha.to_dict().items():
+        if name in mechanism_types() and provider_of(name):
+            others[name] = value
+        elif name not in _UNSUPPORTED:
+            heads[f"kha_{name}"] = value
+    if others:
+        heads["kha_others"] = others
     arguments.pop("moe_router_load_balancing_type", None)  # only for training
-    named = (row for row in ROWS.values() if row.argument in arguments)
+    named = (row for row in MODEL_FIELDS.values() if row.argument in arguments)
     return {row.attribute: arguments[row.argument] for row in named if row.attribute} | {
         **{name: arguments[name] for name in _SAME_NAME if name in arguments},
         "share_embeddings_and_output_weights": model.tied_embeddings,
-        **{f"kha_{name}": value for name, value in heads if name not in _UNSUPPORTED},
+        **heads,
     }
+
+
+def read_heads(provider: Any) -> HeadsConfig:
+    """Collect the ``kha_*`` fields of a provider."""
+    entries = dict(vars(provider))
+    for name, settings in (entries.get("kha_others") or {}).items():
+        entries[f"kha_{name}"] = settings
+    return HeadsConfig.from_entries(entries) or HeadsConfig()
 
 
 def provider_to_hf_config(provider: Any) -> KHAModelConfig:
@@ -52,7 +70,8 @@ def provider_to_hf_config(provider: Any) -> KHAModelConfig:
     for name, supported in expected.items():
         if (value := getattr(provider, name)) != supported:
             raise CheckpointError(f"{name}={value!r} is not supported for kha models.")
-    model = from_arguments(_arguments(provider), read_kha(provider), provider.vocab_size)
+    heads = read_heads(provider)
+    model = model_from_checkpoint(_arguments(provider), heads, provider.vocab_size)
     return to_hf_config(model, "kha")
 
 

@@ -64,21 +64,24 @@ class Ownership:
         Does not delete the file, since that could race with a new owner.
         """
         self._is_released.set()
-        if self._other_owner() is None:
+        if self._read_owner().get("run_id") == self.run_id:  # may be empty, if taken over and ended
             os.ftruncate(self._descriptor, 0)
         os.close(self._descriptor)
 
     def _other_owner(self) -> dict[str, Any] | None:
         """Return the run that has taken over the directory, or None."""
+        owner = self._read_owner()
+        return owner if owner and owner["run_id"] != self.run_id else None
+
+    def _read_owner(self) -> dict[str, Any]:
         try:
             descriptor = open_regular(self.directory / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
-            return None
+            return {}
         try:
-            owner = _read_owner(descriptor)
+            return _read_owner(descriptor)
         finally:
             os.close(descriptor)
-        return owner if owner and owner["run_id"] != self.run_id else None
 
     def _send_heartbeats(self) -> None:
         while not self._is_released.wait(HEARTBEAT_INTERVAL):

@@ -13,11 +13,11 @@ from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, HeadsFrom, Preset, Workers, parse_size
 from kha_megatron.cli.running import Commands
 from kha_megatron.cli.verify import conclude, not_finite
-from kha_megatron.config import KHAConfig
 from kha_megatron.documents.reader import read_beginning
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore.compat import check_version
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.config import ModelConfig
 
 if TYPE_CHECKING:
     from kha_megatron.conversion.engine import Conversion, Plan
@@ -197,13 +197,6 @@ def upcycle(
         list[str] | None,
         typer.Option(metavar="NAME.FIELD=VALUE", help="Head mechanism setting. Repeatable."),
     ] = None,
-    gate: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="FIELD=VALUE",
-            help="Gate setting, e.g. output=element (short for --heads gate.FIELD=VALUE).",
-        ),
-    ] = None,
     text: Annotated[
         Path | None,
         typer.Option(help="Text file. If set, print the loss before and after on its beginning."),
@@ -235,13 +228,13 @@ def upcycle(
     Examples:
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
-      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated --gate output=element
+      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated --heads gate.output=element
     """
-    kha = KHAConfig.from_options(
+    kha = HeadsConfig.from_options(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
-        | {"heads": [*(heads or ()), *(f"gate.{word}" for word in gate or ())]}
+        | {"heads": heads}
     )
-    kha = kha or KHAConfig()  # raises an error below
+    kha = kha or HeadsConfig()  # raises an error below
     if text is None and any(mechanism.is_sparse for mechanism in kha.mechanisms):
         announce(f"{kha} drops heads, so that the loss changes. Use --text to print the new loss.")
     from kha_megatron.conversion import to_hf, to_megatron

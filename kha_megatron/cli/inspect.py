@@ -11,9 +11,9 @@ from kha_megatron.cli import console
 from kha_megatron.cli.attention import TOKENS, attention_tables, measure_attention, plot_attention
 from kha_megatron.cli.options import AsJSON, Device, HeadsFrom
 from kha_megatron.compare.charts import draw_matrices, require_matplotlib
-from kha_megatron.config import KHAConfig
 from kha_megatron.documents.reader import read_beginning
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 
@@ -68,7 +68,7 @@ def inspect(
     check_output_folder(out_dir, overwrite=overwrite, only=("*.png",))
     content = None if text is None else read_beginning(text, tokens or TOKENS)
     opened = (HFCheckpoint if is_hf_folder(checkpoint) else MegatronCheckpoint).open(checkpoint)
-    kha = read_kha_config(opened) or KHAConfig()
+    kha = read_kha_config(opened) or HeadsConfig()
     # models without KHA matrices are only supported with --text
     weights = {} if content and not kha.variants else read_knock_weights(opened)
     for (layer, projection), weight in weights.items():
@@ -114,7 +114,7 @@ def inspect(
     console.log.print(f"Saved {len(files)} plots to {out_dir}: {', '.join(files)}", markup=False)
 
 
-def _print_matrices(kha: KHAConfig, numbers: list[dict[str, Any]]) -> None:
+def _print_matrices(kha: HeadsConfig, numbers: list[dict[str, Any]]) -> None:
     for projection, variant in kha.variants.items():
         columns = [f"{m}\n{what}" for m in MATRICES[variant] for what in _QUANTITIES.values()]
         title = f"{projection} heads ({variant})"

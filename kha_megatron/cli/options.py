@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from kha_megatron.config import PRESETS
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import PRESETS
 
 
 def recipe_names() -> list[tuple[str, str]]:

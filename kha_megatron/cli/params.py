@@ -8,8 +8,8 @@ import typer
 from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, HeadsFrom, MegatronArguments, RecipeName
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.plan.counts import (
     compute_flops,
     count_model,
@@ -38,8 +38,8 @@ def params(
     original = recipes.get_recipe(recipe)
     chosen = original.updated(megatron or [])
     model, kha = get_countable_model(chosen.run.model), chosen.run.kha
-    counts, bare = count_model(model, kha), count_model(model, KHAConfig())
-    is_same = bare == count_model(get_countable_model(original.run.model), KHAConfig())
+    counts, bare = count_model(model, kha), count_model(model, HeadsConfig())
+    is_same = bare == count_model(get_countable_model(original.run.model), HeadsConfig())
     knock = counts.mechanisms.get(Knock.name, 0)
     plain = {"total": bare.total, "active": bare.active}
     printed = {name: str(chosen.paper[name]) for name in plain if is_same and name in chosen.paper}
@@ -76,7 +76,7 @@ def params(
         f"{counts.cache_per_layer:,} values, KHA: {change:+,})"
     )
     if kha.mechanisms:
-        linear = set(kha.variants.values()) == {"linear"} and not kha.other_mechanisms
+        linear = set(kha.variants.values()) == {"linear"} and len(kha.mechanisms) == 1
         folding = " (0 % after `convert fold`)" if linear else ""
         console.out.print(f"FLOPs: KHA adds {share:.2%} to the layers{folding}")
     if chosen.note:

@@ -24,8 +24,8 @@ from kha_megatron.cli.generate import generate
 from kha_megatron.cli.inspect import inspect
 from kha_megatron.cli.options import HeadsFrom, MegatronArguments, preset_names
 from kha_megatron.compare.charts import require_matplotlib
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import DataError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.run import Run
 from kha_megatron.recipes.log_lines import (
     LOSS,
@@ -72,7 +72,7 @@ def quickstart(
     recipe = recipes.get_recipe("quickstart")
     if variant is not None:
         presets = variant.replace(",", "+")  # commas were the separator at first
-        recipe = recipe.with_heads(KHAConfig.from_preset(presets))
+        recipe = recipe.with_heads(HeadsConfig.from_preset(presets))
     run = recipe.run_for(megatron or [])
     check_output_folder(output, overwrite=True, mark=SUMMARY_FILE, inside=True)
     require_matplotlib()
@@ -94,7 +94,7 @@ def _run(recipe: recipes.Recipe, run: Run, output: Path, overrides: list[str]) -
     written, verification = convert(output / "run" / CHECKPOINTS, output / "hf", overwrite=True)
 
     _heading(4, f"pictures: {output / 'pictures'}")
-    if run.kha.variants and not run.kha.other_mechanisms:
+    if run.kha.variants and len(run.kha.mechanisms) == 1:
         inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
     else:  # other mechanisms have no matrices, so inspect them on a file of the training text
         text = Path(argparse.__file__)

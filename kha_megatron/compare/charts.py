@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import MissingDependencyError
 from kha_megatron.heads import Projection
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _y_range(points: Sequence[Point], zero: bool) -> tuple[float, float]:
 
 
 def draw_matrices(
-    weights: "Mapping[tuple[int, Projection], Tensor]", kha: KHAConfig, folder: Path
+    weights: "Mapping[tuple[int, Projection], Tensor]", kha: HeadsConfig, folder: Path
 ) -> None:
     """Plot all KHA matrices to PNG files, e.g. ``value_up.png``.
 

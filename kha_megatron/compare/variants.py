@@ -4,8 +4,8 @@ import re
 import shlex
 from dataclasses import dataclass
 
-from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import PRESETS, HeadsConfig
 from kha_megatron.model.run import HEAD_FIELDS, Run
 from kha_megatron.recipes.recipe import HEAD_ARGUMENTS
 
@@ -19,7 +19,7 @@ SETTINGS = tuple(row.flag for row in HEAD_FIELDS if row.argument in HEAD_ARGUMEN
 @dataclass(frozen=True)
 class ModelVariant:
     name: str  # also used as directory name
-    kha: KHAConfig
+    kha: HeadsConfig
     perturbs: bool = False  # True for null runs
 
 
@@ -48,9 +48,9 @@ def _parse_variant(word: str) -> ModelVariant:
             )
         return ModelVariant(name, _parse_flags(name, flags))
     if name == RANDOM_INIT:
-        return ModelVariant(name, KHAConfig.from_preset("kha_mlp", init="random"))
+        return ModelVariant(name, HeadsConfig.from_preset("kha_mlp", init="random"))
     try:
-        return ModelVariant(name, KHAConfig.from_preset(name))
+        return ModelVariant(name, HeadsConfig.from_preset(name))
     except ConfigError as error:
         raise ConfigError(
             f"Invalid variant {name!r}. {error} A variant can also be {RANDOM_INIT}, or NAME=FLAGS "
@@ -58,7 +58,7 @@ def _parse_variant(word: str) -> ModelVariant:
         ) from error
 
 
-def _parse_flags(name: str, flags: str) -> KHAConfig:
+def _parse_flags(name: str, flags: str) -> HeadsConfig:
     try:
         given = Run.from_values().updated(shlex.split(flags))
         if not given.flags or set(given.flags) - set(SETTINGS):

@@ -13,16 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.conversion.architecture import (
-    HF_KEYS,
-    LATENT,
-    ROWS,
-    STYLE,
-    Architecture,
-    Llama3Scaling,
-    Yarn,
-)
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
 from kha_megatron.conversion.hf_fields import (
     COMMON,
@@ -32,8 +23,11 @@ from kha_megatron.conversion.hf_fields import (
     unsupported,
 )
 from kha_megatron.errors import CheckpointError, KHAError, in_one_line
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAModelConfig, read_kha
+from kha_megatron.model.config import HF_KEYS, LATENT, MODEL_FIELDS, STYLE
 from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS
+from kha_megatron.model.rope import Llama3Scaling, Yarn
 
 _MAX = {
     "num_hidden_layers": MAX_LAYERS,
@@ -137,21 +131,21 @@ def _check_latent_heads(config: PreTrainedConfig) -> None:
 
 def _check_integers(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
-        if name not in HF_KEYS or ROWS[name].kind is not int:
+        if name not in HF_KEYS or MODEL_FIELDS[name].kind is not int:
             continue
         is_missing = value is None and name not in COMMON
         if type(value) is not int and not is_missing:
             raise unsupported(HF_KEYS[name], value, "expected an integer")
 
 
-def _read_heads(family: Family, config: PreTrainedConfig) -> KHAConfig:
+def _read_heads(family: Family, config: PreTrainedConfig) -> HeadsConfig:
     if isinstance(config, KHAModelConfig):
         return read_kha(config)
     gate = family.gate
     for name, switched_gate in family.switches.items():
         if gate is None and getattr(config, name):
             gate = switched_gate
-    return KHAConfig(other_mechanisms=(gate,) if gate else ())
+    return HeadsConfig(gate) if gate else HeadsConfig()
 
 
 def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[str, Any]:

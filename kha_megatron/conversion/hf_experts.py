@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.conversion.architecture import HF_KEYS, Architecture
+from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.errors import CheckpointError
+from kha_megatron.model.config import HF_KEYS
 
 _OFF = {
     "moe_router_topk_scaling_factor": 1.0,
@@ -39,7 +40,7 @@ class ExpertFields(NamedTuple):
     @property
     def keys(self) -> dict[str, str]:
         """Maps ``Architecture`` fields to config keys."""
-        keys = {"num_experts": self.number, "normalised": "norm_topk_prob"}
+        keys = {"num_experts": self.number, "normalizes_topk": "norm_topk_prob"}
         for name in self.fields:
             keys[name] = HF_KEYS[name]
         return keys

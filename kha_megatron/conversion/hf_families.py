@@ -21,7 +21,7 @@ from transformers import (
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_experts import DEEPSEEK, KHA, QWEN3, QWEN3_NEXT, ExpertFields
 from kha_megatron.conversion.rows import STANDARD, FileFormat
-from kha_megatron.heads.registry import OutputGate
+from kha_megatron.heads import Gate
 from kha_megatron.hf import KHAModelConfig
 
 
@@ -39,9 +39,9 @@ class Family(NamedTuple):
     latent: bool | None = False
     """True for MLA/GLA. None if it depends on the config."""
     partial_rope: bool = False
-    gate: OutputGate | None = None
+    gate: Gate | None = None
     """Set if all models of this family have an output gate."""
-    switches: Mapping[str, OutputGate] = {}
+    switches: Mapping[str, Gate] = {}
     """Boolean config fields that turn on a gate."""
     files: FileFormat = STANDARD
     extra: Callable[[Architecture], dict[str, Any]] = lambda model: {}
@@ -65,7 +65,7 @@ def _sections(model: Architecture) -> dict[str, Any]:
     return {"mrope_section": sections, "mrope_interleaved": True}
 
 
-OUTPUT_GATE = OutputGate(output="element")
+OUTPUT_GATE = Gate(output="element")
 """Same as ``--attention-output-gate`` in Megatron."""
 _STANDARD = {"layernorm_zero_centered_gamma": False}
 _QWEN3 = _STANDARD | {"qk_layernorm": True, "add_qkv_bias": False}
@@ -162,7 +162,7 @@ PUBLISHED = Family(
     _STANDARD | {"add_qkv_bias": False},
     _NO_BIAS | {"qkv_bias": False},
     switches={
-        "headwise_attn_output_gate": OutputGate(output="head"),
+        "headwise_attn_output_gate": Gate(output="head"),
         "elementwise_attn_output_gate": OUTPUT_GATE,
     },
     files=FileFormat(gate_in_query="group"),

@@ -19,11 +19,11 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import setting_names
-from kha_megatron.conversion.architecture import HF_KEYS, LATENT
 from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.config import setting_names
 from kha_megatron.hf import KHAModelConfig
+from kha_megatron.model.config import HF_KEYS, LATENT
 
 COMMON = (
     "vocab_size",

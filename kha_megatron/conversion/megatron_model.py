@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint, other_names
 from kha_megatron.checkpoint.torch_dist import Record
-from kha_megatron.config import KHAConfig
-from kha_megatron.conversion.megatron_arguments import rope_scaling_factor
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import check_version
+from kha_megatron.model.megatron import rope_scaling_factor
 
 
 class Outputs(NamedTuple):
@@ -174,7 +174,7 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
         args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")
         if not args.mtp_num_layers:
             args.hybrid_layer_pattern = args.hybrid_layer_pattern.partition("/")[0]
-    config = model_config(args, KHAConfig.from_entries(checkpoint.args) or KHAConfig())
+    config = model_config(args, HeadsConfig.from_entries(checkpoint.args) or HeadsConfig())
     builder = (HybridModelBuilder if args.hybrid_layer_pattern else GPTModelBuilder)(config)
     config.parallel_output = False
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())

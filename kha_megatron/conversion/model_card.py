@@ -8,10 +8,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from kha_megatron import __version__
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.engine import Conversion
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf.modeling_kha import vllm_obstacle
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.config import ModelConfig
 
 CARD = "README.md"
 
@@ -86,7 +86,7 @@ def model_card(
     origin: Mapping[str, Any],
     base: object,
     projections: Sequence[str],
-    folded: KHAConfig | None,
+    folded: HeadsConfig | None,
 ) -> str:
     """Render the model card.
 

@@ -16,16 +16,16 @@ from torch import Tensor
 from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.fused_experts import SplitExperts
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
-from kha_megatron.conversion.megatron_arguments import from_arguments
 from kha_megatron.conversion.rows import EMBEDDING as HF_EMBEDDING
 from kha_megatron.conversion.rows import LM_HEAD, STANDARD, FileFormat, TensorSlot
 from kha_megatron.conversion.table import EH_PROJ, MODEL, locate_tensors, tensor_slots
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.megatron import model_from_checkpoint
 
 FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -199,14 +199,14 @@ def _open_megatron(path: Path) -> ModelSource:
     if EMBEDDING not in infos:
         raise CheckpointError(f"Tensor {EMBEDDING} not found in {path}. Is this a GPT checkpoint?")
     rows = infos[EMBEDDING].shape[0]
-    model = from_arguments(args, KHAConfig.from_entries(args) or KHAConfig(), rows)
+    model = model_from_checkpoint(args, HeadsConfig.from_entries(args) or HeadsConfig(), rows)
     stored, unexpected, missing = locate_tensors(infos, model)
     expected = {}
     for slot, (key, index) in stored.items():
         shape = slot.row.shape(model)
         stacked_dims = len(index)
         if slot.expert is not None:
-            shape = (model.num_experts, *shape)
+            shape = (model.experts, *shape)
             stacked_dims -= 1
         expected[key] = (*infos[key].shape[:stacked_dims], *shape)
     _check_tensors(path, "training arguments", infos, expected, missing, unexpected)

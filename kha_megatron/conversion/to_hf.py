@@ -14,7 +14,6 @@ from kha_megatron.checkpoint.hf_writer import HFWriter
 from kha_megatron.checkpoint.manifest import MANIFEST
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import as_json, staged_folder
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.hf_configs import (
@@ -41,6 +40,7 @@ from kha_megatron.conversion.transforms import (
     upcycle_heads,
 )
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.heads.config import HeadsConfig
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -51,7 +51,7 @@ class HFPlan(Plan):
 
     config: PreTrainedConfig
     max_shard_bytes: int
-    folded: KHAConfig | None = None
+    folded: HeadsConfig | None = None
     """KHA config of the source model, if we are folding it into the projections."""
 
     marker = MANIFEST
@@ -157,7 +157,7 @@ def plan_export(
     allow_overflow: bool = False,
     tokenizer: Path | None = None,
     fold: bool = False,
-    upcycle: KHAConfig | None = None,
+    upcycle: HeadsConfig | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> HFPlan:
     """Open a checkpoint and prepare to export it.

@@ -21,16 +21,16 @@ from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_room, staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
-from kha_megatron.conversion.megatron_arguments import STOCK_SCALING, command_line, to_arguments
 from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
 from kha_megatron.conversion.table import MODEL, megatron_name, tensor_slots
 from kha_megatron.conversion.transforms import cast, upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
+from kha_megatron.model.megatron import STOCK_SCALING, command_line, to_arguments
 
 _CORE_ATTENTION = "self_attention.core_attention"
 _TOKENIZER = "tokenizer"
@@ -95,7 +95,7 @@ def plan_import(
     dtype: str | None = None,
     allow_overflow: bool = False,
     tokenizer: Path | None = None,
-    upcycle: KHAConfig | None = None,
+    upcycle: HeadsConfig | None = None,
     divisible_by: int = ModelConfig.make_vocab_size_divisible_by,
     tensor_parallel: int = 1,
     gpt_model: bool = False,

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.rows import QKVRow, TensorSlot, VocabularyRow, head_row
 from kha_megatron.conversion.sources import PADDING, ModelSource
 from kha_megatron.conversion.table import ATTENTION_OUTPUT, EXPERT_BIAS, SHARED_EXPERT
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import HeadFacts, HeadTensor, Knock, Mechanism
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.initial import initial_weight
 from kha_megatron.heads.knock import PROJECTIONS, fold
 
@@ -62,10 +62,10 @@ def cast(source: ModelSource, dtype: torch.dtype, *, allow_overflow: bool = Fals
     return replace(source, read=read)
 
 
-def fold_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
+def fold_heads(source: ModelSource, kha: HeadsConfig) -> ModelSource:
     """Fold KHA-Linear and ``own_projections`` into the QKV weights of a stock model."""
     with_projections = []
-    for mechanism in kha.other_mechanisms:
+    for mechanism in kha.mechanisms:
         if mechanism.own_projections and mechanism.is_foldable:
             with_projections.append(mechanism)
     if not (kha.variants or with_projections):
@@ -86,7 +86,8 @@ def _fold_knock(source: ModelSource) -> ModelSource:
     This is possible for queries and keys too, because QK-norm and RoPE come after KHA.
     """
     model = source.model
-    knock = model.kha.knock
+    knock = model.kha.get(Knock)
+    assert knock is not None
     if not knock.is_foldable:
         raise CheckpointError(
             f"Only linear KHA can be folded, but the model in {source.path} uses {knock}. Please "
@@ -113,7 +114,7 @@ def _fold_knock(source: ModelSource) -> ModelSource:
             folded.append(tensor)
         return folded
 
-    kha = model.kha.without(Knock.name)
+    kha = model.kha.without(Knock)
     return replace(source, model=replace(model, kha=kha), read=read)
 
 
@@ -158,7 +159,7 @@ def _fold_projections(source: ModelSource, mechanism: Mechanism) -> ModelSource:
     head_dim = max(key_dim, value_dim)
     folded = replace(
         model,
-        kha=model.kha.without(mechanism.name),
+        kha=model.kha.without(type(mechanism)),
         kv_channels=head_dim,
         rotary_percent=_rotary_percent(int(value_dim * model.rotary_percent), head_dim),
     )
@@ -227,7 +228,7 @@ def _pad_heads(tensor: Tensor, heads: int, features: int, dim: int = 0) -> Tenso
     return padded.flatten(dim, dim + 1)
 
 
-def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
+def upcycle_heads(source: ModelSource, kha: HeadsConfig) -> ModelSource:
     """Add head mechanisms to a trained model. The outputs stay exactly the same.
 
     KHA matrices start as the identity, and input projections as zero. A sigmoid gate is then 1/2,
@@ -268,14 +269,14 @@ def upcycle_heads(source: ModelSource, kha: KHAConfig) -> ModelSource:
     return replace(source, model=model, read=read)
 
 
-def _check_upcycling(source: ModelSource, kha: KHAConfig) -> None:
+def _check_upcycling(source: ModelSource, kha: HeadsConfig) -> None:
     """Raise an error if head mechanisms cannot be added without changing the outputs."""
     trained = source.model.kha
     added = {mechanism.name for mechanism in kha.mechanisms}
     if not added:
         raise ConfigError(
             "No head mechanism to add. Please pass --kha-preset, --kha-query, --kha-key, "
-            "--kha-value, --gate or --heads."
+            "--kha-value or --heads."
         )
     doubled: set[str] = set()
     for mechanism in kha.mechanisms:
@@ -288,7 +289,7 @@ def _check_upcycling(source: ModelSource, kha: KHAConfig) -> None:
             f"Upcycling to attention={kha.attention} is not supported. Please remove this setting."
         )
     settings = {}
-    for mechanism in kha.other_mechanisms:
+    for mechanism in kha.without(Knock).mechanisms:
         for projection in PROJECTIONS:
             if setting := mechanism.setting_of(projection):
                 settings[projection] = setting

@@ -22,7 +22,6 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
@@ -41,6 +40,7 @@ from kha_megatron.conversion.transforms import (
     upcycle_heads,
 )
 from kha_megatron.errors import CheckpointError, in_one_line
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf.modeling_kha import find_caches
 
 BATCH, LENGTH = 2, 64
@@ -277,13 +277,13 @@ def _fold_or_upcycle(
     Returns:
         Both models, and whether ``larger`` was folded.
     """
-    added = larger.model.kha.without(*_mechanism_names(smaller.model.kha))
+    added = larger.model.kha.without(*map(type, smaller.model.kha.mechanisms))
     if added.is_foldable:
         return fold_heads(larger, added), smaller, True
-    return larger, upcycle_heads(smaller, replace(added, init="identity")), False
+    return larger, upcycle_heads(smaller, added.updated(init="identity")), False
 
 
-def _mechanism_names(kha: KHAConfig) -> set[str]:
+def _mechanism_names(kha: HeadsConfig) -> set[str]:
     return {mechanism.name for mechanism in kha.mechanisms}
 
 

@@ -43,36 +43,7 @@ INITS: tuple[Init, ...] = get_args(Init)
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnockSettings:
-    """KHA settings. This is a separate class because ``Knock`` and ``KHAConfig`` both have these
-    fields."""
-
-    query: Variant | None = None
-    """KHA variant for queries (applied before QK-norm and RoPE)."""
-    key: Variant | None = None
-    """KHA variant for keys (applied before QK-norm and RoPE)."""
-    value: Variant | None = None
-    """KHA variant for values."""
-    init: Init = "identity"
-    """With ``identity``, KHA does not change the model at initialization (bit-exact). ``random`` is
-    meant for ablations only; the paper reports a much higher loss (section 3.3)."""
-    init_seed: int = 1234
-
-    def __post_init__(self) -> None:
-        check_fields(self, "kha_")
-        if self.init != "identity" and not self.variants:
-            raise ConfigError(
-                f"kha_init={self.init} initializes only the matrices of KHA, but no KHA variant is "
-                "enabled. Remove kha_init, or set e.g. kha_value=mlp."
-            )
-
-    @property
-    def variants(self) -> dict[Projection, Variant]:
-        return {p: v for p in PROJECTIONS if (v := getattr(self, p)) is not None}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knock(KnockSettings, Mechanism):
+class Knock(Mechanism):
     """KHA itself: matrices shared by all heads."""
 
     name: ClassVar[str] = "knock"
@@ -88,6 +59,34 @@ class Knock(KnockSettings, Mechanism):
     )
     """The paper uses ``kha_mlp`` for MoE models, and ``kha_linear`` for dense models and MLA
     (section 4.3). ``kha_gate_v`` is only here to reproduce the (harmful) ablation in Table 2."""
+
+    query: Variant | None = None
+    """KHA variant for queries (applied before QK-norm and RoPE)."""
+    key: Variant | None = None
+    """KHA variant for keys (applied before QK-norm and RoPE)."""
+    value: Variant | None = None
+    """KHA variant for values."""
+    init: Init = "identity"
+    """With ``identity``, KHA does not change the model at initialization (bit-exact). ``random`` is
+    meant for ablations only; the paper reports a much higher loss (section 3.3)."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "kha_")
+        if self.variants:
+            return
+        if self.init != "identity":
+            raise ConfigError(
+                f"kha_init={self.init} initializes only the matrices of KHA, but no KHA variant is "
+                "enabled. Remove kha_init, or set e.g. kha_value=mlp."
+            )
+        raise ConfigError(
+            "KHA requires a variant for at least one of query, key and value, e.g. value=mlp."
+        )
+
+    @property
+    def variants(self) -> dict[Projection, Variant]:
+        chosen = {"query": self.query, "key": self.key, "value": self.value}
+        return {p: variant for p in PROJECTIONS if (variant := chosen[p]) is not None}
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         return tuple(
@@ -143,7 +142,7 @@ class Knock(KnockSettings, Mechanism):
         words = [f"{projection}={variant}" for projection, variant in self.variants.items()]
         if words and self.init != "identity":
             words.append(f"init={self.init}")
-        return " ".join(words) or "nothing (baseline)"
+        return " ".join(words)
 
 
 def initial_values(variant: Variant, init: Init = "identity") -> tuple[InitialValue, ...]:

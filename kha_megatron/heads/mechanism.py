@@ -47,7 +47,7 @@ class HeadFacts:
     """Model properties that decide whether a mechanism is supported."""
 
     multi_latent: bool = False
-    attention: str | None = None  # KHAConfig.attention
+    attention: str | None = None  # HeadsConfig.attention
     qk_norm: bool = False
     flash_decode: bool = False
     rotary_features: int = 0  # number of features per head with RoPE
@@ -148,7 +148,7 @@ class Mechanism:
     :meth:`apply`; override the other methods as needed.
     """
 
-    name: ClassVar[str]  # field name in KHAConfig
+    name: ClassVar[str]  # as in --heads NAME.FIELD=VALUE
     stages: ClassVar[tuple[Stage, ...]] = ("qkv",)
     """When to call :meth:`apply`: after the QKV split and before QK-norm (``qkv``), after core
     attention (``output``), or after the output projection (``dense``). With the stage ``core``,

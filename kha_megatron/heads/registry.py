@@ -23,9 +23,8 @@ from zlib import crc32
 
 from kha_megatron.errors import ConfigError, in_one_line
 from kha_megatron.heads.collaborative import CollaborativeHeads
-from kha_megatron.heads.gate import Gate as OutputGate
-from kha_megatron.heads.gate import observe_gate
-from kha_megatron.heads.knock import Knock, KnockSettings
+from kha_megatron.heads.gate import Gate, observe_gate
+from kha_megatron.heads.knock import Knock
 from kha_megatron.heads.mechanism import Mechanism
 from kha_megatron.heads.moh import MixtureOfHeads
 from kha_megatron.heads.talking import TalkingHeads
@@ -38,13 +37,14 @@ FILES_VARIABLE = "KHA_HEADS_FROM"
 
 
 observe_output_gate = partial(observe_gate, "output")
-"""Logs the gate of ``--attention-output-gate``. Its settings are an ``OutputGate``."""
+"""Logs the gate of ``--attention-output-gate``."""
 
-_OWN: tuple[type[Mechanism], ...] = (CollaborativeHeads, TalkingHeads, OutputGate, MixtureOfHeads)
+_OWN: tuple[type[Mechanism], ...] = (CollaborativeHeads, TalkingHeads, Gate, MixtureOfHeads)
 _RESERVED = {
-    *(f.name for f in fields(KnockSettings)),
-    *("knock", "preset", "heads", "heads_from", "providers", "attention", "latent_heads"),
-    *("other_mechanisms", "upcycle", "log_interval", "perturb_embedding", "stock"),
+    *(field.name for field in fields(Knock)),
+    *("knock", "preset", "heads", "heads_from", "providers"),
+    *("init_seed", "attention", "latent_heads"),
+    *("upcycle", "log_interval", "perturb_embedding", "stock"),
 }
 
 

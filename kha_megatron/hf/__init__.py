@@ -18,7 +18,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import attention_kha  # noqa: F401 (registers further attention classes)
 from kha_megatron.hf.configuration_kha import KHAModelConfig
 from kha_megatron.hf.modeling_kha import (
@@ -43,9 +43,9 @@ for auto_class, model_class in (
 KHAModelConfig.write_code = staticmethod(write_modelling_files)
 
 
-def read_kha(config: KHAModelConfig) -> KHAConfig:
+def read_kha(config: KHAModelConfig) -> HeadsConfig:
     """Collect the `kha_*` fields of a model config."""
-    return KHAConfig.from_entries(vars(config)) or KHAConfig()
+    return HeadsConfig.from_entries(vars(config)) or HeadsConfig()
 
 
 __all__ = [

@@ -19,9 +19,9 @@ from megatron.core.utils import get_pg_rank
 from torch import Tensor
 from torch.nn import Module
 
-from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadTensor, Mechanism, Projection
+from kha_megatron.heads import HeadTensor, Knock, Mechanism, Projection
+from kha_megatron.heads.config import AttentionKind, HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage, apply_stage
 from kha_megatron.heads.registry import observe_output_gate
@@ -30,20 +30,21 @@ from kha_megatron.mcore.head_ranks import HeadRanks, layers_per_attention
 from kha_megatron.mcore.hooks import ProjectionHook
 from kha_megatron.mcore.knocking import KnockingHeads, MechanismWeight, MechanismWeights
 from kha_megatron.mcore.qkv import QKVSplit
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.megatron import model_from_config
 from kha_megatron.model.qkv import QKVLayout
-from kha_megatron.model.rules import build_head_facts, check_layout
+from kha_megatron.model.rules import check_layout
 
 
 class KnockedAttention(Attention):
     """Mixin that adds KHA and other head mechanisms to Megatron's attention classes."""
 
-    kind: AttentionKind | None = None  # KHAConfig.attention
+    kind: AttentionKind | None = None  # HeadsConfig.attention
     first_projection = "linear_qkv"  # the input norm may be fused into it
-    kha: KHAConfig
+    kha: HeadsConfig
 
-    def _add_knocking(self, kha: KHAConfig) -> None:
+    def _add_knocking(self, kha: HeadsConfig) -> None:
         self.kha = kha
         self.knockings: dict[Projection, KnockingHeads] = {}
         self.mechanisms: list[tuple[Mechanism, MechanismWeights]] = []
@@ -54,23 +55,29 @@ class KnockedAttention(Attention):
             self.config,
             self.pg_collection,
             is_training=lambda: self.training,
-            adds_loss=any(mechanism.adds_loss for mechanism in kha.other_mechanisms),
+            adds_loss=any(mechanism.adds_loss for mechanism in kha.mechanisms),
         )
 
-        sizes = ModelConfig.from_config(self.config, kha).head_sizes
+        sizes = model_from_config(self.config, kha).head_sizes
         self.value_dim = sizes.dim("value")
-        for tensor in kha.knock.tensors(sizes):
-            variant = kha.variants[tensor.heads]
-            knocking = self._add_weight(tensor, partial(KnockingHeads, variant=variant))
-            self.knockings[tensor.heads] = knocking
-        for mechanism in _without_stock_gate(kha, self.config).other_mechanisms:
-            self._add_mechanism(mechanism, mechanism.tensors(sizes))
+        for mechanism in _without_stock_gate(kha, self.config).mechanisms:
+            tensors = mechanism.tensors(sizes)
+            if isinstance(mechanism, Knock):
+                self._add_knock(mechanism, tensors)
+            else:
+                self._add_mechanism(mechanism, tensors)
 
         if self.input_projections:
             self.normed_input = NormedInput(self, self.first_projection)
         if self._acts_at("output"):
             hook = ProjectionHook(self, "linear_proj", self._before_projection, before=True)
             self.projection_hooks.append(hook)
+
+    def _add_knock(self, knock: Knock, tensors: Iterable[HeadTensor]) -> None:
+        for tensor in tensors:
+            variant = knock.variants[tensor.heads]
+            knocking = self._add_weight(tensor, partial(KnockingHeads, variant=variant))
+            self.knockings[tensor.heads] = knocking
 
     def _add_mechanism(self, mechanism: Mechanism, tensors: Iterable[HeadTensor]) -> None:
         weights = MechanismWeights()
@@ -159,7 +166,7 @@ class KnockedAttention(Attention):
         return x if knocking is None else knocking(x)
 
 
-def _without_stock_gate(kha: KHAConfig, config: TransformerConfig) -> KHAConfig:
+def _without_stock_gate(kha: HeadsConfig, config: TransformerConfig) -> HeadsConfig:
     return kha.without_output_gate() if config.attention_output_gate else kha
 
 
@@ -175,12 +182,12 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         config: TransformerConfig,
         submodules: SelfAttentionSubmodules,
         *args: Any,
-        kha: KHAConfig,
+        kha: HeadsConfig,
         **kwargs: Any,
     ) -> None:
         kha = kha.with_output_gate(config.attention_output_gate)
         check_config(config, kha, layers=config.num_layers // layers_per_attention(config))
-        model = ModelConfig.from_config(config, kha)
+        model = model_from_config(config, kha)
         layout = model.qkv
         if kha.own_projections:
             submodules = _set_key_width(submodules, config, model.normed_dim)
@@ -297,14 +304,14 @@ _UNSUPPORTED: dict[str | None, tuple[str, ...]] = {
 """Fields of ``TransformerConfig`` that an attention kind does not support."""
 
 
-def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) -> None:
+def check_config(config: TransformerConfig, kha: HeadsConfig, *, layers: int = 0) -> None:
     """Raise ConfigError if ``config`` and ``kha`` cannot be combined.
 
     Args:
         layers (int): Number of layers in the model (0 if unknown).
     """
-    model = ModelConfig.from_config(config, kha)
-    kha.check(replace(build_head_facts(model), layers=layers))
+    model = model_from_config(config, kha)
+    kha.check(replace(model.head_facts, layers=layers))
     check_layout(model, Layout.from_config(config))
     if config.fused_single_qkv_rope:
         raise ConfigError(
@@ -332,13 +339,13 @@ def check_config(config: TransformerConfig, kha: KHAConfig, *, layers: int = 0) 
             )
 
 
-def _is_supported_by_qk_clip(model: ModelConfig, kha: KHAConfig) -> bool:
-    if not {kha.query, kha.key} <= {None, "linear"}:
+def _is_supported_by_qk_clip(model: ModelConfig, kha: HeadsConfig) -> bool:
+    if not {kha.variants.get("query"), kha.variants.get("key")} <= {None, "linear"}:
         return False
     return bool(model.multi_latent_attention) or (model.qkv.is_stock and not model.qkv.extra)
 
 
-def describe_model(models: list[Any], kha: KHAConfig) -> str:
+def describe_model(models: list[Any], kha: HeadsConfig) -> str:
     """Summarize the KHA layers of a model in one line, e.g. for logging::
 
         knocks value=mlp in 12 of 12 layers: 589,824 parameters added
@@ -357,7 +364,7 @@ def describe_model(models: list[Any], kha: KHAConfig) -> str:
             wrong += 1
         if isinstance(attention, KnockedAttention):
             knocked += bool(kha.mechanisms)
-            sizes = ModelConfig.from_config(attention.config).head_sizes
+            sizes = model_from_config(attention.config).head_sizes
             added += attention.kha.parameters(sizes)
 
     counts = [knocked, len(attentions), added, wrong]
@@ -382,7 +389,7 @@ def _attention_layers(models: list[Any]) -> list[Attention]:
     return attentions
 
 
-def _is_as_requested(attention: Attention, kha: KHAConfig) -> bool:
+def _is_as_requested(attention: Attention, kha: HeadsConfig) -> bool:
     kha = kha.with_output_gate(attention.config.attention_output_gate)
     if isinstance(attention, KnockedAttention):
         return attention.kha == kha and attention.kind == kha.attention

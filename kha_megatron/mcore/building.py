@@ -10,12 +10,12 @@ from megatron.training.argument_utils import (
     hybrid_config_from_args,
 )
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore.compat import scale_rope
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
 
-def model_config(args: argparse.Namespace, kha: KHAConfig) -> Any:
+def model_config(args: argparse.Namespace, kha: HeadsConfig) -> Any:
     """Build a hybrid model config with ``--hybrid-layer-pattern``, or else a GPT config."""
     scale_rope(args)
     transformer = core_transformer_config_from_args(args)

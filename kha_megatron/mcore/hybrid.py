@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import raise_first
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore.compat import layer_symbols, megatron_imports
 from kha_megatron.mcore.settings import named_config, publish
 from kha_megatron.mcore.specs import kha_layer_spec
@@ -47,7 +47,7 @@ class KHAHybridStack(HybridStack):
     ``submodules``. ``HybridModel`` reads them again for multi-token prediction, after building
     this stack.
 
-    ``kha`` is a KHAConfig or the name of a spec (see :mod:`kha_megatron.mcore.settings`).
+    ``kha`` is a HeadsConfig or the name of a spec (see :mod:`kha_megatron.mcore.settings`).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KHAHybridStack(HybridStack):
         config: TransformerConfig,
         submodules: HybridStackSubmodules,
         *,
-        kha: KHAConfig | str,
+        kha: HeadsConfig | str,
         post_layer_norm: bool = True,
         pg_collection: ProcessGroupCollection,
         layer_type_list: Sequence[str] | None = None,
@@ -101,7 +101,7 @@ class KHAHybridStack(HybridStack):
         return submodules  # our GPT layers are fused already
 
 
-def _check(config: TransformerConfig, kha: KHAConfig, layers: Sequence[str], offset: int) -> None:
+def _check(config: TransformerConfig, kha: HeadsConfig, layers: Sequence[str], offset: int) -> None:
     attends = [layer in (Symbols.ATTENTION, Symbols.MLA) for layer in layers]
     alternate = all(a == (n % 2 == 0) for n, a in enumerate(attends, offset))
     counted = [m for m in kha.mechanisms if m.adds_loss or m.for_layer(0) is not m]
@@ -125,7 +125,7 @@ def _check(config: TransformerConfig, kha: KHAConfig, layers: Sequence[str], off
     )
 
 
-def _gpt_layers(config: TransformerConfig, kha: KHAConfig) -> TransformerBlockSubmodules:
+def _gpt_layers(config: TransformerConfig, kha: HeadsConfig) -> TransformerBlockSubmodules:
     """Build a GPT block spec with two layers: one dense, one MoE."""
     both = copy.copy(config)
     both.num_layers, both.moe_layer_freq = 2, [0, 1]

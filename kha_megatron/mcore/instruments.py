@@ -33,9 +33,9 @@ from megatron.core.utils import get_model_config
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Projection
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.diagnostics import measure, sink_queries, sink_terms
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.mcore.gradients import wrap_grad_finalization
@@ -51,7 +51,7 @@ _OPENNESS, _SPREAD = "kha-gate-openness", "kha-gate-spread"
 
 def watch_heads(
     models: Sequence[_Model],
-    kha: KHAConfig,
+    kha: HeadsConfig,
     *,
     interval: int,
     iteration: Callable[[], int],
@@ -83,7 +83,7 @@ class _Instruments:
     """Hooks that accumulate a sum and a count per metric and layer."""
 
     def __init__(
-        self, models: Sequence[_Model], kha: KHAConfig, is_due: Callable[[], bool]
+        self, models: Sequence[_Model], kha: HeadsConfig, is_due: Callable[[], bool]
     ) -> None:
         self.config = get_model_config(models[0])
         self.kha = kha

@@ -31,8 +31,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Projection
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import fold
 from kha_megatron.mcore.attention import KnockedAttention, check_config
 from kha_megatron.mcore.hooks import ProjectionHook
@@ -114,7 +114,7 @@ class _KnockedLatentAttention(KnockedAttention):
     first_projection = "linear_qkv_down_proj"  # exists in the fused class only
 
     def __init__(
-        self, config: MLATransformerConfig, *args: Any, kha: KHAConfig, **kwargs: Any
+        self, config: MLATransformerConfig, *args: Any, kha: HeadsConfig, **kwargs: Any
     ) -> None:
         check_config(config, kha)
         super().__init__(config, *args, **kwargs)

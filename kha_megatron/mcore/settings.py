@@ -1,7 +1,8 @@
 """KHA settings for stock Megatron scripts (``--spec``).
 
-The spec name is a preset or ``kha``. To set other :class:`~kha_megatron.config.KHAConfig` fields,
-use the environment variable ``KHA_CONFIG``, which can be JSON or the path to a JSON file::
+The spec name is a preset or ``kha``. For other settings of
+:class:`~kha_megatron.heads.config.HeadsConfig`, use the environment variable ``KHA_CONFIG``, which
+can be JSON or the path to a JSON file::
 
     KHA_CONFIG='{"value": "mlp", "init_seed": 5}' ... --spec kha_megatron.mcore.specs kha
     KHA_CONFIG=/shared/kha.json ...                   --spec kha_megatron.mcore.specs kha_mlp
@@ -20,15 +21,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_pg_rank
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import CONFIG_VARIABLE, KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import CONFIG_VARIABLE, HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.registry import mechanism_types
 
 FROM_ENVIRONMENT = "kha"  # spec that reads all settings from KHA_CONFIG
 
 
-def named_config(name: str) -> KHAConfig:
+def named_config(name: str) -> HeadsConfig:
     """Build the KHA config for a spec name, including the fields set in ``KHA_CONFIG``.
 
     Raises:
@@ -38,7 +39,7 @@ def named_config(name: str) -> KHAConfig:
     given = _read(text) if text else {}
     named = (*PROJECTIONS, *mechanism_types())
     if name != FROM_ENVIRONMENT:
-        preset = KHAConfig.from_preset(name).to_dict()
+        preset = HeadsConfig.from_preset(name).to_dict()
         for field in named:
             if given.get(field, preset.get(field)) != preset.get(field):
                 raise ConfigError(
@@ -53,7 +54,7 @@ def named_config(name: str) -> KHAConfig:
             f'got {text!r}. For example, export {CONFIG_VARIABLE}=\'{{"value": "mlp"}}\'.'
         )
     try:
-        return KHAConfig.from_dict(given)
+        return HeadsConfig.from_dict(given)
     except ConfigError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from error
 
@@ -73,7 +74,7 @@ def _read(text: str) -> dict[str, Any]:
 
 def publish(
     name: str,
-    kha: KHAConfig,
+    kha: HeadsConfig,
     groups: ProcessGroupCollection,
     *,
     multi_latent: bool = False,
@@ -103,7 +104,7 @@ def training_arguments() -> Any:
         return SimpleNamespace()
 
 
-def _check_same_everywhere(name: str, kha: KHAConfig) -> None:
+def _check_same_everywhere(name: str, kha: HeadsConfig) -> None:
     if not torch.distributed.is_initialized():
         return
     # not a collective, because pipeline stages without layers may not get here

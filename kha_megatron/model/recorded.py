@@ -6,12 +6,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, show_value
 from kha_megatron.heads import HeadSizes, Knock, Projection
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import rows
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.megatron import model_from_arguments
 
 _ATTENTION = "self_attention.linear_proj.weight"
 _SIZES = (
@@ -57,18 +58,18 @@ Checkpoint = Any
 _ANY = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)  # for tensor names, any size will do
 
 
-def read_kha_config(checkpoint: Checkpoint) -> KHAConfig | None:
+def read_kha_config(checkpoint: Checkpoint) -> HeadsConfig | None:
     """Read the KHA config from a checkpoint's training arguments or ``config.json``.
 
     For Megatron checkpoints, we also make sure that the config matches the tensors. Raises
     CheckpointError if it does not.
     """
     if hasattr(checkpoint, "config"):
-        return KHAConfig.from_entries(checkpoint.config)
-    kha = KHAConfig.from_entries(checkpoint.args)
+        return HeadsConfig.from_entries(checkpoint.config)
+    kha = HeadsConfig.from_entries(checkpoint.args)
     shapes = {key: info.shape for key, info in checkpoint.keys().items()}
     latent = bool(checkpoint.args.get("multi_latent_attention"))
-    if key := _find_mismatch(shapes, kha or KHAConfig(), latent):
+    if key := _find_mismatch(shapes, kha or HeadsConfig(), latent):
         raise CheckpointError(
             f"{checkpoint.path}: tensor {key} does not match the KHA config in the training "
             f"arguments ({kha or 'nothing'}). The arguments were probably modified."
@@ -76,9 +77,9 @@ def read_kha_config(checkpoint: Checkpoint) -> KHAConfig | None:
     return kha
 
 
-def check_same_heads(path: Path, stored: KHAConfig | None, kha: KHAConfig) -> None:
+def check_same_heads(path: Path, stored: HeadsConfig | None, kha: HeadsConfig) -> None:
     """Raise CheckpointError if a run is resumed with a different KHA config."""
-    saved = stored or KHAConfig()
+    saved = stored or HeadsConfig()
     if saved.to_dict(start=False) != kha.to_dict(start=False):
         remedy = "Resume with the same --kha-* arguments, or start without --load"
         if not saved.mechanisms and saved.attention == kha.attention:
@@ -97,7 +98,7 @@ def check_same_tensors(path: Path, saved: Mapping[str, Any], given: Mapping[str,
         saved: Megatron's arguments in the checkpoint.
         given: Megatron's arguments of this run. If some are missing, we use Megatron's defaults.
     """
-    before, now = ModelConfig.from_arguments(saved), ModelConfig.from_arguments(given)
+    before, now = model_from_arguments(saved), model_from_arguments(given)
     if not (before and now):
         return
     for flag, (old, new) in _compared_sizes(before, now).items():
@@ -253,7 +254,7 @@ def _main_layers(model: ModelConfig) -> str | None:
 
 
 def _find_mismatch(
-    shapes: Mapping[str, tuple[int, ...]], kha: KHAConfig, latent: bool
+    shapes: Mapping[str, tuple[int, ...]], kha: HeadsConfig, latent: bool
 ) -> str | None:
     """Find a KHA tensor that is missing or unexpected. This only compares names and the number of
     stacked matrices."""
@@ -283,11 +284,12 @@ def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], A
         CheckpointError: If there are no KHA matrices, or they do not match the config.
     """
     kha = read_kha_config(checkpoint)
-    if kha is None or not kha.variants:
+    knock = kha.get(Knock) if kha else None
+    if knock is None:
         raise CheckpointError(
             f"No KHA matrices found in {checkpoint.path} (KHA config: {kha or 'none'})."
         )
-    tensors = kha.knock.tensors(_ANY)
+    tensors = knock.tensors(_ANY)
     if not hasattr(checkpoint, "config"):
         return {
             (layer, tensor.heads): weight

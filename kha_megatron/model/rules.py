@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, MissingDependencyError
-from kha_megatron.heads import HeadFacts
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import read_arguments
 from kha_megatron.model.layout import Batch, Layout, divisors
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.run import Training
 
 _READ_SIZES_FROM_FILE = (
@@ -28,10 +28,10 @@ _REPLICAS = "replicas"
 
 
 def check_arguments(
-    arguments: Mapping[str, Any], world_size: int | None, kha: KHAConfig | None = None
+    arguments: Mapping[str, Any], world_size: int | None, kha: HeadsConfig | None = None
 ) -> None:
     """Check the layout, batch and optimizer in Megatron's arguments."""
-    model = ModelConfig.from_arguments(arguments, kha)
+    model = model_from_arguments(arguments, kha)
     if model is None or any(arguments.get(name) for name in _READ_SIZES_FROM_FILE):
         return
     layout, batch = Layout.from_arguments(arguments, world_size), Batch.from_arguments(arguments)
@@ -65,29 +65,12 @@ def check_optimizer_package(optimizer: str) -> None:
         raise MissingDependencyError("emerging-optimizers", f"--optimizer {optimizer}", "muon")
 
 
-def build_head_facts(model: ModelConfig) -> HeadFacts:
-    """Collect what head mechanisms need to know about the model for their own checks."""
-    # Megatron ignores --rotary-percent for YaRN
-    share = {"rope": model.rotary_percent, "yarn": 1.0}.get(model.position_embedding_type, 0.0)
-    return HeadFacts(
-        multi_latent=model.multi_latent_attention,
-        attention=model.kha_attention,
-        qk_norm=model.qk_layernorm or model.qk_l2_norm,
-        flash_decode=model.flash_decode,
-        rotary_features=0 if model.multi_latent_attention else int(model.kv_channels * share),
-        predictions=model.predictions if model.gpt_model else 0,
-        layers=model.num_layers or 0,
-        query_heads=model.num_attention_heads,
-    )
-
-
-def check_attention(arguments: Mapping[str, Any], kha: KHAConfig) -> None:
+def check_attention(arguments: Mapping[str, Any], kha: HeadsConfig) -> None:
     """Check that Megatron's arguments are compatible with the head mechanisms.
 
     Note: if the arguments do not include the model size, only the ranks can check the mechanisms.
     """
-    if (model := ModelConfig.from_arguments(arguments, kha)) is not None:
-        model.kha.check(build_head_facts(model))
+    model_from_arguments(arguments, kha)
     added = kha.without_output_gate().mechanisms
     if arguments.get("kha_upcycle") and not (added and all(m.is_exact_at_start for m in added)):
         raise ConfigError(
@@ -183,7 +166,7 @@ def _divided(
     if not latent:
         added = fp8 if model.kha.rows(model.head_sizes) else {}
         yield "The number of rows of the QKV projection", model.qkv.rows, tensor | added
-    if model.kha_attention == "gta":
+    if model.kha.attention == "gta":
         yield "--kv-channels", model.kv_channels, {"for RoPE on half of each key": 4}
     yield "--kv-channels", model.head_dim, {"for FP8": 16 if model.fp8 else 1}
     yield "--hidden-size", model.hidden_size, fp8

@@ -15,11 +15,13 @@ from functools import cache, cached_property, partial
 from itertools import chain
 from typing import Any, Literal, Self
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import INIT_SEED, LATENT_HEADS, HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import Field, flag, read_arguments, rows
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.pattern import check_no_gpt_arguments
 
 Arguments = dict[str, tuple[str, ...]]
@@ -101,25 +103,27 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heads:
-    """Head mechanism arguments. ``Run.kha`` is the parsed version."""
+class HeadOptions:
+    """Command-line form of ``HeadsConfig``. ``Run.kha`` is the parsed version."""
 
     kha_preset: str | None = _option(None)
     kha_query: str | None = _option(None)
     kha_key: str | None = _option(None)
     kha_value: str | None = _option(None)
-    kha_init: str = _option(KHAConfig.init)
-    kha_init_seed: int = _option(KHAConfig.init_seed, least=-(2**63))
+    kha_init: str = _option(Knock.init)
+    kha_init_seed: int = _option(INIT_SEED, least=-(2**63))
+    kha_attention: str | None = _option(None)
+    kha_latent_heads: int = _option(LATENT_HEADS)
     kha_heads: tuple[str, ...] | None = _option(None, "--heads", argument="kha_heads")
     kha_heads_from: tuple[str, ...] | None = _option(
         None, "--heads-from", argument="kha_heads_from"
     )
 
 
-TABLE: tuple[Field, ...] = rows(ModelConfig, Layout, Batch, Training, Heads)
+TABLE: tuple[Field, ...] = rows(ModelConfig, Layout, Batch, Training, HeadOptions)
 """Every argument that this package reads or writes."""
 
-HEAD_FIELDS = tuple(row for row in rows(ModelConfig, Heads) if row.argument.startswith("kha_"))
+HEAD_FIELDS = rows(HeadOptions)
 
 
 _TE_ONLY = ("moe_grouped_gemm", "moe_permute_fusion")
@@ -296,7 +300,7 @@ class Run:
     def model(self) -> ModelConfig | None:
         """None if there are no model sizes on the command line."""
         sizes = {"vocab_size": self.vocab_size} if self.vocab_size else {}
-        return ModelConfig.from_arguments(self.arguments | sizes, self.kha)
+        return model_from_arguments(self.arguments | sizes, self.kha)
 
     def layout(self, ranks: int | None) -> Layout:
         return Layout.from_arguments(self.arguments, ranks)
@@ -306,8 +310,8 @@ class Run:
         return Batch.from_arguments(self.arguments)
 
     @cached_property
-    def kha(self) -> KHAConfig:
-        return parse_kha_config({"kha_preset": "baseline"} | self.arguments) or KHAConfig()
+    def kha(self) -> HeadsConfig:
+        return parse_kha_config({"kha_preset": "baseline"} | self.arguments) or HeadsConfig()
 
     @cached_property
     def training(self) -> Training:
@@ -336,7 +340,7 @@ def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: If an argument only works with GPTModel.
     """
-    model = ModelConfig.from_arguments(arguments)
+    model = model_from_arguments(arguments)
     if model and model.gpt_model and model.hybrid_layer_pattern:
         raise ConfigError("--gpt-model cannot be combined with --hybrid-layer-pattern.")
     if model is None or model.gpt_model or model.hybrid_layer_pattern:
@@ -348,8 +352,10 @@ def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return changes | {HYBRID: str(pattern)}
 
 
-def parse_kha_config(arguments: Mapping[str, Any]) -> KHAConfig | None:
+def parse_kha_config(arguments: Mapping[str, Any]) -> HeadsConfig | None:
     """Build the KHA config from Megatron's arguments. None if there are not any for KHA."""
     names = {row.argument: row.argument.removeprefix("kha_") for row in HEAD_FIELDS}
-    kha = KHAConfig.from_options({setting: arguments.get(name) for name, setting in names.items()})
+    kha = HeadsConfig.from_options(
+        {setting: arguments.get(name) for name, setting in names.items()}
+    )
     return kha and kha.with_output_gate(bool(arguments.get("attention_output_gate")))

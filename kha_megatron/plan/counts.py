@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Costs
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model_config import ModelConfig
 
 _CACHE_BYTES = 2  # bf16
 _UNITS = {"M": 10**6, "B": 10**9}
@@ -32,7 +32,7 @@ class Attention:
     cache: int  # KV cache elements per token
 
 
-def count_attention(model: ModelConfig, kha: KHAConfig | None = None) -> Attention:
+def count_attention(model: ModelConfig, kha: HeadsConfig | None = None) -> Attention:
     """Count an attention layer (for GTA, see section 3.3.1 of https://arxiv.org/abs/2505.21487).
 
     A mechanism can replace the query and key projections by smaller ones with a single head.
@@ -42,7 +42,7 @@ def count_attention(model: ModelConfig, kha: KHAConfig | None = None) -> Attenti
     hidden = model.hidden_size
     head_dim = model.kv_channels
     sizes = model.head_sizes
-    is_tied = model.kha_attention == "gta"
+    is_tied = model.kha.attention == "gta"
     replaced_dims = _list_replaced_projections(model, kha)
     projected_heads = 0
     cached_heads = 0
@@ -68,10 +68,10 @@ def count_attention(model: ModelConfig, kha: KHAConfig | None = None) -> Attenti
     )
 
 
-def _list_replaced_projections(model: ModelConfig, kha: KHAConfig | None) -> dict[str, int]:
+def _list_replaced_projections(model: ModelConfig, kha: HeadsConfig | None) -> dict[str, int]:
     """Return the projections that mechanisms replace, and the size of the new ones."""
     replaced: dict[str, int] = {}
-    for mechanism in (kha or KHAConfig()).mechanisms:
+    for mechanism in (kha or HeadsConfig()).mechanisms:
         for tensor in mechanism.tensors(model.head_sizes):
             if tensor.reads_input and tensor.heads in mechanism.own_projections:
                 replaced[tensor.heads] = tensor.shape[0]
@@ -121,7 +121,7 @@ class Parameters:
 
 
 def count_parameters(
-    model: ModelConfig, kha: KHAConfig, layout: Layout, stage: int = 0
+    model: ModelConfig, kha: HeadsConfig, layout: Layout, stage: int = 0
 ) -> Parameters:
     """Count the parameters on a rank of the given pipeline stage.
 
@@ -178,7 +178,7 @@ def _count_mlp(model: ModelConfig, width: int) -> int:
     return matrices * model.hidden_size * width
 
 
-def _count_kha_rows(model: ModelConfig, kha: KHAConfig, tp: int) -> int:
+def _count_kha_rows(model: ModelConfig, kha: HeadsConfig, tp: int) -> int:
     """Count the parameters that KHA adds to the QKV projection of one layer, including padding."""
     sizes = model.head_sizes
     parameters = model.hidden_size * count_padding_rows(model, kha)
@@ -187,7 +187,7 @@ def _count_kha_rows(model: ModelConfig, kha: KHAConfig, tp: int) -> int:
     return parameters // tp
 
 
-def _count_kha_tensors(model: ModelConfig, kha: KHAConfig, tp: int) -> int:
+def _count_kha_tensors(model: ModelConfig, kha: HeadsConfig, tp: int) -> int:
     """Count the other parameters of KHA in one layer."""
     parameters = 0
     for tensor in kha.tensors(model.head_sizes):
@@ -215,7 +215,7 @@ def _list_prediction_layers(model: ModelConfig) -> list[int]:
     return [model.layers - 1] * model.predictions
 
 
-def count_padding_rows(model: ModelConfig, kha: KHAConfig) -> int:
+def count_padding_rows(model: ModelConfig, kha: HeadsConfig) -> int:
     if model.multi_latent_attention:
         return 0
     layout = replace(model, kha=kha, attention_output_gate=False).qkv
@@ -291,7 +291,7 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
     return model
 
 
-def count_model(model: ModelConfig, kha: KHAConfig) -> Counts:
+def count_model(model: ModelConfig, kha: HeadsConfig) -> Counts:
     parameters = count_parameters(model, kha, Layout())
     cache = count_attention(model, kha).cache
     layers = model.layers + len(_list_prediction_layers(model))
@@ -315,7 +315,7 @@ def count_model(model: ModelConfig, kha: KHAConfig) -> Counts:
     )
 
 
-def compute_flops(model: ModelConfig, kha: KHAConfig, length: int) -> Flops:
+def compute_flops(model: ModelConfig, kha: HeadsConfig, length: int) -> Flops:
     """Compute forward FLOPs for a sequence of ``length`` tokens.
 
     Equations 10 to 12 in the paper are a special case (MHA and a dense MLP).

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.rules import build_head_facts, check_layout
+from kha_megatron.model.rules import check_layout
 from kha_megatron.model.run import Run
 from kha_megatron.plan.counts import Counts, Flops, compute_flops, count_model, get_countable_model
 from kha_megatron.plan.memory import Memory, estimate_memory
@@ -86,7 +86,6 @@ def estimate_run(run: Run, gpus: int) -> Estimate:
         ConfigError: If the layout is invalid, or the run is not supported.
     """
     setup = build_setup(run)
-    setup.kha.check(build_head_facts(setup.model))
     layout = run.layout(gpus)
     check_layout(setup.model, layout, setup.batch)
     return _estimate(setup, layout)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadSizes
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.plan.counts import Parameters, count_parameters
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
@@ -20,7 +20,7 @@ class Setup:
     """Everything about a training job except for its parallel layout."""
 
     model: ModelConfig
-    kha: KHAConfig
+    kha: HeadsConfig
     batch: Batch
     precision: Precision = "bf16"
     recompute: Recompute = "none"

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.data import CORPUS, TOKENIZER
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.run import Run
 
@@ -39,7 +39,7 @@ class Recipe:
         """Return a copy with changed arguments. See :meth:`kha_megatron.model.run.Run.updated`."""
         return replace(self, run=self.run.updated(words, **values))
 
-    def with_heads(self, kha: KHAConfig) -> Self:
+    def with_heads(self, kha: HeadsConfig) -> Self:
         """Return a copy with different head mechanisms but the same attention type."""
         options = kha.to_options()
         return self.updated(**{name: options[name.removeprefix("kha_")] for name in HEAD_ARGUMENTS})

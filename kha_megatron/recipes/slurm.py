@@ -32,6 +32,8 @@ _ENDS = {
     "PREEMPTED": "failed",
 }
 """Status of a job by its final Slurm state."""
+_ENDED_BY_SLURM = ("CANCELLED", "TIMEOUT", "DEADLINE", "PREEMPTED", "NODE_FAIL")
+"""Final states of jobs that did not end by themselves."""
 _POLL_SECONDS = 3.0
 _ANSWER_SECONDS = 60.0
 _INVALID = 2
@@ -228,7 +230,10 @@ def _describe_end(job_id: str, properties: Mapping[str, str], log: str) -> _JobE
             f"Slurm job {job_id} ended with state {state} (exit code {exit_code}, reason "
             f"{slurm_reason})"
         )
-    return _JobEnd(_ENDS[state], log, reason, _find_failure(log, properties.get("StdOut", "")))
+    failure = _find_failure(log, properties.get("StdOut", ""))
+    if state in _ENDED_BY_SLURM and failure is not None and failure.rank is None:
+        failure = None  # the log ends with tracebacks of SIGTERM
+    return _JobEnd(_ENDS[state], log, reason, failure)
 
 
 def _find_failure(ranks_log: str, batch_log: str) -> Failure | None:

@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadFacts, HeadSizes, Mechanism
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types, use_files
 
 SIZES = HeadSizes(query_heads=8, kv_heads=4, head_dim=6, hidden_size=40)
@@ -51,7 +51,7 @@ def check_mechanism(mechanism: type[Mechanism], *, smooth: bool = True, **settin
     """
     if mechanism.name not in mechanism_types():
         use_files([inspect.getfile(mechanism)])
-    kha = KHAConfig(other_mechanisms=(mechanism_types()[mechanism.name](**settings),))
+    kha = HeadsConfig(mechanism_types()[mechanism.name](**settings))
     _raise_first(_find_wrong_declarations(kha))
     with tempfile.TemporaryDirectory(prefix="kha-check-") as scratch:
         request = json.dumps({"kha": kha.to_dict(), "smooth": smooth, "scratch": scratch})
@@ -74,7 +74,7 @@ def _raise_first(mistakes: Iterator[str]) -> None:
         raise AssertionError(mistake)
 
 
-def _find_wrong_declarations(kha: KHAConfig) -> Iterator[str]:
+def _find_wrong_declarations(kha: HeadsConfig) -> Iterator[str]:
     (mechanism,) = kha.mechanisms
     tensors = kha.tensors(SIZES)
     exported = [tensor.hf for tensor in tensors] + [row.hf for row in kha.rows(SIZES)]
@@ -98,7 +98,7 @@ def _find_wrong_declarations(kha: KHAConfig) -> Iterator[str]:
         yield f"The settings of {mechanism} change when they are saved as JSON."
 
 
-def is_supported(kha: KHAConfig, *, qk_norm: bool) -> bool:
+def is_supported(kha: HeadsConfig, *, qk_norm: bool) -> bool:
     """Check whether the mechanism supports models with, or without, QK-norm."""
     try:
         kha.check(HeadFacts(qk_norm=qk_norm))
@@ -107,7 +107,7 @@ def is_supported(kha: KHAConfig, *, qk_norm: bool) -> bool:
     return True
 
 
-def _find_wrong_exports(kha: KHAConfig, scratch: Path) -> Iterator[str]:
+def _find_wrong_exports(kha: HeadsConfig, scratch: Path) -> Iterator[str]:
     """Check the transformers model, and its conversion to Megatron and back."""
     import torch
 

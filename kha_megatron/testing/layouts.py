@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import HeadTensor
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore import cpu
 from kha_megatron.testing import SIZES, TOLERANCE, is_supported
 
@@ -94,7 +94,7 @@ _MESSAGES = {
 }
 
 
-def find_mistakes(kha: KHAConfig, scratch: Path, smooth: bool) -> Iterator[str]:
+def find_mistakes(kha: HeadsConfig, scratch: Path, smooth: bool) -> Iterator[str]:
     """Yield a message for each broken rule."""
     unsharded: dict[int, Shards] = {}
     for requested_layout in (*UNSHARDED, *SHARDED):
@@ -109,7 +109,7 @@ def find_mistakes(kha: KHAConfig, scratch: Path, smooth: bool) -> Iterator[str]:
         yield from _compare(kha, layout, [result.shards for result in results], expected)
 
 
-def _explain_failure(kha: KHAConfig, layout: Layout, error: str) -> str:
+def _explain_failure(kha: HeadsConfig, layout: Layout, error: str) -> str:
     split = []
     for tensor, sharded in zip(kha.tensors(SIZES), kha.tensors(SIZES.on_rank(2)), strict=True):
         if not tensor.per_head and tensor.shape != sharded.shape:
@@ -119,7 +119,7 @@ def _explain_failure(kha: KHAConfig, layout: Layout, error: str) -> str:
     return f"{subject} fails under {layout}.{hint} The error is: {error}"
 
 
-def _supported(kha: KHAConfig, layout: Layout) -> Layout:
+def _supported(kha: HeadsConfig, layout: Layout) -> Layout:
     """Change ``qk_norm`` if the mechanism only supports models with, or without, QK-norm."""
     if is_supported(kha, qk_norm=layout.qk_norm):
         return layout
@@ -127,7 +127,7 @@ def _supported(kha: KHAConfig, layout: Layout) -> Layout:
 
 
 def _compare(
-    kha: KHAConfig, layout: Layout, ranks: list[Shards], unsharded: Shards
+    kha: HeadsConfig, layout: Layout, ranks: list[Shards], unsharded: Shards
 ) -> Iterator[str]:
     """Yield a message for each tensor that differs from that of one rank."""
     tensors = {f"{tensor.name}.weight": tensor for tensor in kha.tensors(SIZES)}
@@ -175,7 +175,7 @@ def _error(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bo
     return not (actual - expected).norm() <= tolerance * expected.norm().clamp_min(1e-12)
 
 
-def _run(kha: KHAConfig, layout: Layout, scratch: Path, smooth: bool) -> list[RankResult] | str:
+def _run(kha: HeadsConfig, layout: Layout, scratch: Path, smooth: bool) -> list[RankResult] | str:
     """Fork the ranks of a layout. Returns the results, or the error of a rank."""
     context = multiprocessing.get_context("fork")
     parent = os.getpid()
@@ -236,7 +236,7 @@ def _collect_results(folder: Path, ranks: int) -> tuple[dict[int, RankResult], l
     return results, errors
 
 
-def _run_layer(kha: KHAConfig, layout: Layout, weights: Path, smooth: bool) -> RankResult:
+def _run_layer(kha: HeadsConfig, layout: Layout, weights: Path, smooth: bool) -> RankResult:
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
@@ -291,7 +291,7 @@ def _gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def _build(kha: KHAConfig, layout: Layout) -> Any:
+def _build(kha: HeadsConfig, layout: Layout) -> Any:
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -344,12 +344,12 @@ def _shards(check: str, layer: Any, select: Callable[[Any], Tensor]) -> Shards:
     return shards
 
 
-def _find_inexact_start(kha: KHAConfig, layout: Layout, layer: Any) -> Iterator[str]:
+def _find_inexact_start(kha: HeadsConfig, layout: Layout, layer: Any) -> Iterator[str]:
     """Compare outputs at initialization with those of plain attention, if they must be equal."""
     if not all(mechanism.is_exact_at_start for mechanism in kha.mechanisms):
         return
     weights = layer.state_dict()
-    plain_layer = _build(KHAConfig(), layout)
+    plain_layer = _build(HeadsConfig(), layout)
     plain_layer.load_state_dict({name: weights[name] for name in plain_layer.state_dict()})
     hidden, _ = _inputs()
     with torch.no_grad():
@@ -366,7 +366,7 @@ def _find_inexact_start(kha: KHAConfig, layout: Layout, layer: Any) -> Iterator[
         )
 
 
-def _find_wrong_derivatives(kha: KHAConfig, layer: Any, options: dict[str, Any]) -> Iterator[str]:
+def _find_wrong_derivatives(kha: HeadsConfig, layer: Any, options: dict[str, Any]) -> Iterator[str]:
     """Compare gradients with finite differences of the loss, without auxiliary losses."""
     hidden, upstream = _inputs()
 
@@ -446,7 +446,7 @@ def _find_dependent_tokens(layer: Any, options: dict[str, Tensor]) -> Iterator[s
 
 @torch.no_grad()
 def _find_missing_effects(
-    kha: KHAConfig, layout: Layout, layer: Any, options: dict[str, Tensor]
+    kha: HeadsConfig, layout: Layout, layer: Any, options: dict[str, Tensor]
 ) -> Iterator[str]:
     """Change each parameter, and then remove the mechanism."""
     hidden, _ = _inputs()
@@ -504,7 +504,7 @@ def main() -> None:
 
     compat.use_forked_writers()
     gc.freeze()  # so that no garbage collection of a rank visits what torch and Megatron hold
-    kha = KHAConfig.from_dict(request["kha"])
+    kha = HeadsConfig.from_dict(request["kha"])
     mistakes = find_mistakes(kha, Path(request["scratch"]), request["smooth"])
     sys.stdout.write(json.dumps(next(mistakes, None)))
 

@@ -6,19 +6,18 @@ from importlib.util import find_spec
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, KHAConfig
 from kha_megatron.data import check_data
-from kha_megatron.errors import ConfigError, install_command, raise_first
+from kha_megatron.errors import ConfigError, install_command
 from kha_megatron.heads import Knock
+from kha_megatron.heads.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, HeadsConfig
 from kha_megatron.heads.knock import INITS, MATRICES, PROJECTIONS
 from kha_megatron.heads.registry import mechanism_types, use_files
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import LLAMA3_ROPE, cuda_versions, lacks_te_extension
 from kha_megatron.model.fields import rows
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.rules import check_arguments, check_optimizer_package
-from kha_megatron.model.run import Heads, as_hybrid, parse_kha_config
+from kha_megatron.model.run import HeadOptions, as_hybrid, parse_kha_config
 
 DEVICES = ("cuda", "cpu")
 
@@ -120,7 +119,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "Knocking-Heads Attention. Example: torchrun --nproc-per-node 8 -m kha_megatron.training "
         "--kha-preset kha_mlp --num-layers 24 ... (Megatron's own arguments)",
     )
-    for row in (*rows(Heads), *(row for row in rows(ModelConfig) if row.argument in _HELP)):
+    for row in rows(HeadOptions):
         several: dict[str, Any] = {"action": "extend", "nargs": "+"}
         group.add_argument(
             row.flag,
@@ -191,7 +190,7 @@ def _prepare_for_cuda(argv: list[str], layers: str) -> None:
         announce(f"Adding {_UNFUSED}, because NVIDIA's apex is not installed.")
 
 
-def kha_from_args(args: argparse.Namespace) -> KHAConfig:
+def kha_from_args(args: argparse.Namespace) -> HeadsConfig:
     """Build the KHA config from parsed arguments.
 
     Raises:
@@ -243,34 +242,35 @@ def check_options(args: argparse.Namespace) -> None:
         ConfigError: If sizes are not divisible, or if an option would be ignored or give wrong
             results.
     """
-    mistakes = {
-        "--spec is not supported by this entry point. Use --kha-preset.": args.spec,
-        **{
-            f"--{name.replace('_', '-')} is not supported by this entry point. Use pretrain_gpt.py "
-            "with --spec.": getattr(args, name)
-            for name in _UNSUPPORTED
-        },
-        f"This job was requeued, and --ckpt-step {args.ckpt_step} would load that iteration again "
-        "instead of the last checkpoint. Submit a new job without --ckpt-step.": (
-            args.ckpt_step and int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        ),
-        "--ckpt-format torch is not supported, because it loads checkpoints with a different KHA "
-        "configuration without an error. Use torch_dist.": args.ckpt_format == "torch",
-        "--moe-router-bias-update-rms requires --moe-router-enable-expert-bias.": (
-            args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias
-        ),
-        "--init-model-with-meta-device requires --use-megatron-fsdp.": (
-            args.init_model_with_meta_device and not args.use_megatron_fsdp
-        ),
-        "--reset-attention-mask requires --transformer-impl local.": args.reset_attention_mask
-        and args.transformer_impl == "transformer_engine",
-    }
-    raise_first(mistakes)
+    if args.spec:
+        raise ConfigError("--spec is not supported by this entry point. Use --kha-preset.")
+    for name in _UNSUPPORTED:
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} is not supported by this entry point. Use pretrain_gpt.py with --spec."
+            )
+    if args.ckpt_step and int(os.environ.get("SLURM_RESTART_COUNT") or 0):
+        raise ConfigError(
+            f"This job was requeued, and --ckpt-step {args.ckpt_step} would load that iteration "
+            "again instead of the last checkpoint. Submit a new job without --ckpt-step."
+        )
+    if args.ckpt_format == "torch":
+        raise ConfigError(
+            "--ckpt-format torch is not supported, because it loads checkpoints with a different "
+            "KHA configuration without an error. Use torch_dist."
+        )
+    if args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias:
+        raise ConfigError("--moe-router-bias-update-rms requires --moe-router-enable-expert-bias.")
+    if args.init_model_with_meta_device and not args.use_megatron_fsdp:
+        raise ConfigError("--init-model-with-meta-device requires --use-megatron-fsdp.")
+    if args.reset_attention_mask and args.transformer_impl == "transformer_engine":
+        raise ConfigError("--reset-attention-mask requires --transformer-impl local.")
     check_optimizer_package(args.optimizer)
     check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))
 
 
-def check_restored_sizes(args: argparse.Namespace, kha: KHAConfig) -> None:
+def check_restored_sizes(args: argparse.Namespace, kha: HeadsConfig) -> None:
     """Check the parallel layout with the sizes that ``--use-checkpoint-args`` has restored.
 
     Raises:

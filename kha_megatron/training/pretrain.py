@@ -34,8 +34,8 @@ from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.ownership import Ownership, claim
 from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.checkpoint.tracker import is_object_store
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import DataError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore import compat, cpu
 from kha_megatron.mcore.attention import describe_model
 from kha_megatron.mcore.backends import load_from_either
@@ -167,7 +167,7 @@ def _claim_save(args: argparse.Namespace) -> Ownership | None:
     return ownership
 
 
-def _model_config(args: argparse.Namespace, kha: KHAConfig, upcycled: str | None) -> Any:
+def _model_config(args: argparse.Namespace, kha: HeadsConfig, upcycled: str | None) -> Any:
     """Build Megatron's model config and register our hooks on the unwrapped model."""
     config = model_config(args, kha)
 

@@ -21,8 +21,8 @@ from kha_megatron.checkpoint.tracker import (
     select_iteration,
     tracker_word,
 )
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError, show_value
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore import compat
 from kha_megatron.model.recorded import (
     check_same_heads,
@@ -64,8 +64,8 @@ class Start:
     is_tracker_repaired: bool = False
 
     @property
-    def kha(self) -> KHAConfig | None:
-        return KHAConfig.from_entries(self.arguments)
+    def kha(self) -> HeadsConfig | None:
+        return HeadsConfig.from_entries(self.arguments)
 
     @property
     def is_release(self) -> bool:
@@ -192,7 +192,7 @@ def _tracked_iteration(directory: Path) -> Path:
     return resolve(directory)
 
 
-def restored_kha(start: Start, args: Namespace) -> KHAConfig | None:
+def restored_kha(start: Start, args: Namespace) -> HeadsConfig | None:
     """Return the KHA config of the checkpoint if ``--use-checkpoint-args`` is set.
 
     ``--kha-*`` arguments take precedence, in which case this returns None.
@@ -232,7 +232,7 @@ def check_model_class(start: Start, args: Namespace) -> None:
         ) from error
 
 
-def check_same_kha(start: Start, args: Namespace, kha: KHAConfig) -> None:
+def check_same_kha(start: Start, args: Namespace, kha: HeadsConfig) -> None:
     """Check that the KHA config and RoPE match the checkpoint.
 
     Raises:
@@ -285,7 +285,7 @@ def _check_same_rope(start: Start, args: Namespace) -> None:
         )
 
 
-def is_upcycled(start: Start, args: Namespace, kha: KHAConfig) -> bool:
+def is_upcycled(start: Start, args: Namespace, kha: HeadsConfig) -> bool:
     """Whether ``--kha-upcycle`` initializes the model from a checkpoint without KHA.
 
     Shared matrices start as the identity, so the initial loss is the same as without KHA. The
@@ -305,7 +305,7 @@ def is_upcycled(start: Start, args: Namespace, kha: KHAConfig) -> bool:
         )
     if not start.is_pretrained:
         return False
-    saved = start.kha or KHAConfig()
+    saved = start.kha or HeadsConfig()
     if saved.without_output_gate().mechanisms or saved.has_output_gate != kha.has_output_gate:
         raise CheckpointError(
             f"--kha-upcycle requires a checkpoint without KHA, but {start.path} was trained with "

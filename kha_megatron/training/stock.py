@@ -4,11 +4,11 @@ import argparse
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadSizes
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.rules import check_attention
 from kha_megatron.model.run import HEAD_FIELDS
 from kha_megatron.training.arguments import add_model_arguments, kha_from_args
@@ -55,9 +55,9 @@ def use_arguments(args: argparse.Namespace) -> None:
     args.spec = SPEC
 
 
-def resolved(args: argparse.Namespace) -> KHAConfig:
+def resolved(args: argparse.Namespace) -> HeadsConfig:
     """Get the KHA config that :func:`use_arguments` stored in ``args``."""
-    kha = KHAConfig.from_entries(vars(args))
+    kha = HeadsConfig.from_entries(vars(args))
     if kha is None:
         raise ConfigError(f"--spec {' '.join(SPEC)} requires --kha-preset.")
     return kha
@@ -100,8 +100,8 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     return _BYTES * elements * args.seq_length * args.micro_batch_size
 
 
-def _kha_and_sizes(args: argparse.Namespace) -> tuple[KHAConfig, HeadSizes]:
+def _kha_and_sizes(args: argparse.Namespace) -> tuple[HeadsConfig, HeadSizes]:
     """Get the KHA config (without the output gate, which Megatron counts itself) and head sizes."""
-    kha, model = KHAConfig.from_entries(vars(args)), ModelConfig.from_arguments(vars(args))
+    kha, model = HeadsConfig.from_entries(vars(args)), model_from_arguments(vars(args))
     assert model is not None, "Megatron has validated its sizes"
-    return (kha or KHAConfig()).without_output_gate(), model.head_sizes
+    return (kha or HeadsConfig()).without_output_gate(), model.head_sizes

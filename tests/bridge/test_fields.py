@@ -1,13 +1,17 @@
 """A `kha` configuration as provider fields and back, without Megatron-Bridge."""
 
+from pathlib import Path
+
 import pytest
 
 from kha_megatron.bridge.provider_fields import (
     compare_fields,
     provider_to_hf_config,
+    read_heads,
     to_provider_fields,
 )
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.registry import use_files
 from tests.bridge.models import CONFIGS, described, hf_config
 
 
@@ -38,6 +42,7 @@ def provider(fields, **overrides):
         kha_moh: dict | None = None
         kha_talking: dict | None = None
         kha_collaborative: dict | None = None
+        kha_others: dict | None = None
 
     same = {
         "normalization": "RMSNorm",
@@ -63,6 +68,21 @@ def test_round_trip(ranks, name):
     assert ranks(round_trip, 1, name)[0] == (set(), [])
 
 
+TOY = Path(__file__).parents[1] / "mechanisms" / "toy.py"
+
+
+def round_trip_of_a_file():
+    use_files([TOY])
+    config = hf_config(kha_value="mlp", kha_toy={"strength": 3.0})
+    made = provider(to_provider_fields(config))
+    return made.kha_others, str(read_heads(made)), compare_fields(made, config)
+
+
+def test_mechanisms_of_others_share_a_field(ranks):
+    (result,) = ranks(round_trip_of_a_file, 1)
+    assert result == ({"toy": {"strength": 3.0}}, "value=mlp toy(strength=3.0)", [])
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -71,8 +91,8 @@ def test_round_trip(ranks, name):
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
             "'rope_type': 'linear'",
         ),
-        (CONFIGS["sigmoid"] | {"norm_topk_prob": False}, "normalised=False"),
-        (CONFIGS["sigmoid"] | {"num_experts_per_tok": 1}, "normalised=True"),
+        (CONFIGS["sigmoid"] | {"norm_topk_prob": False}, "normalizes_topk=False"),
+        (CONFIGS["sigmoid"] | {"num_experts_per_tok": 1}, "normalizes_topk=True"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

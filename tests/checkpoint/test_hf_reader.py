@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.hf_writer import HFWriter
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 
 D = 7
@@ -67,7 +68,7 @@ def sharded(tmp_path, tensors):
 def test_matrices_are_transposed_and_stacked(request, tensors, kind):
     checkpoint = HFCheckpoint.open(request.getfixturevalue(kind))
     assert list(checkpoint.keys()) == sorted(tensors)
-    assert read_kha_config(checkpoint) == KHAConfig(key="linear", value="mlp")
+    assert read_kha_config(checkpoint) == HeadsConfig(Knock(key="linear", value="mlp"))
     assert torch.equal(checkpoint.tensor("model.norm.weight"), tensors["model.norm.weight"])
     weights = read_knock_weights(checkpoint)
     assert set(weights) == {(i, p) for i in range(LAYERS) for p in ("key", "value")}

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from tests.conversion.checkpoints import ITERATION
 
@@ -55,7 +55,7 @@ def test_kha_of_checkpoints_without_kha_arguments(dense):
     for projection in ("query", "key"):
         del tensors[f"decoder.layers.self_attention.knock_{projection}.weight"]
     checkpoint.__dict__["args"] = {"spec": ["kha_megatron.mcore.specs", "kha_mlp"]}
-    assert read_kha_config(checkpoint) == KHAConfig.from_preset("kha_mlp")
+    assert read_kha_config(checkpoint) == HeadsConfig.from_preset("kha_mlp")
     del tensors["decoder.layers.self_attention.knock_value.weight"]
     checkpoint.__dict__["args"] = {"spec": None}
     assert read_kha_config(checkpoint) is None

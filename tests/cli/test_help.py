@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kha_megatron import recipes
 from kha_megatron.cli import app
 from kha_megatron.compare.variants import parse_variants
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from tests.cli.commands import leaves, parse
 
 COMMANDS = dict(leaves(get_command(app)))
@@ -39,7 +39,7 @@ def test_examples_parse_and_fit_80_columns(name, monkeypatch):
         if variants := given.get("variants"):
             parse_variants(variants)
         if variant := given.get("variant"):
-            KHAConfig.from_preset(variant)
+            HeadsConfig.from_preset(variant)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.hf.instruments import measure_layers
@@ -85,7 +86,8 @@ def test_json_lists_every_matrix_and_picture(run, model, matrices, tmp_path):
 
 @pytest.mark.whole
 def test_both_checkpoint_formats_give_the_same_statistics(run, ranks, tmp_path):
-    save, kha = tmp_path / "save", KHAConfig(query="linear", value="mlp")
+    save = tmp_path / "save"
+    kha = HeadsConfig(Knock(query="linear", value="mlp"))
     layout = {"tensor_model_parallel_size": 2}
     ranks(save_gpt, 2, str(save), kha, layout, {"num_layers": LAYERS}, {})
     names = {
@@ -188,7 +190,7 @@ def test_tables_and_pictures_of_everything(run, tokenizer, text, tmp_path):
 
 def test_a_megatron_checkpoint_is_converted(run, ranks, tokenizer, text, tmp_path):
     checkpoint = tmp_path / "save"
-    ranks(save_gpt, 1, str(checkpoint), KHAConfig(value="mlp"), {}, {"num_layers": 2}, {})
+    ranks(save_gpt, 1, str(checkpoint), HeadsConfig(Knock(value="mlp")), {}, {"num_layers": 2}, {})
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     words = [checkpoint, tmp_path / "out", "--text", text, "--tokens", 12]
     code, _, stderr = run(*words)

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.cli import app
 from kha_megatron.cli.quickstart import SUMMARY_FILE, _next_steps, move_earlier_run
-from kha_megatron.config import KHAConfig
 from kha_megatron.data import prepare
 from kha_megatron.errors import OutputError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.plan.counts import count_model
 from kha_megatron.recipes import get_recipe
 from tests.checkpoint.saved import save
@@ -64,7 +64,7 @@ def _check(output, stdout, presets, mechanisms):
     bias = [size for name, size in sizes.items() if name.endswith("e_score_correction_bias")]
     assert bias == [4, 4]  # a buffer, no parameter
     assert summary["parameters"] == sum(sizes.values()) - sum(bias)
-    run = get_recipe("quickstart").with_heads(KHAConfig.from_preset(presets)).run_for(SMALL)
+    run = get_recipe("quickstart").with_heads(HeadsConfig.from_preset(presets)).run_for(SMALL)
     assert summary["parameters"] == count_model(run.model, run.kha).total
     for picture in summary["files"]["pictures"]:
         assert Path(picture).read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

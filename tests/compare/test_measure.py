@@ -2,7 +2,7 @@
 
 from kha_megatron.compare.measure import compute_cost
 from kha_megatron.compare.variants import parse_variants
-from kha_megatron.config import PRESETS
+from kha_megatron.heads.config import PRESETS
 from kha_megatron.recipes import get_recipe
 
 

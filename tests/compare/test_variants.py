@@ -3,9 +3,9 @@
 import pytest
 
 from kha_megatron.compare.variants import parse_variants
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import Gate
+from kha_megatron.heads import Gate, Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.recipes import get_recipe
 
 
@@ -16,14 +16,14 @@ def test_variants_are_presets_the_ablation_or_flags():
         "kha_mlp+gate_output+gate_value"
     )
     assert {variant.name: variant.kha for variant in found} == {
-        "baseline": KHAConfig(),
-        "kha_mlp": KHAConfig(value="mlp"),
-        "random-init": KHAConfig(value="mlp", init="random"),
-        "kv": KHAConfig(key="linear", value="mlp"),
-        "g": KHAConfig(key="linear", value="linear", init="random"),
-        "kha_mlp+gate_output+gate_value": KHAConfig(
-            value="mlp",
-            gate=Gate(output="element", value="element"),
+        "baseline": HeadsConfig(),
+        "kha_mlp": HeadsConfig(Knock(value="mlp")),
+        "random-init": HeadsConfig(Knock(value="mlp", init="random")),
+        "kv": HeadsConfig(Knock(key="linear", value="mlp")),
+        "g": HeadsConfig(Knock(key="linear", value="linear", init="random")),
+        "kha_mlp+gate_output+gate_value": HeadsConfig(
+            Knock(value="mlp"),
+            Gate(output="element", value="element"),
         ),
     }
 

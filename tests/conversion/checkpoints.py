@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 
 ITERATION = 7
 VOCAB = 51
@@ -31,7 +31,7 @@ def save_gpt(*args: Any) -> Parameters:
 
 def save_and_run(
     folder: str,
-    kha: KHAConfig | None,
+    kha: HeadsConfig | None,
     layout: dict[str, int],
     config: dict[str, Any],
     args: dict[str, Any],
@@ -73,7 +73,7 @@ def save_and_run(
         build = partial(build, mtp_block_spec=mtp)
     model = build(
         transformer,
-        kha or KHAConfig(),
+        kha or HeadsConfig(),
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=bool(steps),  # Megatron only trains with parallel outputs
@@ -116,7 +116,7 @@ def save_and_run(
     return {name: tensor.detach().float().numpy().copy() for name, tensor in held}, logits
 
 
-def _arguments(config: Any, kha: KHAConfig | None, args: dict[str, Any]) -> dict[str, Any]:
+def _arguments(config: Any, kha: HeadsConfig | None, args: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments that Megatron would save for a configuration."""
     from megatron.training.arguments import add_megatron_arguments
 

@@ -10,10 +10,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from kha_megatron import cli
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from tests.conversion.checkpoints import VOCAB, save_gpt
 
-KHA = KHAConfig(query="linear", key="gate", value="mlp")
+KHA = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
 
 
 @pytest.fixture(scope="session")

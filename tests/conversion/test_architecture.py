@@ -4,15 +4,15 @@ import pytest
 
 from kha_megatron import announcements
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion.hf_configs import to_hf_config
-from kha_megatron.conversion.megatron_arguments import SUPPORTED_ARGUMENTS, from_arguments
 from kha_megatron.errors import CheckpointError, KHAError
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.megatron import SUPPORTED_ARGUMENTS, model_from_checkpoint
 
 
 def hf_config(args, kha, rows):
     """Return the ``kha`` configuration of a Megatron model."""
-    return to_hf_config(from_arguments(args, kha, rows), "kha")
+    return to_hf_config(model_from_checkpoint(args, kha, rows), "kha")
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def args(sparse):
 def test_unsupported_arguments_are_refused(args, name):
     assert name in args
     with pytest.raises(CheckpointError, match=rf"^The checkpoint .* {name}='something new'"):
-        hf_config(args | {name: "something new"}, KHAConfig(), 51)
+        hf_config(args | {name: "something new"}, HeadsConfig(), 51)
 
 
 LATENT = {"multi_latent_attention": True, "q_lora_rank": 8}
@@ -51,7 +51,7 @@ YARN = PLAIN_ROPE | {"rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0}
 )
 def test_unsupported_combinations_are_refused(args, changes, heads, message):
     with pytest.raises(KHAError, match=message):
-        hf_config(args | changes, KHAConfig(**heads), 51)
+        hf_config(args | changes, HeadsConfig.from_dict(heads), 51)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_rope_scaling_factor_is_that_of_the_training_script(args, capsys, kha, s
     given = {} if spec == "none recorded" else {"spec": spec}
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 4.0, "max_position_embeddings": 9000}
     saved = rest | scaled | kha | given
-    config = hf_config(saved, KHAConfig.from_entries(saved) or KHAConfig(), 51)
+    config = hf_config(saved, HeadsConfig.from_entries(saved) or HeadsConfig(), 51)
     assert config.rope_parameters["factor"] == factor
     notice = "Using a RoPE scaling factor of 8"
     assert (notice in capsys.readouterr().err) == (factor == 8.0)
@@ -89,7 +89,7 @@ def dropped(changes):
 
     args = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
     args = Namespace(**args | changes | _UNSHARDED)
-    configs = gpt_config_from_args(args), model_config(args, KHAConfig())
+    configs = gpt_config_from_args(args), model_config(args, HeadsConfig())
     return [config.rope_scaling_factor for config in configs]
 
 
@@ -103,6 +103,6 @@ def test_megatrons_own_scripts_ignore_the_factor(ranks, args):
 def test_hybrid_layer_patterns(args):
     for pattern in ("M*M*", "*-*", "-*-*", "*-*E|*", "**", 7):
         with pytest.raises(CheckpointError, match="hybrid_layer_pattern="):
-            from_arguments(args | {"hybrid_layer_pattern": pattern}, KHAConfig(), 51)
-    model = from_arguments(args | {"hybrid_layer_pattern": "*-*E|*E"}, KHAConfig(), 51)
+            model_from_checkpoint(args | {"hybrid_layer_pattern": pattern}, HeadsConfig(), 51)
+    model = model_from_checkpoint(args | {"hybrid_layer_pattern": "*-*E|*E"}, HeadsConfig(), 51)
     assert (model.num_layers, model.moe_layer_freq) == (3, (0, 1, 1))

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.verify import Pair
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import (
@@ -57,7 +57,7 @@ def test_norms_around_zero_keep_their_weights(ranks, tmp_path, base):
     in bfloat16.
     """
     expected = load(base)(tokens()).logits
-    kha = KHAConfig.from_preset("kha_mlp")
+    kha = HeadsConfig.from_preset("kha_mlp")
     to_hf.plan_export(base, upcycle=kha).write(tmp_path / "kha")
     to_megatron.plan_import(base, upcycle=kha).write(tmp_path / "megatron")
     to_hf.plan_export(tmp_path / "megatron").write(tmp_path / "through megatron")

@@ -10,11 +10,11 @@ from transformers import AutoTokenizer, Qwen3Config
 from transformers.models.qwen3 import modeling_qwen3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, apply_rotary_pos_emb
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Gate
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.models import CONFIGS, SIZES, assert_same_tensors, load, make, tokens
@@ -118,7 +118,7 @@ def test_rounded_norm_weights_are_reported(run, tmp_path, smallest, dtype, exact
 
 def test_gates_after_a_trained_knock(tmp_path):
     """Doubling the projection doubles the output of a linear knock, but not of others."""
-    kha = KHAConfig(gate=Gate(value="element"))
+    kha = HeadsConfig(Gate(value="element"))
     for variant in ("linear", "mlp"):
         config = KHAModelConfig(**SIZES, kha_value=variant)
         make(config).save_pretrained(tmp_path / variant)
@@ -139,7 +139,7 @@ def test_the_loss_of_a_text_includes_bos(run, tmp_path):
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**template)
     tokenizer.save_pretrained(tmp_path / "base")
     (tmp_path / "text").write_text("w3 w17 w40 w5 w22")
-    words = ("--gate", "output=element", "--to", "hf", "--text", tmp_path / "text", "--json")
+    words = ("--heads", "gate.output=element", "--to", "hf", "--text", tmp_path / "text", "--json")
     code, stdout, stderr = run("convert", "upcycle", tmp_path / "base", tmp_path / "out", *words)
     assert code == 0, stderr
     ids = torch.tensor([[7, 3, 17, 40, 5, 22]])
@@ -159,7 +159,7 @@ def test_upcycling_from_the_command_line(run, tmp_path, tokenizer):
         code, stdout, stderr = run("convert", "upcycle", tmp_path / "base", tmp_path / name, *asked)
         return code, stdout, " ".join(stderr.split())
 
-    code, stdout, _ = upcycle("gated", "--gate", "output=element", *words)
+    code, stdout, _ = upcycle("gated", "--heads", "gate.output=element", *words)
     report = json.loads(stdout)
     assert code == 0
     assert report["loss"] == dict.fromkeys(("before", "after"), report["loss"]["after"]) | {

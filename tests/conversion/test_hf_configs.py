@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.hf_configs import (
     FAMILIES,
@@ -15,9 +14,10 @@ from kha_megatron.conversion.hf_configs import (
     stock_type,
     to_hf_config,
 )
-from kha_megatron.conversion.megatron_arguments import from_arguments, to_arguments
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import Gate
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
 from tests.conversion.models import CONFIGS, YARN, edit_config, edit_tensors, make
 
 REFUSED = {
@@ -50,7 +50,7 @@ REFUSED = {
     },
 }
 NAMED = {
-    "norm_topk_prob": "normalised=False",
+    "norm_topk_prob": "normalizes_topk=False",
     "yarn": "(scaling=Yarn|rotary_percent=0.5)",
     "topk_group": "n_group=4 with topk_group=1",
 }
@@ -110,7 +110,7 @@ def test_windows_of_the_whole_sequence_are_accepted(raw):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_megatron_arguments_keep_the_architecture(raw, name):
     model = from_hf_config(raw[name])
-    assert from_arguments(to_arguments(model), model.kha, 51) == model
+    assert model_from_checkpoint(to_arguments(model), model.kha, 51) == model
 
 
 SAME = {("llama", "mistral"), ("mistral", "llama")}
@@ -126,8 +126,8 @@ WITH_GATE = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_pair_of_architectures_is_exact_or_refused(raw, name, target):
     model, family = from_hf_config(raw[name]), CONFIGS[name].model_type
-    plain = not model.multi_latent_attention and model.kha == KHAConfig()
-    gate, same = model.kha.gate, (family, target) in SAME
+    plain = not model.multi_latent_attention and model.kha == HeadsConfig()
+    gate, same = model.kha.get(Gate), (family, target) in SAME
     possible = target == family or (same and not model.kha.mechanisms)
     possible |= target == "kha"
     if not model.multi_latent_attention and not model.add_qkv_bias:

@@ -11,11 +11,11 @@ from torch.nn.functional import rms_norm
 from transformers import AutoModelForCausalLM
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.hf_configs import can_predict, from_hf_config
 from kha_megatron.conversion.verify import Pair
-from kha_megatron.heads import Gate
+from kha_megatron.heads import Gate, Knock
+from kha_megatron.heads.config import HeadsConfig
 from tests.conversion.checkpoints import check_back, save_and_run, tokens
 from tests.conversion.megatron import load_and_run
 from tests.conversion.models import CONFIGS, assert_same_tensors, edit_config, edit_tensors, load
@@ -33,7 +33,7 @@ def sizes(layers, predictions):
 
 CASES = {
     "glm4_moe, hybrid": (
-        KHAConfig(**LINEAR),
+        HeadsConfig(Knock(**LINEAR)),
         SIGMOID | SHARED | HYBRID | sizes(2 * 46, 1),
         {"hybrid_layer_pattern": 45 * "*-" + "*E/*E"},
     ),
@@ -43,12 +43,12 @@ CASES = {
         {"untie_embeddings_and_output_weights": False},
     ),
     "deepseek_v3, hybrid": (
-        KHAConfig(key="linear", value="linear"),
+        HeadsConfig(Knock(key="linear", value="linear")),
         LATENT | SIGMOID | SHARED | HYBRID | sizes(2 * 61, 1),
         {"hybrid_layer_pattern": 60 * "+-" + "+E/+E"},
     ),
     "qwen3_next, hybrid": (
-        KHAConfig(gate=Gate(output="element"), **LINEAR),
+        HeadsConfig(Knock(**LINEAR), Gate(output="element")),
         MOE | HYBRID | sizes(6, 1) | {"attention_output_gate": True},
         {"hybrid_layer_pattern": "*E*E*E/*E"},
     ),

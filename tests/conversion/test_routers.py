@@ -9,26 +9,26 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from kha_megatron.conversion.hf_configs import fill_missing_tensors, from_hf_config, to_hf_config
-from kha_megatron.conversion.megatron_arguments import to_arguments
 from kha_megatron.hf.modeling_kha import KHARouter
+from kha_megatron.model.megatron import to_arguments
 from tests.conversion.models import SIZES
 
 TOKENS, EXPERTS = 9, 8
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 CASES = {
     "softmax": {},
-    "softmax before the choice": {"normalised": False},
-    "softmax, top-1": {"moe_router_topk": 1, "normalised": False},
+    "softmax before the choice": {"normalizes_topk": False},
+    "softmax, top-1": {"moe_router_topk": 1, "normalizes_topk": False},
     "sigmoid": SIGMOID,
     "sigmoid, scaled": SIGMOID | {"moe_router_topk": 2, "moe_router_topk_scaling_factor": 2.5},
     "sigmoid, scaled, top-1": SIGMOID
-    | {"moe_router_topk": 1, "normalised": False, "moe_router_topk_scaling_factor": 2.5},
+    | {"moe_router_topk": 1, "normalizes_topk": False, "moe_router_topk_scaling_factor": 2.5},
     "sigmoid, groups": SIGMOID
     | {"moe_router_topk": 4, "moe_router_num_groups": 4, "moe_router_group_topk": 2},
     "softmax, groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1},
     "softmax, groups, rounded": {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
     | {"moe_router_topk": 4, "moe_router_dtype": None},
-    "softmax before the choice, groups": {"normalised": False, "moe_router_topk": 2}
+    "softmax before the choice, groups": {"normalizes_topk": False, "moe_router_topk": 2}
     | {"moe_router_num_groups": 4, "moe_router_group_topk": 2},
 }
 """Fields of the architecture besides those of :data:`SMALL`."""
@@ -96,7 +96,7 @@ def test_routers_agree(ranks, case):
         clear = [token for token in range(TOKENS) if token not in ties]
         # transformers divides after a softmax over all experts where Megatron takes it over the
         # chosen ones: the same but for the last bits
-        exact = not (family == "qwen3_moe" and model.normalised)
+        exact = not (family == "qwen3_moe" and model.normalizes_topk)
         limit = 0.0 if exact else 1.5e-7
         np.testing.assert_allclose(found[clear], expected[clear], rtol=limit, atol=0)
         # among equals either choice is right: the weights are the same whoever gets them

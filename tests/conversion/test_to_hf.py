@@ -9,12 +9,12 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import sources, to_hf, to_megatron
 from kha_megatron.conversion.sources import FLOAT_DTYPES
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
+from kha_megatron.heads import CollaborativeHeads, Gate, Knock, TalkingHeads
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import read_kha_config
 from tests.conversion.checkpoints import VOCAB, check_back, save_and_run, tokens
 from tests.conversion.fixtures import write_tokenizer
@@ -41,25 +41,25 @@ BASE = {"rotary_base": 300}
 CASES = {
     "plain Megatron": (None, {}, {}, {}),
     "TP2, MQA, half of the rotary features": (
-        KHAConfig(query="mlp"),
+        HeadsConfig(Knock(query="mlp")),
         TP2,
         {"num_query_groups": 1, "kv_channels": 8},
         HALF,
     ),
     "TP2, MHA, biases, no QK-norm": (
-        KHAConfig(query="linear", key="gate", value="mlp"),
+        HeadsConfig(Knock(query="linear", key="gate", value="mlp")),
         TP2,
         {"num_query_groups": None, "add_qkv_bias": True, "qk_layernorm": False},
         {},
     ),
     "TP2, softmax before the choice": (
-        KHAConfig.from_preset("kha_mlp_qkv"),
+        HeadsConfig.from_preset("kha_mlp_qkv"),
         TP2 | ONE_EXPERT_RANK,
         MOE | {"moe_router_pre_softmax": True, "moe_router_topk": 3, "num_layers": 3},
         {},
     ),
     "PP2, pattern, shared experts, sigmoid": (
-        KHAConfig(key="gate", value="mlp"),
+        HeadsConfig(Knock(key="gate", value="mlp")),
         PP2,
         SIGMOID
         | {
@@ -70,7 +70,7 @@ CASES = {
         {},
     ),
     "EP2, gated shared expert, sigmoid top-1": (
-        KHAConfig(),
+        HeadsConfig(),
         EP2,
         SIGMOID
         | {
@@ -81,41 +81,39 @@ CASES = {
         {},
     ),
     "TP2, GTA, sparse, one state for both ranks": (
-        KHAConfig(attention="gta", value="mlp"),
+        HeadsConfig(Knock(value="mlp"), attention="gta"),
         TP2 | ONE_EXPERT_RANK,
         SIGMOID | {"kv_channels": 12, "num_query_groups": 1},
         HALF,
     ),
     "TP2, MLA, YaRN": (
-        KHAConfig(**LINEAR),
+        HeadsConfig(Knock(**LINEAR)),
         TP2,
         LATENT
         | {"rope_type": "yarn", "rotary_scaling_factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1.0},
         {},
     ),
     "TP2, GLA, sparse": (
-        KHAConfig(attention="gla", **LINEAR),
+        HeadsConfig(Knock(**LINEAR), attention="gla"),
         TP2 | ONE_EXPERT_RANK,
         LATENT | SIGMOID,
         {},
     ),
     "TP2, GLA of 4, tied embeddings": (
-        KHAConfig(attention="gla", latent_heads=4, key="linear"),
+        HeadsConfig(Knock(key="linear"), attention="gla", latent_heads=4),
         TP2,
         LATENT,
         TIED,
     ),
     "TP2, hybrid, multi-token prediction": (
-        KHAConfig(value="mlp"),
+        HeadsConfig(Knock(value="mlp")),
         TP2 | ONE_EXPERT_RANK,
         SIGMOID | {"num_layers": 4, "is_hybrid_model": True, "mtp_num_layers": 1},
         {"hybrid_layer_pattern": "*-*E/*E"},
     ),
-    "TP2, talking": (KHAConfig(value="mlp", talking=TalkingHeads(post=False)), TP2, {}, {}),
+    "TP2, talking": (HeadsConfig(Knock(value="mlp"), TalkingHeads(post=False)), TP2, {}, {}),
     "TP2, collaborative, gates": (
-        KHAConfig(
-            collaborative=CollaborativeHeads(dim=10), gate=Gate(output="head", value="element")
-        ),
+        HeadsConfig(CollaborativeHeads(dim=10), Gate(output="head", value="element")),
         TP2,
         {},
         {},
@@ -181,7 +179,7 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case, capsys):
     with torch.no_grad():
         ours = model(tokens()).logits
     theirs = torch.from_numpy(logits)[..., : ours.shape[-1]]
-    assert theirs.std(dim=(0, 1)).mean() > (0.1 if kha and kha.collaborative else 0.3)
+    assert theirs.std(dim=(0, 1)).mean() > (0.1 if kha and kha.get(CollaborativeHeads) else 0.3)
     for found in (ours, in_two_steps(model, tokens())):
         torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5)
         assert torch.equal(found.argmax(-1), theirs.argmax(-1))
@@ -202,8 +200,8 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case, capsys):
     written = planned.write(tmp_path / "back")
     assert ("--attention-output-gate" in written.arguments) == is_stock
     back = MegatronCheckpoint.open(tmp_path / "back")
-    heads = KHAConfig(gate=Gate(output="element")) if is_stock else kha
-    assert read_kha_config(back) == (None if heads == KHAConfig() else heads)
+    heads = HeadsConfig(Gate(output="element")) if is_stock else kha
+    assert read_kha_config(back) == (None if heads == HeadsConfig() else heads)
     assert not is_stock or not [name for name in back.args if name.startswith("kha_")]
     if "vocab_size" not in args:  # else the rows that pad the vocabulary are not kept
         check_back(save, tmp_path / "back")
@@ -211,7 +209,7 @@ def test_logits_equal_those_of_the_sharded_model(ranks, tmp_path, case, capsys):
 
 def test_dtype_casts_everything_but_expert_biases(ranks, tmp_path):
     config = SIGMOID | {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
-    kha, save = KHAConfig(value="mlp"), tmp_path / "save"
+    kha, save = HeadsConfig(Knock(value="mlp")), tmp_path / "save"
     ranks(save_and_run, 1, str(save), kha, {}, config, {}, run=False)
     original = None
     for dtype in ("bfloat16", "float16"):

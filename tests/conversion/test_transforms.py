@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from copy import deepcopy
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.verify import Pair
 from kha_megatron.errors import CheckpointError, ConfigError
-from kha_megatron.heads import CollaborativeHeads, Gate
+from kha_megatron.heads import CollaborativeHeads, Gate, Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAModelConfig, read_kha
 from tests.conversion.checkpoints import save_and_run
 from tests.conversion.megatron import load_and_run
@@ -135,8 +134,8 @@ def test_folded_models_are_stock_and_compute_the_same(folded, case):
 @pytest.mark.parametrize(
     "kha",
     [
-        KHAConfig.from_preset("kha_linear"),
-        KHAConfig(value="linear", collaborative=CollaborativeHeads(dim=6, start="ones")),
+        HeadsConfig.from_preset("kha_linear"),
+        HeadsConfig(Knock(value="linear"), CollaborativeHeads(dim=6, start="ones")),
     ],
     ids=["kha_linear", "collaborative"],
 )
@@ -178,7 +177,7 @@ def test_unfoldable_heads_are_refused(tmp_path, changes, message):
         to_hf.plan_export(tmp_path / "kha", fold=True)
 
 
-KHA = KHAConfig(query="linear", key="gate", value="mlp")
+KHA = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
 EVERYWHERE = dict.fromkeys(("query", "key", "output", "dense"), "element")
 GATES = {
     "output": Gate(output="element"),
@@ -190,14 +189,16 @@ GATES = {
 }
 UPCYCLED = {
     "qwen3, tied": KHA,
-    "qwen2, tied, yarn": replace(KHA, gate=Gate(output="element", value="head")),
+    "qwen2, tied, yarn": KHA.updated(gate=Gate(output="element", value="head")),
     "llama, llama3 rope": KHA,
     "glm4_moe": KHA,
     "qwen3_moe": KHA,
     "qwen3_moe, weights as they are, a dense layer": KHA,
-    "deepseek_v3, yarn": KHAConfig.from_preset("kha_linear"),
-    "kha, gta, no norm, nothing knocked": KHAConfig(query="linear", value="mlp", attention="gta"),
-    **{f"qwen3; {name}": KHAConfig(gate=gate) for name, gate in GATES.items()},
+    "deepseek_v3, yarn": HeadsConfig.from_preset("kha_linear"),
+    "kha, gta, no norm, nothing knocked": HeadsConfig(
+        Knock(query="linear", value="mlp"), attention="gta"
+    ),
+    **{f"qwen3; {name}": HeadsConfig(gate) for name, gate in GATES.items()},
 }
 DTYPES = [
     torch.bfloat16,
@@ -238,7 +239,7 @@ def test_upcycled_megatron_models_keep_every_bit(ranks, tmp_path, name, dtype):
     to_megatron.plan_import(stock, dtype=dtype, divisible_by=8).write(tmp_path / "plain")
     presets = ["kha_linear", "kha_linear_v" if name == "deepseek_v3" else "kha_mlp"]
     for preset in presets:
-        kha = KHAConfig.from_preset(preset)
+        kha = HeadsConfig.from_preset(preset)
         planned = to_megatron.plan_import(stock, upcycle=kha, dtype=dtype, divisible_by=8)
         planned.write(tmp_path / preset)
     plain, *upcycled = (
@@ -252,7 +253,7 @@ def test_upcycled_megatron_models_keep_every_bit(ranks, tmp_path, name, dtype):
 def test_upcycling_a_megatron_checkpoint_keeps_its_padding(ranks, tmp_path):
     layout = {"pipeline_model_parallel_size": 2}
     logits = ranks(save_and_run, 2, str(tmp_path / "save"), None, layout, {}, {})[-1][1]
-    kha = KHAConfig.from_preset("kha_mlp")
+    kha = HeadsConfig.from_preset("kha_mlp")
     to_megatron.plan_import(tmp_path / "save", upcycle=kha).write(tmp_path / "kha")
     ids = tokens().tolist()
     found = ranks(load_and_run, 1, str(tmp_path / "kha"), ids, {})[0]
@@ -264,8 +265,8 @@ def test_upcycling_a_megatron_checkpoint_keeps_its_padding(ranks, tmp_path):
     assert {name.split(".")[4] for name in other.keys() - one.keys()} == {"v_knock"}
 
 
-MLP = KHAConfig.from_preset("kha_mlp")
-LINEAR_KHA = KHAConfig.from_preset("kha_linear")
+MLP = HeadsConfig.from_preset("kha_mlp")
+LINEAR_KHA = HeadsConfig.from_preset("kha_linear")
 
 
 @pytest.mark.parametrize(
@@ -276,12 +277,12 @@ LINEAR_KHA = KHAConfig.from_preset("kha_linear")
         (CONFIGS["kha, gta, no norm, nothing knocked"], LINEAR_KHA, "kha_key=linear is not"),
         (
             CONFIGS["deepseek_v3"],
-            KHAConfig(attention="gta", value="linear"),
+            HeadsConfig(Knock(value="linear"), attention="gta"),
             "Upcycling to attention=gta is not supported",
         ),
         (
             CONFIGS["qwen3"],
-            KHAConfig(value="mlp", init="random"),
+            HeadsConfig(Knock(value="mlp", init="random")),
             "init=random changes the outputs",
         ),
     ],

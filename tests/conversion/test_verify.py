@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import megatron_model, to_hf
 from kha_megatron.conversion.megatron_model import Outputs
 from kha_megatron.conversion.verify import LOGIT_TOLERANCE, Pair, compare_outputs
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAModelConfig
 from tests.conversion.models import CONFIGS, KHA_MOE, SIZES, edit_config, edit_tensors, make
 
@@ -103,7 +104,7 @@ def test_folded_and_upcycled_models_agree(tmp_path):
     make(linear).save_pretrained(tmp_path / "kha")
     to_hf.plan_export(tmp_path / "kha", fold=True).write(tmp_path / "qwen3")
     assert verify(tmp_path / "kha", tmp_path / "qwen3").agrees
-    to_hf.plan_export(tmp_path / "qwen3", upcycle=KHAConfig(value="mlp")).write(
+    to_hf.plan_export(tmp_path / "qwen3", upcycle=HeadsConfig(Knock(value="mlp"))).write(
         tmp_path / "upcycled"
     )
     found = verify(tmp_path / "qwen3", tmp_path / "upcycled")

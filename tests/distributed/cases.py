@@ -2,44 +2,44 @@
 
 from dataclasses import replace
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import CollaborativeHeads, Gate, MixtureOfHeads, TalkingHeads
+from kha_megatron.heads import CollaborativeHeads, Gate, Knock, MixtureOfHeads, TalkingHeads
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from tests.distributed.parallelism import Case, Layout
 
-MIXED = KHAConfig(query="linear", key="gate", value="mlp")
-RANDOM = replace(MIXED, init="random")
+MIXED = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
+RANDOM = MIXED.updated(init="random")
 """Each layer has different matrices, so that a layer in the wrong place is found."""
-EVERY_PLACE = tuple(KHAConfig(**{p: v}) for v in MATRICES for p in PROJECTIONS)
+EVERY_PLACE = tuple(HeadsConfig(Knock(**{p: v})) for v in MATRICES for p in PROJECTIONS)
 
-LINEAR = KHAConfig.from_preset("kha_linear")
+LINEAR = HeadsConfig.from_preset("kha_linear")
 MLA = LINEAR
 """All that latent attention supports."""
-GLA = replace(LINEAR, attention="gla")
-GTA = KHAConfig(attention="gta", query="gate", value="mlp")
+GLA = LINEAR.updated(attention="gla")
+GTA = HeadsConfig(Knock(query="gate", value="mlp"), attention="gta")
 LATENT = {"multi_latent_attention": True}
 CENTERED = {"layernorm_zero_centered_gamma": True}
 TIED = {"kv_channels": 8}
 
-TALKING = KHAConfig(value="mlp", talking=TalkingHeads())
-SHARED = KHAConfig(value="mlp", collaborative=CollaborativeHeads(dim=14), gate=Gate(output="head"))
+TALKING = HeadsConfig(Knock(value="mlp"), TalkingHeads())
+SHARED = HeadsConfig(Knock(value="mlp"), CollaborativeHeads(dim=14), Gate(output="head"))
 MIXING = (TALKING, SHARED)
 WIDER = {"kv_channels": 12}
 """Enough rows for four ranks to share one value head."""
 
-STOCK_GATE = KHAConfig(value="mlp", gate=Gate(output="element"))
+STOCK_GATE = HeadsConfig(Knock(value="mlp"), Gate(output="element"))
 """Also Megatron's gate, which its flag makes it apply itself."""
-GATES = KHAConfig(
-    query="linear",
-    gate=Gate(output="head", value="element", key="shared", query="element", dense="element"),
+GATES = HeadsConfig(
+    Knock(query="linear"),
+    Gate(output="head", value="element", key="shared", query="element", dense="element"),
 )
 """Rows of every kind, and both gradient rules of projections of the input."""
-GATED_MLA = replace(MLA, gate=Gate(output="element"))
+GATED_MLA = MLA.updated(gate=Gate(output="element"))
 
-MOH = KHAConfig(moh=MixtureOfHeads(shared=3, active=[2, 3, 1, 2], balance=5.0))
+MOH = HeadsConfig(MixtureOfHeads(shared=3, active=[2, 3, 1, 2], balance=5.0))
 """Each layer has a different number of heads. At the paper's balance weight of 0.01, a loss that
 counts twice changes no gradient by more than 1e-4."""
-SPLIT = replace(RANDOM, moh=MixtureOfHeads(shared=3, active=[2, 3, 1], balance=5.0))
+SPLIT = RANDOM.updated(moh=MixtureOfHeads(shared=3, active=[2, 3, 1], balance=5.0))
 QUANTIZED = replace(
     LINEAR,
     moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0),
@@ -188,7 +188,7 @@ _OTHERS = [
         tp=2,
     ),
     *(case(khas=(GTA,), tp=4, sp=True, groups=groups, config=TIED) for groups in (8, 2, 1)),
-    case(khas=(replace(GTA, query="linear", value="linear"),), tp=4, config=TIED),
+    case(khas=(GTA.updated(query="linear", value="linear"),), tp=4, config=TIED),
     *(case(khas=MIXING, tp=4, groups=groups, config=WIDER) for groups in (8, 1)),
     *_every(
         ({"tp": 2}, {"tp": 4, "groups": 2}, {"pp": 2}, {"savings": SELECTIVE}),

@@ -10,7 +10,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore.attention import KnockedAttention
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
@@ -74,7 +74,7 @@ def initialize(seed: int = 7, **sizes: int) -> None:
 
 
 def gpt_model(
-    config: TransformerConfig, kha: KHAConfig, *, layer_spec: Any = None, **options: Any
+    config: TransformerConfig, kha: HeadsConfig, *, layer_spec: Any = None, **options: Any
 ) -> GPTModel:
     """Build a GPTModel. See :func:`_build` for other options."""
     spec = layer_spec or kha_layer_spec(config, kha, options.get("vp_stage"))
@@ -82,7 +82,7 @@ def gpt_model(
 
 
 def hybrid_model(
-    config: TransformerConfig, kha: KHAConfig, *, pattern: str, **options: Any
+    config: TransformerConfig, kha: HeadsConfig, *, pattern: str, **options: Any
 ) -> HybridModel:
     """Build a HybridModel with the same sizes as :func:`gpt_model`."""
     spec = kha_hybrid_stack_spec(kha)
@@ -97,7 +97,7 @@ def hybrid_model(
 
 
 def _build(
-    kind: Any, config: Any, spec: Any, kha: KHAConfig, *, perturbed: bool = True, **options: Any
+    kind: Any, config: Any, spec: Any, kha: HeadsConfig, *, perturbed: bool = True, **options: Any
 ) -> Any:
     """``perturbed`` moves the shared matrices away from their initial value."""
     if kha is not None and kha.attention == "gta":
@@ -112,7 +112,7 @@ def _build(
 
 
 def attention(
-    config: TransformerConfig, kha: KHAConfig, layer_number: int = 1, **options: Any
+    config: TransformerConfig, kha: HeadsConfig, layer_number: int = 1, **options: Any
 ) -> Any:
     """Build the attention of one layer from the layer spec of a GPTModel."""
     spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention

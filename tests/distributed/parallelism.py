@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from tests.distributed.pieces import Result, as_array, fill, gathered, pieces
 from tests.versions import on_this_cp_rank
 
@@ -75,7 +76,7 @@ class Case:
     """A run. ``khas`` are trained one after the other in the same process groups."""
 
     layout: Layout
-    khas: tuple[KHAConfig, ...]
+    khas: tuple[HeadsConfig, ...]
     model: str = "dense"
     groups: int = 4
     tied: bool = False
@@ -131,7 +132,7 @@ class Case:
         words = [word for word in words if "{" not in word]
         mechanisms = set()
         for kha in self.khas:
-            mechanisms.update(mechanism.name for mechanism in kha.other_mechanisms)
+            mechanisms.update(mechanism.name for mechanism in kha.without(Knock).mechanisms)
         words += sorted(mechanisms)
         for options in (self.config, self.savings, self.ddp):
             for name, value in options.items():
@@ -163,7 +164,7 @@ def train(case: Case, mutate: Callable[[], Any] | None = None) -> list[Result]:
 
 
 class _Run:
-    def __init__(self, case: Case, kha: KHAConfig, *, filled: bool = True) -> None:
+    def __init__(self, case: Case, kha: HeadsConfig, *, filled: bool = True) -> None:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module
 
@@ -370,7 +371,7 @@ def _transformer_config(case: Case) -> Any:
     return models.transformer_config(**settings | case.config | case.savings)
 
 
-def _build(config: Any, case: Case, kha: KHAConfig) -> list[Any]:
+def _build(config: Any, case: Case, kha: HeadsConfig) -> list[Any]:
     """Build the model chunks of this rank, one for each virtual stage."""
     from megatron.core import parallel_state as ps
     from megatron.core.enums import ModelType

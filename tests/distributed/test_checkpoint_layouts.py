@@ -14,7 +14,8 @@ import torch
 
 from kha_megatron.checkpoint.integrity import FileChecks
 from kha_megatron.checkpoint.torch_dist import TorchDistFolder
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES, PROJECTIONS
 from tests.distributed import cases
 from tests.distributed.cases import GATES, GLA, GTA, MLA, case
@@ -31,7 +32,7 @@ MICROBATCHES = 4
 TOLERANCE = 1e-5
 STEP_TOLERANCE = 1e-3
 
-KHA = KHAConfig(query="gate", key="linear", value="mlp")
+KHA = HeadsConfig(Knock(query="gate", key="linear", value="mlp"))
 DENSE = {"khas": (KHA,), "layers": 4}
 EXPERTS = {"khas": (KHA,), "layers": 3, "model": "moe"}
 ZERO = {"ddp": cases.ZERO}
@@ -291,7 +292,7 @@ def test_expert_weights_load_on_one_rank(run, trained, tmp_path):
 
 
 def test_upcycled_matrices_start_as_the_identity_under_another_layout(run, trained, tmp_path):
-    source, expected = trained(case(tp=2, **DENSE | {"khas": (KHAConfig(),)}))
+    source, expected = trained(case(tp=2, **DENSE | {"khas": (HeadsConfig(),)}))
     words = (load_and_save, 2, str(source), str(tmp_path), case(pp=2, **DENSE))
     with pytest.raises(RankError, match=r"Unexpected keys .*self_attention\.knock_value\.weight"):
         run(*words, optimizer=False)

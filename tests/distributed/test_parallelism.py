@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
 from tests.distributed.cases import ALL_OTHERS, FAST, LATENT, MIXED, ONE_PER_CLAIM, TIED
 from tests.distributed.parallelism import train
@@ -26,7 +27,7 @@ FP32 = 1e-5
 BF16 = {"grad norm": 0.01, "loss": 0.02, "": 0.1}
 BIAS_STEP = re.compile(r"update .*\.expert_bias")
 """Not compared in bfloat16: one token that changes its expert changes the sign of a load."""
-SAME_VARIANT = tuple(KHAConfig(query=v, key=v, value=v) for v in MATRICES)
+SAME_VARIANT = tuple(HeadsConfig(Knock(query=v, key=v, value=v)) for v in MATRICES)
 
 
 def bound(name, case):

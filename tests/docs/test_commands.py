@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kha_megatron import cli
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from tests.cli.commands import parse
 from tests.docs.pages import PAGES, ROOT, blocks, commands
 from tests.recipes.conftest import nemorun_home  # noqa: F401
@@ -105,7 +105,7 @@ def world(tmp_path_factory):
     for file in (place / "data/python/tokenizer").iterdir():
         shutil.copy(file, place / "Qwen3-0.6B-Base")
     base = place / "Qwen3-0.6B-Base"
-    linear, mlp = (KHAConfig.from_preset(name) for name in ("kha_linear", "kha_mlp"))
+    linear, mlp = (HeadsConfig.from_preset(name) for name in ("kha_linear", "kha_mlp"))
     to_megatron.plan_import(base, upcycle=linear).write(place / "runs/kha-linear/checkpoints")
     shutil.copytree(place / "runs/kha-linear/checkpoints", place / "ckpt/run")
     to_megatron.plan_import(base, upcycle=mlp).write(place / "quickstart/run/checkpoints")
@@ -203,7 +203,7 @@ def test_make_targets_extras_and_settings_exist():
             assert set(found.split(",")) <= project["optional-dependencies"].keys(), command
     for command in of_form("setting"):
         text = command.words[1].partition("=")[2]
-        assert KHAConfig.from_dict(json.loads(text)).mechanisms, command
+        assert HeadsConfig.from_dict(json.loads(text)).mechanisms, command
 
 
 def test_tools_exist_and_have_their_options():

@@ -74,5 +74,6 @@ def test_a_full_file_system(entry, first, tmp_path, faults_table):
         run = entry(arguments(folder), 2)
         check_stopped(run, folder)
         assert not run.overdue
-        assert run.codes == [2, 2]
-    faults_table("Full disks", "every write: a file system of 1 MB", str(run.codes), 1)
+        # If rank 1 has written its shards, it loses the connection to rank 0.
+        assert run.codes[1] in (1, 2), run.output[-6000:]
+    faults_table("Full disks", "every write: a file system of 1 MB", "[2, 1 or 2]", 1)

@@ -13,7 +13,7 @@ from kha_megatron.checkpoint.integrity import write_hashes
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.data import DataReport
 from kha_megatron.errors import CheckpointError, ConfigError, DataError
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.megatron import model_from_arguments
 from tests.checkpoint.saved import save
 from tests.faults import fuzz
 
@@ -86,7 +86,7 @@ def test_impossible_sizes_in_recorded_arguments_are_refused(tmp_path, changes, m
     save(tmp_path, 7, {"a": torch.arange(5.0)}, **sizes | changes)
     arguments = MegatronCheckpoint.open(tmp_path).args
     with pytest.raises(ConfigError, match=message) as caught:
-        ModelConfig.from_arguments(arguments)
+        model_from_arguments(arguments)
     assert len(str(caught.value)) < 300
 
 

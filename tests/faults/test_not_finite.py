@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from tests.distributed.cases import FULL, OVERLAP, ZERO, case
 from tests.distributed.parallelism import _Run, initialize
 
@@ -101,7 +102,7 @@ FAULTS = {
     nan_backward: "the gradient of decoder.layers.4.",
 }
 
-SMALL = {"khas": (KHAConfig(value="mlp", key="linear"),), "layers": 4}
+SMALL = {"khas": (HeadsConfig(Knock(value="mlp", key="linear")),), "layers": 4}
 
 
 @pytest.mark.parametrize(

@@ -150,6 +150,17 @@ def test_without_locks_a_silent_run_loses_its_directory_and_stops(
     )
 
 
+@pytest.mark.usefixtures("no_locks")
+def test_a_run_that_lost_its_directory_does_not_touch_it_when_it_ends(tmp_path, monkeypatch):
+    first = claim(tmp_path)
+    os.utime(tmp_path / OWNER, (1, 1))
+    monkeypatch.setattr(ownership.socket, "gethostname", lambda: "node2")
+    claim(tmp_path).release()
+    os.utime(tmp_path / OWNER, (1, 1))
+    first.release()
+    assert (tmp_path / OWNER).stat().st_mtime == 1
+
+
 def _replace_by_link(file):
     target = file.parent / "authorized_keys"
     target.write_text("precious")

@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.kernels import fused
 from kha_megatron.mcore import cpu
 from tests.distributed import models
@@ -38,7 +38,7 @@ EXPERTS: dict[str, Any] = {
 
 
 def build(
-    kha: KHAConfig,
+    kha: HeadsConfig,
     impl: str,
     dtype: torch.dtype,
     *,
@@ -158,7 +158,7 @@ class Errors(NamedTuple):
 
 
 def errors(
-    kha: KHAConfig,
+    kha: HeadsConfig,
     impl: str,
     dtype: torch.dtype,
     look: Callable[[GPTModel], dict[str, torch.Tensor]],

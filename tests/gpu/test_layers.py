@@ -13,20 +13,20 @@ from unittest import mock
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import CollaborativeHeads, Gate, MixtureOfHeads, TalkingHeads
+from kha_megatron.heads import CollaborativeHeads, Gate, Knock, MixtureOfHeads, TalkingHeads
+from kha_megatron.heads.config import HeadsConfig
 
 KHAS = {
-    "linear": KHAConfig(query="linear", key="linear", value="linear"),
-    "mlp": KHAConfig(value="mlp"),
-    "gate": KHAConfig(value="gate"),
-    "mixed": KHAConfig(query="linear", key="gate", value="mlp"),
-    "output gate": KHAConfig(value="mlp", gate=Gate(output="element", dense="element")),
-    "gates": KHAConfig(value="mlp", gate=Gate(query="element", key="shared", value="head")),
+    "linear": HeadsConfig(Knock(query="linear", key="linear", value="linear")),
+    "mlp": HeadsConfig(Knock(value="mlp")),
+    "gate": HeadsConfig(Knock(value="gate")),
+    "mixed": HeadsConfig(Knock(query="linear", key="gate", value="mlp")),
+    "output gate": HeadsConfig(Knock(value="mlp"), Gate(output="element", dense="element")),
+    "gates": HeadsConfig(Knock(value="mlp"), Gate(query="element", key="shared", value="head")),
     # all heads for every token, as of experts
-    "moh": KHAConfig(value="mlp", moh=MixtureOfHeads(shared=1, active=3, balance=0.0)),
-    "talking": KHAConfig(value="mlp", talking=TalkingHeads()),
-    "collaborative": KHAConfig(value="mlp", collaborative=CollaborativeHeads(dim=64)),
+    "moh": HeadsConfig(Knock(value="mlp"), MixtureOfHeads(shared=1, active=3, balance=0.0)),
+    "talking": HeadsConfig(Knock(value="mlp"), TalkingHeads()),
+    "collaborative": HeadsConfig(Knock(value="mlp"), CollaborativeHeads(dim=64)),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FLOOR = {"bf16": 2**-8, "fp16": 2**-11}

@@ -5,9 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import HeadSizes
+from kha_megatron.heads import HeadSizes, Knock
 from kha_megatron.heads.collaborative import fold_mixing
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.initial import initial_weight
 from kha_megatron.heads.kernels.fused import fused_knock
 from kha_megatron.heads.knock import MATRICES, fold, initial_values
@@ -121,7 +121,7 @@ def test_flops_and_activations_match_torch(variant):
     tokens = 5
     heads = 3
     head_dim = 7
-    kha = KHAConfig(query=variant)
+    kha = HeadsConfig(Knock(query=variant))
     sizes = HeadSizes(query_heads=heads, kv_heads=1, head_dim=head_dim)
     costs = kha.costs(sizes)
     x = torch.randn(tokens, heads, head_dim, requires_grad=True)

@@ -2,10 +2,9 @@
 
 import pytest
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadFacts
-from kha_megatron.heads.moh import MixtureOfHeads
+from kha_megatron.heads import HeadFacts, MixtureOfHeads
+from kha_megatron.heads.config import HeadsConfig
 
 
 def test_a_share_is_rounded_and_half_of_it_is_shared():
@@ -32,12 +31,12 @@ def test_annealing_reduces_active_heads_linearly():
 
 
 def test_each_layer_may_have_its_own_number():
-    kha = KHAConfig(moh=MixtureOfHeads(shared=1, active=[2, 3]))
-    assert [kha.moh.for_layer(layer).active_heads(8) for layer in (0, 1)] == [2, 3]
+    kha = HeadsConfig(MixtureOfHeads(shared=1, active=[2, 3]))
+    assert [kha.get(MixtureOfHeads).for_layer(layer).active_heads(8) for layer in (0, 1)] == [2, 3]
     assert kha.to_dict()["moh"]["active"] == [2, 3]
-    assert KHAConfig.from_dict(kha.to_dict()) == kha == KHAConfig.from_options(kha.to_options())
+    assert HeadsConfig.from_dict(kha.to_dict()) == kha == HeadsConfig.from_options(kha.to_options())
     assert hash(kha) == hash(
-        KHAConfig.from_options({"heads": ["moh.shared=1", "moh.active=[2,3]"]})
+        HeadsConfig.from_options({"heads": ["moh.shared=1", "moh.active=[2,3]"]})
     )
 
 
@@ -82,4 +81,4 @@ def test_invalid_settings_raise_an_error(settings, message):
 )
 def test_unsupported_models_raise_an_error(settings, facts, message):
     with pytest.raises(ConfigError, match=message):
-        KHAConfig(moh=MixtureOfHeads(**settings)).check(HeadFacts(**facts))
+        HeadsConfig(MixtureOfHeads(**settings)).check(HeadFacts(**facts))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import registry
+from kha_megatron.heads.config import PRESETS, HeadsConfig
 from kha_megatron.model.run import Run
 
 TOY = Path(__file__).parents[1] / "mechanisms" / "toy.py"
@@ -17,35 +17,31 @@ OWN = ["collaborative", "talking", "gate", "moh"]
 def test_a_file_adds_presets_settings_and_its_own_argument():
     words = ["--heads-from", str(TOY), "--kha-value", "mlp", "--heads", "toy.strength=3"]
     kha = Run.from_values().updated(words).kha
-    assert kha.toy.strength == 3
     assert str(kha) == "value=mlp toy(strength=3)"
-    assert (
-        KHAConfig.from_preset("toy_strong").toy.strength
-        == 2
-        == PRESETS["toy_strong"]["toy"]["strength"]
-    )
-    assert KHAConfig.from_dict(kha.to_dict()) == kha == KHAConfig.from_entries(kha.to_entries())
+    assert str(HeadsConfig.from_preset("toy_strong")) == "toy(strength=2.0)"
+    assert PRESETS["toy_strong"] == {"toy": {"strength": 2}}
+    assert HeadsConfig.from_dict(kha.to_dict()) == kha == HeadsConfig.from_entries(kha.to_entries())
     launched = Run.from_values(num_layers=1).updated(["--heads", "toy"])
     assert launched.words()[:2] == ["--heads-from", str(TOY)]
 
 
 def test_a_missing_mechanism_is_named_with_its_source(monkeypatch):
     registry.use_files([TOY])
-    entries = KHAConfig.from_preset("toy").to_entries()
+    entries = HeadsConfig.from_preset("toy").to_entries()
     monkeypatch.setenv(registry.FILES_VARIABLE, "")
     with pytest.raises(ConfigError, match=r"mechanism toy from toy\.py.*Read toy\.py first, then"):
-        KHAConfig.from_entries(entries)
+        HeadsConfig.from_entries(entries)
     with pytest.raises(ConfigError, match="Look at the package kha-toy first"):
-        KHAConfig.from_entries(entries | {"kha_providers": {"toy": "kha-toy"}})
+        HeadsConfig.from_entries(entries | {"kha_providers": {"toy": "kha-toy"}})
     sources = ("git+https://host/x", "--index-url=x", "../toy.py", "a b", "x; y", "a\nb", "", 1)
     names = ("toy. Run x", "--toy", "toy`x`", "")
     hostile_maps = [{"toy": source} for source in sources]
     hostile_maps += [{name: "kha-toy"} for name in names]
     for hostile in ("toy.py", *hostile_maps):
         with pytest.raises(ConfigError, match="kha_providers must map"):
-            KHAConfig.from_entries(entries | {"kha_providers": hostile})
+            HeadsConfig.from_entries(entries | {"kha_providers": hostile})
     with pytest.raises(ConfigError, match="Unknown KHA preset"):
-        KHAConfig.from_preset("toy")
+        HeadsConfig.from_preset("toy")
 
 
 def test_a_package_registers_its_mechanism(tmp_path, monkeypatch):
@@ -61,7 +57,7 @@ def test_a_package_registers_its_mechanism(tmp_path, monkeypatch):
     try:
         for cached in caches:
             cached.cache_clear()
-        kha = KHAConfig.from_preset("toy")
+        kha = HeadsConfig.from_preset("toy")
         assert kha.providers_entry == {"kha_providers": {"toy": "kha-toy"}}
         assert kha.files == ()
         with pytest.raises(ConfigError, match=r"'toy' in toy\.py is invalid or already in use"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAForCausalLM, read_kha
 from tests.hf.conftest import MIXED, MOE, load, make_model, mark_whole, tokens
 from tests.hf.test_uses import MODELS, VARIATIONS
@@ -32,7 +32,7 @@ def test_round_trip_is_exact(name, tmp_path):
     for key, value in sizes.items():
         if key.startswith("kha_"):
             settings[key.removeprefix("kha_")] = value
-    assert read_kha(loaded.config) == KHAConfig.from_dict(kha | settings)
+    assert read_kha(loaded.config) == HeadsConfig.from_dict(kha | settings)
     state = model.state_dict()
     loaded_state = loaded.state_dict()
     assert loaded_state.keys() == state.keys()

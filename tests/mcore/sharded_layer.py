@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import MixtureOfHeads
+from kha_megatron.heads.config import HeadsConfig
 from tests.distributed.pieces import Piece, assemble, fill, pieces
 from tests.mcore import twins
 
@@ -39,7 +40,7 @@ def draw(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build(
-    kha: KHAConfig,
+    kha: HeadsConfig,
     tp: int,
     sp: bool,
     tokens: int,
@@ -60,7 +61,7 @@ def build(
         **sizes,
     )
     layer = models.attention(config, kha, layer_number=2).double()
-    if kha.moh:  # as Megatron's schedules do
+    if kha.get(MixtureOfHeads):  # as Megatron's schedules do
         scale = torch.tensor([twins.LOSS_SCALE])
         layer.config.experimental_attention_variant_loss_scale_func(scale)
     fill([layer])
@@ -77,7 +78,7 @@ def build(
 
 
 @torch.no_grad()
-def decoded(kha: KHAConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def decoded(kha: HeadsConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs for seven tokens ``[7, b, h]`` at once, and from Megatron's static cache."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
@@ -110,7 +111,7 @@ class RankPass(NamedTuple):
 
 
 def on_rank(
-    kha: KHAConfig,
+    kha: HeadsConfig,
     tp: int,
     sp: bool,
     tokens: int,
@@ -172,7 +173,7 @@ def _write_tokens(target: np.ndarray, tokens: np.ndarray, first: int) -> None:
 
 def differences(
     ranks: Any,
-    kha: KHAConfig,
+    kha: HeadsConfig,
     tp: int = 1,
     sp: bool = False,
     *,

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import TalkingHeads
+from kha_megatron.heads import Knock, TalkingHeads
+from kha_megatron.heads.config import HeadsConfig
 from tests.mcore.sharded_layer import LATENT
 from tests.mcore.test_family import GLA, GTA, MLA
 
-TALKING = KHAConfig(talking=TalkingHeads())
-MIXED = KHAConfig(query="linear", key="gate", value="mlp")
+TALKING = HeadsConfig(TalkingHeads())
+MIXED = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
 HEADS = 6
 GROUPS = 3
 HEAD_DIM = 10
@@ -39,7 +39,7 @@ def stock_spec(config):
 
     spec = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
     if config.multi_latent_attention:  # upstream's local core attention cannot be built for MLA
-        spec = with_kha(spec, KHAConfig())
+        spec = with_kha(spec, HeadsConfig())
         for layer in spec.layer_specs:
             layer.submodules.self_attention.module = MLASelfAttention
             layer.submodules.self_attention.params.pop("kha", None)
@@ -55,7 +55,7 @@ def initial_losses(khas, dtype, overrides, stock):
     config = models.transformer_config(
         **{"params_dtype": dtype, "bf16": bf16, "num_query_groups": 2} | overrides
     )
-    builds = [(KHAConfig(), stock_spec(config))] if stock else []
+    builds = [(HeadsConfig(), stock_spec(config))] if stock else []
     outputs = []
     for kha, spec in builds + [(kha, None) for kha in khas]:
         models.initialize()
@@ -81,9 +81,9 @@ MOE = {
 @pytest.mark.parametrize(
     ("khas", "overrides", "stock"),
     [
-        pytest.param([KHAConfig(), MIXED, TALKING], {}, True, id="mha"),
-        pytest.param([KHAConfig(), MIXED], MOE, True, id="moe"),
-        pytest.param([KHAConfig(), MIXED], {"attention_output_gate": True}, True, id="gate"),
+        pytest.param([HeadsConfig(), MIXED, TALKING], {}, True, id="mha"),
+        pytest.param([HeadsConfig(), MIXED], MOE, True, id="moe"),
+        pytest.param([HeadsConfig(), MIXED], {"attention_output_gate": True}, True, id="gate"),
         pytest.param(MLA, LATENT, True, id="mla"),
         pytest.param([GLA[2], GLA[0]], LATENT, False, id="gla"),
         pytest.param(GTA, {"kv_channels": 12}, False, id="gta"),
@@ -102,7 +102,7 @@ def drawn(kha, name, overrides):
     from tests.distributed import models
 
     # a random start ignores the random state of its rank
-    seed = 100 + dist.get_rank() if kha.init == "random" else 7
+    seed = 100 + dist.get_rank() if kha.to_dict()["init"] == "random" else 7
     models.initialize(seed, tensor_model_parallel_size=2)
     config = models.transformer_config(tensor_model_parallel_size=2, **overrides)
     model = models.gpt_model(config, kha, perturbed=False)
@@ -113,7 +113,7 @@ def drawn(kha, name, overrides):
 @pytest.mark.parametrize(
     ("kha", "name", "overrides"),
     [
-        (KHAConfig(value="mlp", init="random"), "knock_value", {}),
+        (HeadsConfig(Knock(value="mlp", init="random")), "knock_value", {}),
         # drawn where training on a GPU draws it
         (GTA[0], "linear_k_rope", {"kv_channels": 8, "use_cpu_initialization": False}),
     ],
@@ -140,7 +140,9 @@ def shared_with_more(kha):
     return [[x.untyped_storage().nbytes() > x.nbytes for x in qkv] for qkv in (plain, found)]
 
 
-@pytest.mark.parametrize("kha", [KHAConfig(key="mlp"), KHAConfig.from_preset("gate_output_head")])
+@pytest.mark.parametrize(
+    "kha", [HeadsConfig(Knock(key="mlp")), HeadsConfig.from_preset("gate_output_head")]
+)
 def test_offloaded_tensors_share_no_memory(ranks, kha):
     """Megatron frees the memory of these tensors, but gates still read the projection."""
     plain, found = ranks(shared_with_more, 1, kha)[0]
@@ -164,5 +166,5 @@ def with_pre_hooks(khas):
 
 def test_no_module_has_a_forward_pre_hook_which_cuda_graphs_refuse(ranks):
     presets = ("kha_mlp", "gate_output_head", "moh_75", "collaborative", "talking")
-    khas = [KHAConfig.from_preset(preset) for preset in presets]
+    khas = [HeadsConfig.from_preset(preset) for preset in presets]
     assert ranks(with_pre_hooks, 1, khas)[0] == []

@@ -69,7 +69,8 @@ def biases(layout, update, sequence_parallel=False):
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from kha_megatron.config import KHAConfig
+    from kha_megatron.heads import Knock
+    from kha_megatron.heads.config import HeadsConfig
     from kha_megatron.mcore.balancing import balance_experts
     from tests.distributed import models, pieces
 
@@ -79,7 +80,7 @@ def biases(layout, update, sequence_parallel=False):
         **SKEWED,
         sequence_parallel=sequence_parallel,
     )
-    model = models.gpt_model(config, KHAConfig(value="mlp"), perturbed=False)
+    model = models.gpt_model(config, HeadsConfig(Knock(value="mlp")), perturbed=False)
     ddp = [DistributedDataParallel(config, DistributedDataParallelConfig(), model)]
     pieces.fill(ddp)
     for module in model.modules():
@@ -208,7 +209,8 @@ def half_precision_steps(precision, update):
     )
     from megatron.core.transformer.module import Float16Module
 
-    from kha_megatron.config import KHAConfig
+    from kha_megatron.heads import Knock
+    from kha_megatron.heads.config import HeadsConfig
     from kha_megatron.mcore.balancing import balance_experts
     from tests.distributed import models, pieces
 
@@ -216,7 +218,7 @@ def half_precision_steps(precision, update):
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     options = SKEWED | GLOBAL_LOSS | {precision: True, "params_dtype": dtype}
     config = models.transformer_config(**options)
-    model = models.gpt_model(config, KHAConfig(value="mlp"), perturbed=False)
+    model = models.gpt_model(config, HeadsConfig(Knock(value="mlp")), perturbed=False)
     routers = [module for module in model.modules() if hasattr(module, "expert_bias")]
     counts = [count_routed_tokens(router) for router in routers]
     wrapped = Float16Module(config, model)

@@ -5,9 +5,9 @@ from unittest import mock
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import CollaborativeHeads
 from kha_megatron.heads.collaborative import fold_mixing
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.initial import initial_weight
 from tests import oracle
 from tests.mcore.sharded_layer import differences
@@ -19,7 +19,7 @@ WITHOUT_NORM = {"kv_channels": HEAD_DIM, "qk_layernorm": False}
 
 
 def kha_of(**settings):
-    return KHAConfig(collaborative=CollaborativeHeads(dim=DIM), **settings)
+    return HeadsConfig(CollaborativeHeads(dim=DIM)).updated(**settings)
 
 
 @pytest.mark.fast

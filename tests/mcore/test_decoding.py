@@ -1,12 +1,10 @@
 """Decoding from Megatron's static cache gives the outputs of a whole sequence."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
+from kha_megatron.heads import CollaborativeHeads, Gate, Knock, TalkingHeads
+from kha_megatron.heads.config import HeadsConfig
 from tests.mcore.sharded_layer import LATENT, ON_RANKS, SIZES, decoded
 from tests.mcore.test_family import GLA, GTA, GTA_SIZES, MLA
 from tests.mcore.test_moh import LEARNED, QUANTIZED
@@ -18,7 +16,7 @@ EVERYWHERE = Gate(
     query="element",
     dense="element",
 )
-MIXING = KHAConfig(collaborative=CollaborativeHeads(dim=10), talking=TalkingHeads())
+MIXING = HeadsConfig(CollaborativeHeads(dim=10), TalkingHeads())
 ONE_GROUP = ON_RANKS | {"num_query_groups": 1}
 
 
@@ -27,8 +25,8 @@ ONE_GROUP = ON_RANKS | {"num_query_groups": 1}
     [
         pytest.param(GTA[-1], 1, GTA_SIZES, id="gta"),
         pytest.param(GLA[0], 1, LATENT, id="gla"),
-        pytest.param(replace(MLA[1], gate=Gate(output="element")), 1, LATENT, id="mla, gated"),
-        pytest.param(KHAConfig(value="mlp", gate=EVERYWHERE), 1, {}, id="gates"),
+        pytest.param(MLA[1].updated(gate=Gate(output="element")), 1, LATENT, id="mla, gated"),
+        pytest.param(HeadsConfig(Knock(value="mlp"), EVERYWHERE), 1, {}, id="gates"),
         # two ranks divide one query token's heads
         *(
             pytest.param(MIXING, tp, ON_RANKS | {"kv_channels": 8}, id=f"mixing, tp{tp}")
@@ -36,7 +34,7 @@ ONE_GROUP = ON_RANKS | {"num_query_groups": 1}
         ),
         # all keys and values are cached, because a later token may choose any head
         *(
-            pytest.param(KHAConfig(moh=routing), 2, ONE_GROUP, id=str(routing))
+            pytest.param(HeadsConfig(routing), 2, ONE_GROUP, id=str(routing))
             for routing in (LEARNED, QUANTIZED)
         ),
     ],

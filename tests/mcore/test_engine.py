@@ -12,7 +12,7 @@ import functools
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads.config import HeadsConfig
 from tests import transformer_engine
 from tests.distributed.launcher import RankPool
 from tests.gpu.test_layers import FLOOR, KHAS
@@ -39,7 +39,7 @@ LATENT = {
 }
 
 KINDS = {kha: (config, {}) for kha, config in KHAS.items()} | {
-    "stock": (KHAConfig(), {}),
+    "stock": (HeadsConfig(), {}),
     "latent": (KHAS["linear"], LATENT),
 }
 

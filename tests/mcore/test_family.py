@@ -6,19 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from tests.mcore.sharded_layer import LATENT, SIZES, build, differences, on_rank, put_together
 
 LINEAR = {"query": "linear", "key": "linear", "value": "linear"}
-MLA = [KHAConfig(), KHAConfig(**LINEAR)]
-GLA = [KHAConfig(attention="gla", latent_heads=n, **LINEAR) for n in (2, 3)] + [
-    KHAConfig(attention="gla")
+MLA = [HeadsConfig(), HeadsConfig(Knock(**LINEAR))]
+GLA = [HeadsConfig(Knock(**LINEAR), attention="gla", latent_heads=n) for n in (2, 3)] + [
+    HeadsConfig(attention="gla")
 ]
 GTA = [
-    KHAConfig(attention="gta"),
-    KHAConfig(attention="gta", value="mlp"),
-    KHAConfig(attention="gta", query="gate", value="mlp"),
+    HeadsConfig(attention="gta"),
+    HeadsConfig(Knock(value="mlp"), attention="gta"),
+    HeadsConfig(Knock(query="gate", value="mlp"), attention="gta"),
 ]
 GTA_SIZES = {"kv_channels": 12}
 

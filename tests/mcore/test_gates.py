@@ -1,20 +1,19 @@
 """Gated attention compared with the float64 oracle, on one rank and on several."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import Gate, HeadFacts, HeadSizes
+from kha_megatron.heads import Gate, HeadFacts, HeadSizes, Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.qkv import QKVLayout
 from tests.mcore.sharded_layer import LATENT, differences
 from tests.mcore.test_attention import attention_layer, stock_spec
 
 SIZES = {"num_attention_heads": 8, "num_query_groups": 2, "kv_channels": 6}
 GRANULARITIES = ("element", "head", "shared")
-OUTPUT = KHAConfig(gate=Gate(output="element"))
+OUTPUT = HeadsConfig(Gate(output="element"))
 FORMS = [*product(("multiply", "add"), ("sigmoid", "silu", "half_sigmoid"), (True, False))]
 PLACES = [*product(("output", "value", "key", "query"), GRANULARITIES), ("dense", "element")]
 
@@ -28,27 +27,27 @@ def in_every_form(places):
             activation=activation,
             reads_input=reads_input,
         )
-        yield KHAConfig(gate=gate)
+        yield HeadsConfig(gate)
 
 
-EVERYWHERE = KHAConfig(
-    query="linear",
-    value="mlp",
-    gate=Gate(output="element", value="head", key="shared", query="element", dense="element"),
+EVERYWHERE = HeadsConfig(
+    Knock(query="linear", value="mlp"),
+    Gate(output="element", value="head", key="shared", query="element", dense="element"),
 )
 """Megatron's own rows beside ours, and all rules of gradients."""
-HEADS_ALONE = KHAConfig(gate=Gate(output="head", value="element", key="element", form="add"))
-SHARED = KHAConfig(value="mlp", gate=Gate(output="shared", value="shared", query="shared"))
-UNREAD = KHAConfig(
-    gate=Gate(output="head", value="element", key="shared", dense="element", reads_input=False)
+HEADS_ALONE = HeadsConfig(Gate(output="head", value="element", key="element", form="add"))
+SHARED = HeadsConfig(Knock(value="mlp"), Gate(output="shared", value="shared", query="shared"))
+UNREAD = HeadsConfig(
+    Gate(output="head", value="element", key="shared", dense="element", reads_input=False)
 )
-ON_RANKS = [OUTPUT, replace(OUTPUT, value="mlp"), EVERYWHERE, HEADS_ALONE, SHARED, UNREAD]
+ON_RANKS = [OUTPUT, OUTPUT.updated(value="mlp"), EVERYWHERE, HEADS_ALONE, SHARED, UNREAD]
 
 
 def normed_and_not(khas):
     """Yield gates with True if they support QK-norm, and with False if it makes them pointless."""
     for kha in khas:
-        reason = kha.gate.unsupported_reason(HeadFacts(qk_norm=True))
+        gate = kha.get(Gate)
+        reason = gate.unsupported_reason(HeadFacts(qk_norm=True))
         yield kha, not reason
 
 
@@ -63,7 +62,7 @@ def test_gates_at_every_position_equal_the_oracle(ranks, granularity):
 @pytest.mark.fast
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_knocking_heads_without_gates_equal_the_oracle(ranks, qk_norm):
-    for kha in (KHAConfig(query="linear", key="gate", value="mlp"), KHAConfig()):
+    for kha in (HeadsConfig(Knock(query="linear", key="gate", value="mlp")), HeadsConfig()):
         assert not differences(ranks, kha, qk_layernorm=qk_norm, **SIZES), kha
 
 
@@ -81,7 +80,7 @@ def test_gates_and_knocking_heads_on_ranks_equal_the_oracle(ranks, tp, sp):
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_latent_attention_has_a_gate_on_its_output(ranks, granularity, reads):
     gate = Gate(output=granularity, reads_input=reads)
-    assert not differences(ranks, KHAConfig(value="linear", gate=gate), **LATENT)
+    assert not differences(ranks, HeadsConfig(Knock(value="linear"), gate), **LATENT)
 
 
 def trained_a_step(dtype):
@@ -102,8 +101,8 @@ def trained_a_step(dtype):
     plain = models.transformer_config(**bf16)
     results = []
     for config, kha, spec in (
-        (flagged, KHAConfig(), stock_spec(flagged)),
-        (flagged, KHAConfig(), None),
+        (flagged, HeadsConfig(), stock_spec(flagged)),
+        (flagged, HeadsConfig(), None),
         (flagged, OUTPUT, None),
         (plain, OUTPUT, None),
     ):
@@ -144,7 +143,7 @@ def qkv_weight(kha, size, overrides):
 @pytest.mark.parametrize(("size", "groups"), [(1, 3), (3, 3), (2, 1)])
 def test_only_padding_rows_start_at_zero(ranks, size, groups):
     """Nothing reads them, so they stay there, and an exported model comes back as it was."""
-    kha = KHAConfig(gate=Gate(output="head", value="head"))
+    kha = HeadsConfig(Gate(output="head", value="head"))
     shards = ranks(qkv_weight, size, kha, size, {"num_query_groups": groups})
     rows = torch.cat(shards).unflatten(0, (groups, -1))
     sizes = HeadSizes(query_heads=6, kv_heads=groups, head_dim=10)

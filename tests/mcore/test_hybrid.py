@@ -9,14 +9,14 @@ from contextlib import nullcontext
 
 import pytest
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads.moh import MixtureOfHeads
+from kha_megatron.heads import Knock, MixtureOfHeads
+from kha_megatron.heads.config import HeadsConfig
 
 TOLERANCE = 1e-5
-MIXED = KHAConfig(query="linear", key="gate", value="mlp")
-MIXTURE = KHAConfig(value="mlp", moh=MixtureOfHeads(shared=3, active=2, balance=5.0))
-PER_LAYER = KHAConfig(moh=MixtureOfHeads(shared=3, active=[2, 3, 1], balance=5.0))
+MIXED = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
+MIXTURE = HeadsConfig(Knock(value="mlp"), MixtureOfHeads(shared=3, active=2, balance=5.0))
+PER_LAYER = HeadsConfig(MixtureOfHeads(shared=3, active=[2, 3, 1], balance=5.0))
 """The loss is averaged over attention layers, and each of them has its own number of heads."""
 MOE = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_ffn_hidden_size": 20}
 TP = {"tensor_model_parallel_size": 2}
@@ -94,7 +94,9 @@ def test_losses_and_every_gradient_equal_the_gpt_form(ranks, case, kha):
     n, *settings = CASES[case]
     for errors in ranks(compared, n, kha, *settings):
         assert sum(".knock_" in name for name in errors) == len(kha.variants) * LAYERS
-        assert sum(".moh_router" in name for name in errors) == (LAYERS if kha.moh else 0)
+        assert sum(".moh_router" in name for name in errors) == (
+            LAYERS if kha.get(MixtureOfHeads) else 0
+        )
         assert {name: e for name, e in errors.items() if not e < TOLERANCE} == {}
 
 
@@ -246,7 +248,9 @@ def latent_frequencies():
     latent = {"multi_latent_attention": True}
     scale_rope(Namespace(use_rope_scaling=True, rope_scaling_factor=8.0, **latent))
     config = models.transformer_config(rotary_base=10**9, **latent)
-    return models.attention(config, KHAConfig(value="linear")).rotary_pos_emb.inv_freq.tolist()
+    return models.attention(
+        config, HeadsConfig(Knock(value="linear"))
+    ).rotary_pos_emb.inv_freq.tolist()
 
 
 def test_latent_attention_ignores_rope_scaling(ranks):

@@ -1,13 +1,12 @@
 """The instruments measure on every layout what plain formulas give for the unsharded run."""
 
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
 from tests.distributed.cases import FULL, GTA, LATENT, MIXED, MLA, OVERLAP, TIED, ZERO, case
 from tests.distributed.parallelism import MICROBATCHES
@@ -74,7 +73,8 @@ def _reference(case):
     run = _start(case.twin())
     (model,) = run.chunks
     kha = case.khas[0]
-    gates = kha.gate.positions if kha.gate else ()
+    gate = kha.get(Gate)
+    gates = gate.positions if gate else ()
     kept = defaultdict(dict)
 
     def keep_input(name, index):
@@ -171,14 +171,14 @@ def _sinks(query, key):
 
 CASES = [
     case(tp=2, sp=True, dp=2, ddp=ZERO | OVERLAP),
-    case(khas=(replace(MIXED, init="random"),), pp=2, vpp=2, layers=4),
-    case(khas=(KHAConfig(gate=Gate(output="element", value="head")),), tp=2, groups=2),
+    case(khas=(MIXED.updated(init="random"),), pp=2, vpp=2, layers=4),
+    case(khas=(HeadsConfig(Gate(output="element", value="head")),), tp=2, groups=2),
 ]
 WHOLE = [
     case(cp=2, tp=2, per_token_loss=True),
     case(tp=2, savings=FULL),
     case(dp=2, fsdp="torch"),
-    case(khas=(KHAConfig(gate=Gate(output="shared", dense="element")),), tp=2, sp=True, dp=2),
+    case(khas=(HeadsConfig(Gate(output="shared", dense="element")),), tp=2, sp=True, dp=2),
     case(khas=(MLA,), tp=2, sp=True, config=LATENT),
     case(khas=(GTA,), tp=4, groups=2, config=TIED),
 ]

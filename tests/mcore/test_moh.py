@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.gate import Gate
 from kha_megatron.heads.moh import MixtureOfHeads
 from tests.mcore import sharded_layer
@@ -29,16 +30,16 @@ LEARNED = moh()
 NORMS = moh(router="query_norm")
 QUANTIZED = moh(router="query_norm", quantized=True)
 KINDS = (
-    KHAConfig(moh=LEARNED),
-    KHAConfig(moh=moh(scale="paper", balance_scale="paper")),
-    KHAConfig(moh=moh(quantized=True)),
-    KHAConfig(moh=NORMS),
-    KHAConfig(moh=moh(router="query_norm", scale="paper", balance_scale="paper")),
-    KHAConfig(moh=QUANTIZED, query="mlp"),
-    KHAConfig(moh=moh(active=[5, 1]), value="linear"),
-    KHAConfig(moh=moh(shared=None, active=None, share=0.75), query="linear", value="mlp"),
+    HeadsConfig(LEARNED),
+    HeadsConfig(moh(scale="paper", balance_scale="paper")),
+    HeadsConfig(moh(quantized=True)),
+    HeadsConfig(NORMS),
+    HeadsConfig(moh(router="query_norm", scale="paper", balance_scale="paper")),
+    HeadsConfig(Knock(query="mlp"), QUANTIZED),
+    HeadsConfig(Knock(value="linear"), moh(active=[5, 1])),
+    HeadsConfig(Knock(query="linear", value="mlp"), moh(shared=None, active=None, share=0.75)),
 )
-GATED = KHAConfig(moh=NORMS, gate=Gate(query="head", value="element", output="shared"))
+GATED = HeadsConfig(NORMS, Gate(query="head", value="element", output="shared"))
 
 
 @pytest.mark.fast
@@ -56,8 +57,8 @@ def test_equals_the_oracle_on_ranks(ranks, tp, sp):
 
 
 def outside_of_megatrons_loop():
-    layer, options = build(KHAConfig(moh=moh(anneal=3)), 1, False, 7, SIZES)
-    trained, _ = build(KHAConfig(moh=moh()), 1, False, 7, SIZES)
+    layer, options = build(HeadsConfig(moh(anneal=3)), 1, False, 7, SIZES)
+    trained, _ = build(HeadsConfig(moh()), 1, False, 7, SIZES)
     hidden, _ = draw(7)
     with torch.no_grad():
         outputs = [x(hidden, None, **options)[0] for x in (layer, trained)]
@@ -156,7 +157,7 @@ def with_each_rank_choosing_of_its_own_heads():
 )
 def test_without_a_rule_the_comparison_fails(ranks, mutate, routing, tp, sp, caught):
     right, wrong = (
-        differences(ranks, KHAConfig(moh=routing), tp, sp, mutate=change, **SIZES)
+        differences(ranks, HeadsConfig(routing), tp, sp, mutate=change, **SIZES)
         for change in (None, mutate)
     )
     assert not right

@@ -12,8 +12,9 @@ from unittest import mock
 import pytest
 import torch
 
-from kha_megatron.config import PRESETS, KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import PRESETS, HeadsConfig
 
 SPECS = "kha_megatron.mcore.specs"
 MOE = {"num_layers": 4, "num_moe_experts": 4, "moe_layer_freq": [0, 1, 1, 0]}
@@ -69,7 +70,7 @@ def equal_builds(builders, presets, layout, overrides):
     stages = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     wrong, said = [], io.StringIO()
     for preset in presets:
-        kha = KHAConfig.from_preset(preset)
+        kha = HeadsConfig.from_preset(preset)
         torch.manual_seed(5)
         ours = models.gpt_model(
             config, kha, perturbed=False, pre_process=stages[0], post_process=stages[1]
@@ -121,7 +122,7 @@ def test_both_builders_make_what_kha_layer_spec_makes(ranks, layout):
     answers = ranks(equal_builds, n, builders, presets, sizes, overrides)
     assert [wrong for wrong, _ in answers] == [[]] * n
     lines = [
-        f"kha_megatron: using layer spec {preset} ({KHAConfig.from_preset(preset)})"
+        f"kha_megatron: using layer spec {preset} ({HeadsConfig.from_preset(preset)})"
         for preset in presets
         for _ in builders
     ]
@@ -170,13 +171,13 @@ def test_settings_from_the_environment(ranks, tmp_path):
     file = tmp_path / "kha.json"
     file.write_text('{"value": "mlp", "key": "none", "init": "random"}')
     cases = {
-        ("kha", '{"value": "mlp", "init": "random", "init_seed": 5}'): KHAConfig(
-            value="mlp", init="random", init_seed=5
+        ("kha", '{"value": "mlp", "init": "random", "init_seed": 5}'): HeadsConfig(
+            Knock(value="mlp", init="random"), init_seed=5
         ),
-        ("kha", '{"value": null}'): KHAConfig(),
-        ("kha_linear", '{"init_seed": 7}'): KHAConfig.from_preset("kha_linear", init_seed=7),
-        ("kha_mlp", str(file)): KHAConfig(value="mlp", init="random"),
-        ("kha_mlp", None): KHAConfig(value="mlp"),
+        ("kha", '{"value": null}'): HeadsConfig(),
+        ("kha_linear", '{"init_seed": 7}'): HeadsConfig.from_preset("kha_linear", init_seed=7),
+        ("kha_mlp", str(file)): HeadsConfig(Knock(value="mlp", init="random")),
+        ("kha_mlp", None): HeadsConfig(Knock(value="mlp")),
     }
     got = [ranks(refusals, 1, [(*case, {})])[0][0] for case in cases]
     assert got == list(cases.values())

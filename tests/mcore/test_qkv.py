@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate, HeadSizes
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.qkv import QKVLayout
 from tests.mcore.test_attention import HEAD_DIM, HEADS, HIDDEN, attention_layer
 
@@ -70,7 +70,7 @@ def split_both_ways(tp, overrides):
     from tests.distributed import models
 
     models.initialize(tensor_model_parallel_size=tp)
-    layer = attention_layer(models, KHAConfig(), tensor_model_parallel_size=tp, **overrides)
+    layer = attention_layer(models, HeadsConfig(), tensor_model_parallel_size=tp, **overrides)
     hidden = torch.randn(3, 2, HIDDEN, generator=torch.Generator().manual_seed(1))
     gated = layer.config.attention_output_gate
     ours = layer.get_query_key_value_tensors(hidden, output_gate=gated)
@@ -119,7 +119,7 @@ def split_over_a_group_of_its_own(groups):
     own.tp = dist.new_group([0, 1])
     layer = attention_layer(
         models,
-        KHAConfig(),
+        HeadsConfig(),
         built_with={"pg_collection": own},
         tensor_model_parallel_size=2,
         num_query_groups=groups,

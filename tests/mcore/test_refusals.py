@@ -4,15 +4,15 @@ import re
 
 import pytest
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import CollaborativeHeads, Gate, TalkingHeads
+from kha_megatron.heads import CollaborativeHeads, Gate, Knock, TalkingHeads
+from kha_megatron.heads.config import HeadsConfig
 
 LATENT = {"multi_latent_attention": True}
-VALUE = KHAConfig(value="mlp")
-GLA = KHAConfig(attention="gla", latent_heads=2)
-OUTPUT = KHAConfig(gate=Gate(output="element"))
-SHARED = KHAConfig(collaborative=CollaborativeHeads(dim=10))
-TALKING = KHAConfig(talking=TalkingHeads())
+VALUE = HeadsConfig(Knock(value="mlp"))
+GLA = HeadsConfig(attention="gla", latent_heads=2)
+OUTPUT = HeadsConfig(Gate(output="element"))
+SHARED = HeadsConfig(CollaborativeHeads(dim=10))
+TALKING = HeadsConfig(TalkingHeads())
 
 
 def refusal(kha, overrides):
@@ -42,35 +42,35 @@ def refusal(kha, overrides):
         (GLA, LATENT | {"cache_mla_latents": True}, "cache_mla_latents=True. Disable it"),
         (GLA, LATENT | {"normalization": "LayerNorm"}, "LayerNorm.*Use RMSNorm"),
         (
-            KHAConfig(attention="gta"),
+            HeadsConfig(attention="gta"),
             {"attention_output_gate": True, "kv_channels": 8},
             "attention_output_gate=True. Disable it",
         ),
         (OUTPUT, {"qk_clip": True}, r"qk-clip.*gate\(output=element\).*Remove --qk-clip"),
-        (KHAConfig(key="gate"), {"qk_clip": True}, "qk-clip.*key=gate.*linear matrices"),
+        (HeadsConfig(Knock(key="gate")), {"qk_clip": True}, "qk-clip.*key=gate.*linear matrices"),
         (VALUE, {"tensor_parallel_num_weight_shards": 2}, "num-weight-shards 2 is.*Remove"),
         (
-            KHAConfig(gate=Gate(query="head")),
+            HeadsConfig(Gate(query="head")),
             {"qk_layernorm": True},
             "gate.query=head has no effect.*Use gate.query=element or remove --qk-layernorm",
         ),
         (
-            KHAConfig(gate=Gate(output="head")),
+            HeadsConfig(Gate(output="head")),
             {"attention_output_gate": True},
             r"--attention-output-gate.*cannot be combined with gate\(output=head\).*Use only one",
         ),
         (
-            KHAConfig(gate=Gate(output="element", value="head")),
+            HeadsConfig(Gate(output="element", value="head")),
             LATENT,
             "Multi-latent attention supports only gate.output",
         ),
         (
-            KHAConfig.from_preset("moh_50"),
+            HeadsConfig.from_preset("moh_50"),
             {"heterogeneous_block_specs": True},
             "does not support the auxiliary loss of moh",
         ),
         (
-            KHAConfig(collaborative=CollaborativeHeads(dim=6)),
+            HeadsConfig(CollaborativeHeads(dim=6)),
             {},
             "collaborative.dim .6. must be at least .*8.*start=ones",
         ),

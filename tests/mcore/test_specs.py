@@ -2,7 +2,8 @@
 
 import pytest
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 
 
 def rewritten_spec():
@@ -18,7 +19,7 @@ def rewritten_spec():
     models.initialize()
     config = models.transformer_config(num_layers=3, num_moe_experts=4, moe_layer_freq=[0, 1, 1])
     stock = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
-    ours = with_kha(stock, KHAConfig(value="mlp"))
+    ours = with_kha(stock, HeadsConfig(Knock(value="mlp")))
     assert ours.layer_specs[1] is ours.layer_specs[2]
     for before, after in zip(stock.layer_specs, ours.layer_specs, strict=True):
         before, after = before.submodules, after.submodules
@@ -61,7 +62,7 @@ def transformer_engine_layer(kha, changes):
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [None, "gla"], ids=["mla", "gla"])
 def test_transformer_engine_latent_attention_constructs(ranks_with_engine, kind, fused):
-    kha = KHAConfig(attention=kind, query="linear", key="linear", value="linear")
+    kha = HeadsConfig(Knock(query="linear", key="linear", value="linear"), attention=kind)
     changes = {"multi_latent_attention": True, "mla_down_proj_fusion": fused}
     modules, stored = ranks_with_engine(transformer_engine_layer, 2, kha, changes)[0]
     name = "KHAFusedMLASelfAttention" if fused else "KHAMLASelfAttention"
@@ -79,7 +80,7 @@ def test_transformer_engine_latent_attention_constructs(ranks_with_engine, kind,
 
 @pytest.mark.te
 def test_transformer_engine_gta_constructs(ranks_with_engine):
-    kha = KHAConfig(attention="gta", value="mlp")
+    kha = HeadsConfig(Knock(value="mlp"), attention="gta")
     modules, stored = ranks_with_engine(transformer_engine_layer, 2, kha, {})[0]
     assert modules["self_attention"] == "KHAGroupedTiedAttention"
     assert modules["self_attention.linear_qkv"] == "TEColumnParallelLinear"

@@ -6,13 +6,13 @@ from unittest import mock
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import TalkingHeads
+from kha_megatron.heads.config import HeadsConfig
 from tests.mcore import sharded_layer
 from tests.mcore.sharded_layer import differences
 
-BOTH = KHAConfig(talking=TalkingHeads())
+BOTH = HeadsConfig(TalkingHeads())
 WITHOUT_NORM = {"kv_channels": 6, "qk_layernorm": False}
 
 SOME = [(2, False, 8), (2, True, 1), (4, False, 2)]
@@ -34,7 +34,7 @@ ALL = [
 )
 def test_equals_the_oracle(ranks, talking, groups):
     normed = groups == 3
-    kha = KHAConfig(talking=talking)
+    kha = HeadsConfig(talking)
     assert not differences(ranks, kha, num_query_groups=groups, qk_layernorm=normed)
 
 

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch import Tensor
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import HeadSizes
+from kha_megatron.heads import CollaborativeHeads, Gate, HeadSizes, MixtureOfHeads, TalkingHeads
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.qkv import QKVLayout
 from tests import oracle
 
@@ -16,20 +16,20 @@ Weights = dict[str, Tensor]
 
 
 def twin(
-    kha: KHAConfig,
+    kha: HeadsConfig,
     sizes: dict[str, Any],
     hidden: Tensor,
     weights: Weights,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the output ``[B, S, K]`` for ``hidden`` of the same shape, and the added loss."""
     matrices = {p: list(weights[f"knock_{p}.weight"]) for p in kha.variants}
-    if kha.moh:
+    if kha.get(MixtureOfHeads):
         return _mixture(kha, sizes, hidden, weights, matrices)
     if kha.attention == "gta":
         return _tied(kha, sizes, hidden, weights, matrices), 0.0
     if sizes.get("multi_latent_attention"):
         return _latent(kha, sizes, hidden, weights, matrices), 0.0
-    if kha.talking or kha.collaborative:
+    if kha.get(TalkingHeads) or kha.get(CollaborativeHeads):
         return _mixed(kha, sizes, hidden, weights), 0.0
     return _attention(kha, sizes, hidden, weights, matrices), 0.0
 
@@ -74,14 +74,14 @@ def _attention(kha, sizes, hidden, weights, matrices, weigh=None):
         head_dim=head_dim,
         rotary_base=BASE,
         weigh=weigh,
-        gate=kha.gate,
+        gate=kha.get(Gate),
         gate_weights=gates,
         **_norms(sizes, weights),
     )
 
 
 def _mixture(kha, sizes, hidden, weights, matrices):
-    routing = kha.moh
+    routing = kha.get(MixtureOfHeads)
     losses = []
     shared = routing.shared
     active = routing.active
@@ -122,12 +122,13 @@ def _mixed(kha, sizes, hidden, weights):
     key = blocks[:, -2:-1].flatten(0, 2)
     value = blocks[:, -1:].flatten(0, 2)
     options = {}
-    if kha.collaborative:
+    if kha.get(CollaborativeHeads):
         query = weights["collaborative_query.weight"]
         key = weights["collaborative_key.weight"]
         options["mixing"] = weights["collaborative_mixing.weight"]
-    if kha.talking:
-        for name in kha.talking.mixings:
+    talking = kha.get(TalkingHeads)
+    if talking:
+        for name in talking.mixings:
             options[name] = weights[f"talking_{name}.weight"]
     return oracle.mixed_attention(
         hidden,
@@ -189,7 +190,7 @@ def _latent(kha, sizes, hidden, weights, matrices):
         heads=heads,
         rotary_base=BASE,
         w_query_latent=query_latent,
-        gate=kha.gate,
+        gate=kha.get(Gate),
         gate_weights={"output": weights.get("gate_output.weight")},
         **_norms(sizes, weights, "kv"),
     )

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import CollaborativeHeads, Gate, MixtureOfHeads, TalkingHeads, registry
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.testing import check_mechanism
 from tests.distributed.cases import FULL, case
 from tests.distributed.parallelism import train
@@ -150,12 +150,12 @@ def test_layer_computes_the_formula():
 def train_with_toy(options):
     """Run a case on a rank. The class of a file cannot be sent to another process."""
     registry.use_files([TOY])
-    return train(case(**options, khas=(KHAConfig.from_preset("toy_strong"),)))
+    return train(case(**options, khas=(HeadsConfig.from_preset("toy_strong"),)))
 
 
 def twin_with_toy(options):
     registry.use_files([TOY])
-    return train(case(**options, khas=(KHAConfig.from_preset("toy_strong"),)).twin())
+    return train(case(**options, khas=(HeadsConfig.from_preset("toy_strong"),)).twin())
 
 
 LAYOUTS = [

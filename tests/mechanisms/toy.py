@@ -45,11 +45,7 @@ class Toy(Mechanism):
                 per_head=True,
             ),
             HeadTensor(
-                name="toy_scale",
-                shape=(dim,),
-                gradient="heads",
-                heads="value",
-                hf="toy_scale",
+                name="toy_scale", shape=(dim,), gradient="heads", heads="value", hf="toy_scale"
             ),
             HeadTensor(
                 name="toy_score",
@@ -63,10 +59,7 @@ class Toy(Mechanism):
         )
 
     def apply(
-        self,
-        tensors: "Mapping[str, Tensor]",
-        weights: "Mapping[str, Tensor]",
-        ranks: Ranks,
+        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
     ) -> "dict[str, Tensor]":
         if "output" in tensors:
             return {"output": tensors["output"] * (1 + tensors["toy_score"])}

@@ -7,9 +7,10 @@ import pytest
 
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.errors import ConfigError
+from kha_megatron.model.config import parse_layer_frequency
 from kha_megatron.model.fields import rows
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model_config import ModelConfig, parse_layer_frequency
+from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.run import TABLE, Run, parse, parse_arguments, render
 from kha_megatron.recipes import RECIPES, get_recipe
 
@@ -68,7 +69,7 @@ def test_megatron_parses_every_recipe_to_its_own_values(ranks):
             found = parsed[name]
             assert (tuple(found) if isinstance(found, list) else found) == value, name
         assert {n: one.value for n, one in parse_arguments(run.words()).items()} == run.arguments
-        ours, theirs = (ModelConfig.from_arguments(values) for values in (run.arguments, parsed))
+        ours, theirs = (model_from_arguments(values) for values in (run.arguments, parsed))
         if run.training.device == "cuda":  # the CPU's entry point adds its own flags
             assert ours == theirs
         assert run.layout(8) == Layout.from_arguments(parsed, 8)

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import CollaborativeHeads, Gate
+from kha_megatron.heads import CollaborativeHeads, Gate, Knock
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Batch, Layout
-from kha_megatron.model.model_config import ModelConfig
 from kha_megatron.model.rules import check_arguments, check_attention, check_layout
 
 DENSE = ModelConfig(
@@ -19,7 +19,7 @@ DENSE = ModelConfig(
     kv_channels=16,
     ffn_hidden_size=192,
 )
-TIED = replace(DENSE, kha_attention="gta")
+TIED = replace(DENSE, kha=HeadsConfig(attention="gta"))
 LATENT = replace(
     DENSE,
     num_query_groups=8,
@@ -30,7 +30,7 @@ LATENT = replace(
     transformer_impl="local",
 )
 WHOLE = replace(LATENT, transformer_impl="transformer_engine")
-GROUPED = replace(WHOLE, kha_attention="gla", kha_latent_heads=4)
+GROUPED = replace(WHOLE, kha=HeadsConfig(attention="gla", latent_heads=4))
 FP8 = replace(DENSE, fp8="hybrid")
 EXPERTS = replace(DENSE, num_experts=12, moe_ffn_hidden_size=80)
 BATCH = Batch(seq_length=96, micro_batch_size=3, global_batch_size=48)
@@ -102,7 +102,12 @@ ILLEGAL = [
     (replace(TIED, kv_channels=6), {}, None, r"--kv-channels \(6\) .* 4 or 8"),
     (replace(LATENT, q_lora_rank=18), {"tp": 4}, None, "--q-lora-rank .* 16 or 20"),
     (replace(LATENT, qk_pos_emb_head_dim=2), {"tp": 4}, None, "--kv-lora-rank plus .* 20 or 24"),
-    (replace(GROUPED, kha_latent_heads=3), {}, None, "by 3 .3 latent heads"),
+    (
+        replace(GROUPED, kha=HeadsConfig(attention="gla", latent_heads=3)),
+        {},
+        None,
+        "by 3 .3 latent heads",
+    ),
     (DENSE, {"pp": 5}, None, "12 layers over 5"),
     (DENSE, {"pp": 4, "loss_as_layer": True}, None, "12 layers over 4"),
     (DENSE, {"pp": 3, "vpp": 3}, None, "12 layers over 3 pipeline ranks with 3 stages"),
@@ -120,7 +125,7 @@ ILLEGAL = [
     (FP8, {}, {"seq_length": 7}, r"\(21\) .* by 8 .* 16 or 24"),
     # 2 groups of 4 queries, a key and a value of 16 rows, and gates padded to 16
     (
-        replace(FP8, kha=KHAConfig(gate=Gate(output="head")), ffn_hidden_size=256),
+        replace(FP8, kha=HeadsConfig(Gate(output="head")), ffn_hidden_size=256),
         {"tp": 8},
         None,
         r"rows of the QKV projection \(224\) .*8 .* x 16 for FP8",
@@ -159,7 +164,7 @@ SIZES = {
     "num_attention_heads": 4,
     "kv_channels": 16,
 }
-OF_HEADS = KHAConfig(gate=Gate(output="head"))
+OF_HEADS = HeadsConfig(Gate(output="head"))
 
 
 @pytest.mark.parametrize("name", ["muon", "adaptive_muon"])
@@ -168,8 +173,8 @@ def test_muon_must_not_split_a_projection_with_other_rows(name):
     with pytest.raises(ConfigError, match=rf"{name} .*gate\(output=head\).*--muon-no-"):
         check_arguments(asked, None, OF_HEADS)
     check_arguments(asked | {"muon_split_qkv": False}, None, OF_HEADS)
-    check_arguments(asked, None, KHAConfig(gate=Gate(output="element")))  # Megatron's own
-    check_arguments(asked, None, KHAConfig(gate=Gate(dense="element")))
+    check_arguments(asked, None, HeadsConfig(Gate(output="element")))  # Megatron's own
+    check_arguments(asked, None, HeadsConfig(Gate(dense="element")))
 
 
 def test_local_layers_cannot_normalize_queries_that_are_not_compressed():
@@ -186,25 +191,29 @@ def test_local_layers_cannot_normalize_queries_that_are_not_compressed():
     ("kha", "asked", "words"),
     [
         (
-            KHAConfig(value="mlp"),
+            HeadsConfig(Knock(value="mlp")),
             {"flash_decode": True},
             ["value=mlp", "does not support --flash-decode"],
         ),
-        (KHAConfig(value="mlp"), {"mtp_num_layers": 2, "gpt_model": True}, ["requires a hybrid"]),
         (
-            KHAConfig(collaborative=CollaborativeHeads(dim=14)),
+            HeadsConfig(Knock(value="mlp")),
+            {"mtp_num_layers": 2, "gpt_model": True},
+            ["requires a hybrid"],
+        ),
+        (
+            HeadsConfig(CollaborativeHeads(dim=14)),
             {"position_embedding_type": "rope"},
             ["collaborative.dim (14)", "per head (16)", "--rotary-percent"],
         ),
         (
-            KHAConfig(collaborative=CollaborativeHeads(dim=14)),
+            HeadsConfig(CollaborativeHeads(dim=14)),
             {"position_embedding_type": "yarn", "rotary_percent": 0.5},
             ["per head (16)"],
         ),
-        (KHAConfig(), {"kha_upcycle": True}, ["nothing", "at initialization"]),
-        (KHAConfig(value="mlp", init="random"), {"kha_upcycle": True}, ["init=random"]),
+        (HeadsConfig(), {"kha_upcycle": True}, ["nothing", "at initialization"]),
+        (HeadsConfig(Knock(value="mlp", init="random")), {"kha_upcycle": True}, ["init=random"]),
         (
-            KHAConfig(gate=Gate(output="element", form="add")),
+            HeadsConfig(Gate(output="element", form="add")),
             {"kha_upcycle": True},
             ["form=add", "convert upcycle"],
         ),
@@ -219,7 +228,7 @@ def test_head_mechanisms_are_checked_against_the_arguments(kha, asked, words):
 
 
 def test_mechanisms_that_fit_are_accepted():
-    check_attention(SIZES | {"kha_upcycle": True}, KHAConfig(value="mlp"))
+    check_attention(SIZES | {"kha_upcycle": True}, HeadsConfig(Knock(value="mlp")))
     turned = {"position_embedding_type": "rope", "rotary_percent": 0.5}
-    check_attention(SIZES | turned, KHAConfig(collaborative=CollaborativeHeads(dim=14)))
-    check_attention(SIZES | {"mtp_num_layers": 2, "flash_decode": True}, KHAConfig())
+    check_attention(SIZES | turned, HeadsConfig(CollaborativeHeads(dim=14)))
+    check_attention(SIZES | {"mtp_num_layers": 2, "flash_decode": True}, HeadsConfig())

@@ -5,22 +5,22 @@ Functions at the top level run on the workers of ``tests/distributed/launcher.py
 
 from typing import Any
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.heads import CollaborativeHeads, Gate
+from kha_megatron.heads import CollaborativeHeads, Gate, Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.model.megatron import model_from_config
 
-MIXED = KHAConfig(query="linear", key="gate", value="mlp")
+MIXED = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
 OTHERS = (
-    KHAConfig.from_presets(["kha_linear", "moh_75"]),
-    KHAConfig.from_preset("talking"),
-    KHAConfig(value="mlp", collaborative=CollaborativeHeads(dim=14)),
-    KHAConfig.from_preset("gate_output"),
-    KHAConfig(
-        value="mlp",
-        gate=Gate(output="head", value="element", key="element", query="shared", dense="element"),
+    HeadsConfig.from_preset("kha_linear+moh_75"),
+    HeadsConfig.from_preset("talking"),
+    HeadsConfig(Knock(value="mlp"), CollaborativeHeads(dim=14)),
+    HeadsConfig.from_preset("gate_output"),
+    HeadsConfig(
+        Knock(value="mlp"),
+        Gate(output="head", value="element", key="element", query="shared", dense="element"),
     ),
-    KHAConfig(gate=Gate(output="head", value="shared", reads_input=False)),
+    HeadsConfig(Gate(output="head", value="shared", reads_input=False)),
 )
 """Mechanisms beside the knock, whose tensors, rows and FLOPs the counts must know."""
 
@@ -34,7 +34,7 @@ EXPERTS = {
 }
 
 
-def built(layout: Layout, kha: KHAConfig, *, tied: bool = True, **overrides: Any) -> tuple:
+def built(layout: Layout, kha: HeadsConfig, *, tied: bool = True, **overrides: Any) -> tuple:
     """This rank's virtual stages, their configuration, the model and the pipeline rank."""
     from dataclasses import replace
 
@@ -74,7 +74,7 @@ def built(layout: Layout, kha: KHAConfig, *, tied: bool = True, **overrides: Any
             )
         )
     model = replace(
-        ModelConfig.from_config(config),
+        model_from_config(config),
         padded_vocab_size=models.VOCAB,
         untie_embeddings_and_output_weights=not tied,
     )

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kha_megatron.config import KHAConfig
-from kha_megatron.model.model_config import ModelConfig
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
+from kha_megatron.model.megatron import model_from_config
 from kha_megatron.plan.counts import (
     compute_flops,
     count_attention,
@@ -20,7 +21,7 @@ from kha_megatron.recipes.tables import TABLES
 from tests.plan.built import EXPERTS, MIXED, OTHERS
 
 LATENT = {"multi_latent_attention": True}
-LINEAR = KHAConfig.from_preset("kha_linear")
+LINEAR = HeadsConfig.from_preset("kha_linear")
 
 
 @pytest.mark.fast
@@ -31,7 +32,7 @@ def test_the_papers_worked_example():
     n = 32
     recipe = get_recipe("equation12")
     for preset in ("kha_mlp", "kha_linear"):
-        result = compute_flops(recipe.run.model, KHAConfig.from_preset(preset), length)
+        result = compute_flops(recipe.run.model, HeadsConfig.from_preset(preset), length)
         assert result.attention == 8 * length * d**2 + 4 * length**2 * d
         assert result.layers == 26 * length * d**2 + 4 * length**2 * d
         assert result.kha == 6 * length * d**2 // n
@@ -114,7 +115,7 @@ def ran(kha, settings, predictions):
         return counter.get_total_flops()
 
     model_config = replace(
-        ModelConfig.from_config(config),
+        model_from_config(config),
         num_layers=config.num_layers,
         ffn_hidden_size=config.ffn_hidden_size,
         padded_vocab_size=models.VOCAB,
@@ -133,7 +134,7 @@ def ran(kha, settings, predictions):
         *(pytest.param(kha, {}, 0, marks=pytest.mark.whole) for kha in (MIXED, *OTHERS)),
         (MIXED, EXPERTS, 1),
         (LINEAR, LATENT, 2),
-        (KHAConfig(), LATENT | {"q_lora_rank": None, "qk_layernorm": False}, 0),
+        (HeadsConfig(), LATENT | {"q_lora_rank": None, "qk_layernorm": False}, 0),
     ],
 )
 def test_flops_and_parameters_of_real_models(kha, settings, predictions, ranks):
@@ -158,20 +159,14 @@ LATENT_MODEL = replace(MODEL, multi_latent_attention=True, **WIDTHS)
 
 
 def test_tied_and_grouped_latent_by_their_definition():
-    tied = count_attention(replace(MODEL, kha_attention="gta"))
+    tied = count_attention(replace(MODEL, kha=HeadsConfig(attention="gta")))
     query = 40 * 48
     state = 40 * 3 * 8
     rotary = 40 * 4
     output = 48 * 40
     assert tied.weights == query + state + rotary + output
     assert tied.cache == 3 * 8 + 4
-    groups = count_latent_attention(
-        replace(
-            LATENT_MODEL,
-            kha_attention="gla",
-            kha_latent_heads=2,
-        )
-    )
+    groups = count_latent_attention(replace(LATENT_MODEL, kha=HeadsConfig(attention="gla")))
     whole = count_latent_attention(LATENT_MODEL)
     # each half of the latent is widened for half of the heads only
     assert whole.weights - groups.weights == 5 * 6 * (8 + 6)

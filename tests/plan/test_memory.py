@@ -13,7 +13,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.plan.counts import count_parameters
@@ -172,7 +173,7 @@ CASES = [
     (MIXED, Layout(), False),
     (MIXED, Layout(tp=2, world_size=2, sequence_parallel=True), True),
 ]
-MORE = [(KHAConfig(value=variant), Layout(), True) for variant in MATRICES]
+MORE = [(HeadsConfig(Knock(value=variant)), Layout(), True) for variant in MATRICES]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def attention_weights_kept(kha, recompute):
 def test_selective_recomputation_keeps_no_attention_weights(ranks, recompute):
     from tests.distributed.models import BATCH, SEQUENCE
 
-    kha = KHAConfig.from_preset("talking")
+    kha = HeadsConfig.from_preset("talking")
     batch = Batch(
         seq_length=SEQUENCE,
         micro_batch_size=BATCH,

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.run import parse
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE
@@ -51,13 +52,13 @@ def test_training_is_that_of_section_4_1(recipe):
 @pytest.mark.parametrize(
     ("name", "kha"),
     [
-        ("table1/mlp-kv8", KHAConfig(value="mlp")),
-        ("table2/baseline", KHAConfig()),
-        ("table2/gate-v", KHAConfig(value="gate")),
-        ("table2/mlp-k", KHAConfig(key="mlp")),
-        ("table2/mlp-qkv", KHAConfig.from_preset("kha_mlp_qkv")),
-        ("table3/gta-mlp", KHAConfig(attention="gta", value="mlp")),
-        ("table5/dense-3.9b-linear", KHAConfig.from_preset("kha_linear")),
+        ("table1/mlp-kv8", HeadsConfig(Knock(value="mlp"))),
+        ("table2/baseline", HeadsConfig()),
+        ("table2/gate-v", HeadsConfig(Knock(value="gate"))),
+        ("table2/mlp-k", HeadsConfig(Knock(key="mlp"))),
+        ("table2/mlp-qkv", HeadsConfig.from_preset("kha_mlp_qkv")),
+        ("table3/gta-mlp", HeadsConfig(Knock(value="mlp"), attention="gta")),
+        ("table5/dense-3.9b-linear", HeadsConfig.from_preset("kha_linear")),
     ],
 )
 def test_heads_of_a_row(name, kha):

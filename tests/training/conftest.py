@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kha_megatron.config import KHAConfig
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from tests.conversion.checkpoints import save_gpt
 from tests.entry import run as start  # noqa: F401
 
@@ -58,8 +59,8 @@ def saved(ranks, tmp_path_factory) -> Path:
     earlier = {"kha_fold": "always"}
     for name, kha, recorded in (
         ("plain", None, {}),
-        ("baseline", KHAConfig(), {}),
-        ("kha", KHAConfig(value="mlp"), earlier),
+        ("baseline", HeadsConfig(), {}),
+        ("kha", HeadsConfig(Knock(value="mlp")), earlier),
     ):
         ranks(save_gpt, 1, str(folder / name), kha, {}, {"num_layers": 2}, recorded)
     return folder

@@ -6,8 +6,9 @@ from unittest import mock
 
 import pytest
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError, DataError, KHAError
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.rules import check_attention
 from kha_megatron.training.arguments import (
     add_kha_arguments,
@@ -56,18 +57,18 @@ LINEAR = ["--kha-preset", "kha_linear"]
 
 def test_head_arguments_are_parsed(checked):
     cases = [
-        (MLP, KHAConfig(value="mlp")),
+        (MLP, HeadsConfig(Knock(value="mlp"))),
         (
             [*LINEAR, "--kha-query", "none", "--kha-value", "mlp"],
-            KHAConfig(key="linear", value="mlp"),
+            HeadsConfig(Knock(key="linear", value="mlp")),
         ),
         (
             ["--kha-key", "gate", "--kha-init", "random", "--kha-init-seed", "5"],
-            KHAConfig(key="gate", init="random", init_seed=5),
+            HeadsConfig(Knock(key="gate", init="random"), init_seed=5),
         ),
-        (["--kha-preset", "baseline"], KHAConfig()),
-        ([*MLP, *TIED], KHAConfig(value="mlp", attention="gta")),
-        ([*LINEAR, "--multi-latent-attention"], KHAConfig.from_preset("kha_linear")),
+        (["--kha-preset", "baseline"], HeadsConfig()),
+        ([*MLP, *TIED], HeadsConfig(Knock(value="mlp"), attention="gta")),
+        ([*LINEAR, "--multi-latent-attention"], HeadsConfig.from_preset("kha_linear")),
     ]
     answers = checked(*([*MOCK, *words] for words, _ in cases))
     assert answers == [kha for _, kha in cases]
@@ -109,7 +110,7 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
 
 def test_a_requeued_job_does_not_go_back_to_its_first_checkpoint(checked):
     words = [*MLP, *MOCK, "--ckpt-step", "5"]
-    assert checked(words) == [KHAConfig(value="mlp")]
+    assert checked(words) == [HeadsConfig(Knock(value="mlp"))]
     (error,) = checked(words, SLURM_RESTART_COUNT="1")
     assert "--ckpt-step 5 would load that iteration again" in str(error)
 
@@ -138,7 +139,7 @@ def test_runs_that_can_train_are_accepted(checked, corpus):
         [*corpus, "--tensor-model-parallel-size", "4", "--tensor-parallel-num-weight-shards", "4"],
     ]
     answers = checked(*([*MLP, *words] for words in lines))
-    assert answers == [KHAConfig(value="mlp")] * len(lines)
+    assert answers == [HeadsConfig(Knock(value="mlp"))] * len(lines)
 
 
 def test_a_gpu_without_apex_trains_without_its_fusion(monkeypatch):

@@ -8,8 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAForCausalLM
 from kha_megatron.model.recorded import read_knock_weights
 from tests.conversion.models import CONFIGS, make, tokens
@@ -30,7 +31,7 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path, nam
     base = make(CONFIGS[name])
     base.save_pretrained(tmp_path / "base")
     planned = to_megatron.plan_import(
-        tmp_path / "base", upcycle=KHAConfig(query="linear", key="linear", value="linear")
+        tmp_path / "base", upcycle=HeadsConfig(Knock(query="linear", key="linear", value="linear"))
     )
     arguments = planned.write(tmp_path / "start").arguments
 

@@ -17,6 +17,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from kha_megatron.heads import MixtureOfHeads
 from kha_megatron.model.run import HEAD_FIELDS, Run
 from tests.distributed.cases import MLA, MOH, ONE_PER_CLAIM, STOCK_GATE, ZERO
 from tests.distributed.cases import case as new_case
@@ -89,7 +90,7 @@ def head_words(case, kha):
         if value is not None:
             values[row.argument] = value
     words = Run.from_values(**values).words()
-    if kha.moh:  # a resumed run must continue to reduce the number of heads
+    if kha.get(MixtureOfHeads):  # a resumed run must continue to reduce the number of heads
         words += ["--heads", "moh.anneal=3"]
     return words
 

@@ -3,8 +3,8 @@
 import pytest
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
 from kha_megatron.heads import Gate
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import read_kha_config
 from tests.training.conftest import MODEL, TRAINING, losses, start
 from tests.training.test_stock_script import STOCK
@@ -60,13 +60,13 @@ def test_a_checkpoint_that_records_kha_fold_resumes(resume):
         program=WITH_KHA_FOLD,
     )
     assert saved.args["kha_fold"] == "always"
-    assert read_kha_config(saved) == KHAConfig.from_preset("kha_linear")
+    assert read_kha_config(saved) == HeadsConfig.from_preset("kha_linear")
     assert found == expected
 
 
 def test_a_stock_gated_checkpoint_resumes_in_our_entry_point(resume):
     flags = ["--tokenizer-type", "NullTokenizer", "--attention-output-gate"]
     _, found, expected, saved = resume(flags, [*CPU, "--kha-preset", "gate_output"], program=STOCK)
-    assert read_kha_config(saved) == KHAConfig(gate=Gate(output="element"))
+    assert read_kha_config(saved) == HeadsConfig(Gate(output="element"))
     # our attention is torch's own on a CPU, which adds up in another order
     assert found == pytest.approx(expected, rel=1e-5)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import HeadsConfig
 
 
 def perturbed(size, dtype="float32", *, seed=3, **layout):
@@ -24,7 +24,7 @@ def perturbed(size, dtype="float32", *, seed=3, **layout):
         "post_process": ranks.is_pipeline_last_stage(),
         "share_embeddings_and_output_weights": True,
     }
-    model = models.gpt_model(config, KHAConfig(), **stage).to(getattr(torch, dtype))
+    model = models.gpt_model(config, HeadsConfig(), **stage).to(getattr(torch, dtype))
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     try:
         perturb_embedding([model], size, seed)

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from tests.training.conftest import (
     EXPERTS,
@@ -54,7 +55,7 @@ def test_experts_train_with_tensor_and_sequence_parallelism_and_are_logged(corpu
     run, checkpoint = train(words, corpus, tmp_path, 2)
     added = 3 * HEAD_DIM**2 * LAYERS
     assert run.knocks == f"knocks value=mlp in 4 of 4 layers: {added} parameters added"
-    assert read_kha_config(checkpoint) == KHAConfig(value="mlp")
+    assert read_kha_config(checkpoint) == HeadsConfig(Knock(value="mlp"))
     assert checkpoint.args["kha_preset"] == "kha_mlp"
     assert checkpoint.args["kha_init"] == "identity"
     weights = read_knock_weights(checkpoint)
@@ -114,10 +115,10 @@ def _describe(asked, built, layout):
         return error
 
 
-@pytest.mark.parametrize("built", [KHAConfig(), KHAConfig(query="linear", value="mlp")])
+@pytest.mark.parametrize("built", [HeadsConfig(), HeadsConfig(Knock(query="linear", value="mlp"))])
 def test_a_model_that_was_built_with_another_spec_is_refused_on_every_rank(ranks, built):
     layout = {"pipeline_model_parallel_size": 2}
-    for answer in ranks(_describe, 2, KHAConfig(value="mlp"), built, layout):
+    for answer in ranks(_describe, 2, HeadsConfig(Knock(value="mlp")), built, layout):
         assert isinstance(answer, ConfigError)
         assert str(answer).startswith("1 of 2 layers were built without the requested KHA")
 

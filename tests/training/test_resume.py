@@ -14,16 +14,16 @@ from kha_megatron.checkpoint.integrity import FileChecks
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import Record, TorchDistFolder
 from kha_megatron.checkpoint.tracker import TRACKER
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import MixtureOfHeads, registry
+from kha_megatron.heads import Knock, MixtureOfHeads, registry
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import check_same_optimizer, check_same_tensors, read_kha_config
 from kha_megatron.training.arguments import add_model_arguments
 from kha_megatron.training.resume import check_model_class, check_same_kha, find_start, restored_kha
 from tests.checkpoint.saved import save
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
 
-KHA = KHAConfig(value="mlp")
+KHA = HeadsConfig(Knock(value="mlp"))
 TOY = Path(__file__).parents[1] / "mechanisms" / "toy.py"
 MEA = Path(__file__).parents[2] / "examples" / "mechanisms" / "mea.py"
 MLP = ["knock.value=mlp"]
@@ -135,7 +135,7 @@ def log_lines(run) -> dict[int, str]:
         pytest.param(KHA, MLP, [*MUON, "--bf16"], id="muon, bf16"),
         pytest.param(KHA, MLP, DISTRIBUTED_MUON, marks=pytest.mark.whole, id="dist_muon"),
         pytest.param(
-            KHAConfig(moh=MixtureOfHeads(shared=1, active=2, anneal=3)),
+            HeadsConfig(MixtureOfHeads(shared=1, active=2, anneal=3)),
             ["moh.shared=1", "moh.active=2", "moh.anneal=3"],
             SHARDED,
             marks=pytest.mark.whole,
@@ -163,7 +163,7 @@ def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path, mon
     The resumed run takes the KHA settings from its checkpoint.
     """
     monkeypatch.setenv(registry.FILES_VARIABLE, "")
-    kha = kha or KHAConfig.from_options({"heads": heads, "heads_from": layout[-1:]})
+    kha = kha or HeadsConfig.from_options({"heads": heads, "heads_from": layout[-1:]})
 
     def run(name, *options):
         words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, *layout, "--train-iters", "4"]
@@ -221,7 +221,7 @@ def arguments(folder: Path | None, **changes) -> Namespace:
     return Namespace(**args | changes)
 
 
-def check(folder: Path | None, kha: KHAConfig, **changes) -> None:
+def check(folder: Path | None, kha: HeadsConfig, **changes) -> None:
     args = arguments(folder, **changes)
     check_same_kha(find_start(args), args, kha)
 
@@ -439,8 +439,8 @@ def test_model_classes_that_megatron_cannot_load_are_refused(tmp_path):
 
 def test_the_same_configuration_is_accepted(saved, tmp_path):
     check(saved / "kha", KHA)
-    check(saved / "kha", KHAConfig(value="mlp", init="random"))  # only used at the start
-    check(saved / "plain", KHAConfig())
+    check(saved / "kha", HeadsConfig(Knock(value="mlp", init="random")))  # only used at the start
+    check(saved / "plain", HeadsConfig())
     check(None, KHA)
     check(tmp_path, KHA)  # no tracker file: Megatron starts from scratch
     # a run with its own checkpoints ignores the pretrained one
@@ -451,8 +451,8 @@ def test_the_same_configuration_is_accepted(saved, tmp_path):
 @pytest.mark.parametrize(
     ("folder", "asked", "message"),
     [
-        ("kha", KHAConfig(), r"value=mlp.* nothing \(baseline\)"),
-        ("kha", KHAConfig(value="gate"), "value=mlp.* value=gate"),
+        ("kha", HeadsConfig(), r"value=mlp.* nothing \(baseline\)"),
+        ("kha", HeadsConfig(Knock(value="gate")), "value=mlp.* value=gate"),
         ("plain", KHA, r"nothing \(baseline\).* value=mlp.*--kha-upcycle"),
     ],
 )
@@ -484,9 +484,9 @@ def test_checkpoints_of_fsdp_are_checked(tmp_path):
     folder = tmp_path / "iter_0000005"
     torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
     (tmp_path / TRACKER).write_text("5")
-    check(tmp_path, KHAConfig(value="linear"))
+    check(tmp_path, HeadsConfig(Knock(value="linear")))
     with pytest.raises(CheckpointError, match=r"KHA on value=linear.*value=gate"):
-        check(tmp_path, KHAConfig(value="gate"))
+        check(tmp_path, HeadsConfig(Knock(value="gate")))
 
 
 def test_settings_are_restored_from_the_checkpoint(saved, tmp_path):
@@ -507,7 +507,7 @@ def test_ckpt_step_is_checked_without_a_tracker_file(copy):
     (copy / TRACKER).unlink()
     check(copy, KHA, ckpt_step=7)
     with pytest.raises(CheckpointError, match="KHA on value=mlp"):
-        check(copy, KHAConfig(), ckpt_step=7)
+        check(copy, HeadsConfig(), ckpt_step=7)
 
 
 def test_a_misleading_tracker_of_another_directory_is_refused(copy):

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.training import stock
 from tests.entry import Entry
 from tests.mcore.test_patches import PATCHES, run_patch
@@ -196,7 +196,7 @@ def test_without_arguments_nothing_is_stored():
     args = arguments()
     stock.use_arguments(args)
     assert args.spec is None
-    assert KHAConfig.from_entries(vars(args)) is None
+    assert HeadsConfig.from_entries(vars(args)) is None
     args.spec = stock.SPEC  # as --use-checkpoint-args may set it
     with pytest.raises(ConfigError, match="requires --kha-preset"):
         stock.resolved(args)

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
 from kha_megatron.conversion import to_hf
 from kha_megatron.conversion.verify import Pair
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from tests.training.conftest import LAYERS, MODEL, TRAINING, losses, start
 
@@ -52,7 +53,7 @@ SMALL = shlex.split("""
 """)
 SPEC = ["--spec", "kha_megatron.mcore.specs"]
 PARALLEL = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
-KHA = KHAConfig(value="mlp", init_seed=5)
+KHA = HeadsConfig(Knock(value="mlp"), init_seed=5)
 OURS = ["--device", "cpu", *MODEL, *TRAINING, "--kha-preset", "kha_mlp"]
 DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
 
@@ -156,7 +157,7 @@ def test_our_entry_point_resumes_a_gpt_model_as_a_hybrid_model(
     # float32: the gradient norm is summed over the layers in another order
     assert found == pytest.approx({i: expected[i] for i in found}, rel=1e-6)
     checkpoint = MegatronCheckpoint.open(tmp_path / "save")
-    assert read_kha_config(checkpoint) == KHAConfig(value="mlp")
+    assert read_kha_config(checkpoint) == HeadsConfig(Knock(value="mlp"))
     assert list(read_knock_weights(checkpoint)) == [(layer, "value") for layer in range(LAYERS)]
     # a hybrid model of a GPT model's layers goes to Hugging Face as that
     written = to_hf.plan_export(tmp_path / "save").write(tmp_path / "hf")

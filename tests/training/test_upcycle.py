@@ -8,15 +8,16 @@ import pytest
 import torch
 
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-from kha_megatron.config import KHAConfig
 from kha_megatron.errors import CheckpointError, ConfigError
+from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from kha_megatron.training.resume import find_start, is_upcycled
 from tests.training.conftest import HEAD_DIM, LAYERS, MODEL, TRAINING, losses, start
 from tests.training.test_resume import arguments
 from tests.training.test_stock_script import STOCK
 
-KHA = KHAConfig(value="mlp")
+KHA = HeadsConfig(Knock(value="mlp"))
 
 
 def test_upcycling_starts_at_the_loss_of_the_model_without_kha(corpus, tmp_path):

@@ -12,8 +12,8 @@ import sys
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from kha_megatron.config import CONFIG_VARIABLE, PRESETS, KHAConfig, is_preset_name
 from kha_megatron.errors import ConfigError
+from kha_megatron.heads.config import CONFIG_VARIABLE, PRESETS, HeadsConfig, is_preset_name
 from kha_megatron.mcore.compat import (
     build_mtp_without_te,
     count_tokens_in_integers,
@@ -67,7 +67,7 @@ _LATENT: dict[type, type] = {
 }
 
 
-def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
+def with_kha(spec: Spec, kha: HeadsConfig) -> Spec:
     """Return a copy of a layer spec or block spec with KHA in all self-attention layers.
 
     Local (non-TE) norms and core attentions are replaced as well, to support sequence and context
@@ -116,21 +116,21 @@ def with_kha(spec: Spec, kha: KHAConfig) -> Spec:
     return result
 
 
-def _knocked(module: Any, kha: KHAConfig) -> type | None:
+def _knocked(module: Any, kha: HeadsConfig) -> type | None:
     if module is SelfAttention and kha.attention != "gla":
         return KHAGroupedTiedAttention if kha.attention == "gta" else KHASelfAttention
     return _LATENT.get(module) if isinstance(module, type) and kha.attention != "gta" else None
 
 
 def kha_layer_spec(
-    config: Any, kha: KHAConfig, vp_stage: int | None = None, pp_rank: int | None = None
+    config: Any, kha: HeadsConfig, vp_stage: int | None = None, pp_rank: int | None = None
 ) -> Spec:
     """Build the ``transformer_layer_spec`` for a ``GPTModel`` with KHA.
 
     Args:
         config (TransformerConfig): Model config. You can also pass the ``GPTModelConfig`` of
             Megatron's training package.
-        kha (KHAConfig): Head mechanisms to add.
+        kha (HeadsConfig): Head mechanisms to add.
         vp_stage (int, optional): Virtual pipeline stage.
         pp_rank (int, optional): Pipeline rank. Read from ``parallel_state`` by default.
 
@@ -209,7 +209,7 @@ class KHATransformerLayer(BaseTransformerLayer):
         return layer
 
 
-def kha_hybrid_stack_spec(kha: KHAConfig | str) -> ModuleSpec:
+def kha_hybrid_stack_spec(kha: HeadsConfig | str) -> ModuleSpec:
     """Build the ``hybrid_stack_spec`` for a ``HybridModel`` (``kha`` can be a spec name)."""
     # an import path, because hybrid.py imports this module
     stack = ("kha_megatron.mcore.hybrid", "KHAHybridStack")
@@ -252,7 +252,7 @@ def _check_spec_name(words: list[str]) -> None:
         if name in globals():
             return
         try:
-            KHAConfig.from_preset(name.removesuffix("_hybrid"))
+            HeadsConfig.from_preset(name.removesuffix("_hybrid"))
         except ConfigError as error:
             sys.exit(
                 f"error: Invalid layer spec {name!r} in {__name__}. {error} The spec "

@@ -1,17 +1,19 @@
-"""GPT model config, with the same names and defaults as in Megatron."""
+"""The description of a model, with the same names and defaults as in Megatron."""
 
 import ast
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, Literal
 
-from kha_megatron.config import AttentionKind, KHAConfig
 from kha_megatron.errors import ConfigError, show_value
-from kha_megatron.heads import HeadSizes
-from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, flag, read_arguments, read_attributes
+from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, Field, flag, rows
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.qkv import QKVLayout
+from kha_megatron.model.rope import RopeScaling
 
 AttentionType = Literal["gqa", "mla", "gta", "gla"]
 
@@ -49,9 +51,20 @@ def _format_layer_frequency(frequency: int | Sequence[int]) -> str:
     return "(" + "+".join(f"[{value}]*{count}" for value, count in runs) + ")"
 
 
+_TRAINING_ONLY = ("start", "balance", "balance_scale", "anneal")
+"""Settings of head mechanisms that do not change the outputs of a trained model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Config of a GPT model. Fields are None if they are unknown or do not apply."""
+    """Config of a decoder-only transformer. Fields are None if they are unknown or do not apply.
+
+    For MLA and GLA, ``kv_channels`` is the value head dim. Layers for multi-token prediction (MTP)
+    are counted after the decoder layers.
+
+    Raises:
+        ConfigError: If the head mechanisms do not support the model.
+    """
 
     num_layers: int | None = flag(hf="num_hidden_layers", most=MAX_LAYERS)
     hidden_size: int = flag(hf="hidden_size")
@@ -71,6 +84,8 @@ class ModelConfig:
     position_embedding_type: str = flag("learned_absolute", attribute=None)
     rotary_base: float = flag(10000)
     rotary_percent: float = flag(1.0)
+    scaling: RopeScaling | None = None
+    """RoPE scaling. Not known from a command line."""
     normalization: str = flag("LayerNorm")
     layernorm_epsilon: float = flag(
         1e-5, "--norm-epsilon", argument="layernorm_epsilon", hf="rms_norm_eps"
@@ -109,12 +124,21 @@ class ModelConfig:
     moe_layer_freq: int | tuple[int, ...] = flag(
         1, reads=parse_layer_frequency, writes=_format_layer_frequency
     )
-    """Either an interval, or a list with 0 (dense) or 1 (MoE) for each layer."""
+    """Either an interval, or a list with 0 (dense) or 1 (MoE) for each layer. In models that are
+    converted, this is always a list."""
     moe_ffn_hidden_size: int | None = flag(None, hf="moe_intermediate_size")
     moe_shared_expert_intermediate_size: int | None = flag(
         None, hf="shared_expert_intermediate_size"
     )
+    moe_shared_expert_gate: bool = flag(False, hf="shared_expert_gate")
     moe_router_topk: int = flag(2, hf="num_experts_per_tok")
+    normalizes_topk: bool = True
+    """Whether the top-k router weights sum to 1 (``norm_topk_prob`` in Hugging Face). Not known
+    from a command line."""
+    moe_router_topk_scaling_factor: float | None = flag(None, hf="routed_scaling_factor")
+    moe_router_num_groups: int | None = flag(None, hf="n_group")
+    """Number of expert groups for group-limited routing (DeepSeek-V3)."""
+    moe_router_group_topk: int | None = flag(None, hf="topk_group")
     moe_router_score_function: str = flag("softmax", hf="scoring_func")
     moe_router_enable_expert_bias: bool = flag(False)
     moe_router_bias_update_rms: bool = flag(False, attribute=None)
@@ -129,9 +153,7 @@ class ModelConfig:
     fp8: str | None = flag(None, "--fp8-format", argument="fp8")
     fp8_recipe: str = flag("delayed")
 
-    kha_attention: AttentionKind | None = flag(None, attribute=None)
-    kha_latent_heads: int = flag(KHAConfig.latent_heads, attribute=None)
-    kha: KHAConfig = field(default_factory=KHAConfig)
+    kha: HeadsConfig = field(default_factory=HeadsConfig)
     """Also includes Megatron's own output gate if ``attention_output_gate`` is set."""
 
     def __post_init__(self) -> None:
@@ -152,64 +174,12 @@ class ModelConfig:
             )
         object.__setattr__(self, "kha", kha)
         object.__setattr__(self, "attention_output_gate", gated)
-
-    @classmethod
-    def from_arguments(
-        cls, arguments: Mapping[str, Any], kha: KHAConfig | None = None
-    ) -> Self | None:
-        """Build the config from Megatron's arguments. Returns None if model sizes are missing.
-
-        In hybrid models, ``num_layers`` is the number of pairs of attention and MLP. It is None if
-        the layer pattern has other layers, and so are ``ffn_hidden_size`` and ``mtp_num_layers``.
-        """
-        given = read_arguments(cls, arguments)
-        heads, hidden = given["num_attention_heads"], given["hidden_size"]
-        hybrid = bool(given["hybrid_layer_pattern"])
-        if not (heads and hidden and (given["num_layers"] or hybrid)):
-            return None
-        if not arguments.get("group_query_attention"):
-            given["num_query_groups"] = heads
-        elif given["num_query_groups"] is None:
-            given["num_query_groups"] = 1  # Megatron's default
-        if not given["kv_channels"]:
-            given["kv_channels"] = max(1, hidden // heads)
-        if not given["ffn_hidden_size"]:
-            swiglu = given["swiglu"]
-            given["ffn_hidden_size"] = int(hidden * 8 / 3 / 64) * 64 if swiglu else 4 * hidden
-        if arguments.get("device") == "cpu" and "transformer_impl" not in arguments:
-            given["transformer_impl"] = "local"  # Transformer Engine requires a GPU
-        given["num_experts"] = given["num_experts"] or None
-        given["moe_ffn_hidden_size"] = given["moe_ffn_hidden_size"] or given["ffn_hidden_size"]
-        if hybrid and (pattern := LayerPattern.parse(given["hybrid_layer_pattern"])):
-            given |= {"num_layers": len(pattern.moe), "moe_layer_freq": pattern.moe}
-            given |= {"mtp_num_layers": pattern.predictions or None}
-            given["multi_latent_attention"] = pattern.latent
-        elif hybrid:
-            given |= {"num_layers": None, "ffn_hidden_size": None, "moe_layer_freq": 1}
-            given["mtp_num_layers"] = None
-        return cls(**given, kha=kha or KHAConfig())
-
-    @classmethod
-    def from_config(cls, config: Any, kha: KHAConfig | None = None) -> Self:
-        """Build the config from a ``TransformerConfig`` (there is no vocab size in it).
-
-        ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
-        ``ffn_hidden_size`` and ``mtp_num_layers`` are None as well.
-        """
-        given = read_attributes(cls, config) | {"gpt_model": not config.is_hybrid_model}
-        if kha is not None:
-            given |= {"kha": kha, "kha_attention": kha.attention}
-            given["kha_latent_heads"] = kha.latent_heads
-        if config.is_hybrid_model:
-            given |= {"num_layers": None, "ffn_hidden_size": None, "mtp_num_layers": None}
-        if config.pipeline_model_parallel_layout is not None:
-            given["num_layers"] = None
-        return cls(**given)
+        kha.check(self.head_facts)
 
     @property
     def attention_type(self) -> AttentionType:
         """``gqa`` also includes MHA and MQA."""
-        return self.kha_attention or ("mla" if self.multi_latent_attention else "gqa")
+        return self.kha.attention or ("mla" if self.multi_latent_attention else "gqa")
 
     @property
     def head_dim(self) -> int:
@@ -236,9 +206,32 @@ class ModelConfig:
         )
 
     @property
+    def head_facts(self) -> HeadFacts:
+        """What head mechanisms need to know about the model for their own checks."""
+        # Megatron ignores --rotary-percent for YaRN
+        rotary_fractions = {"rope": self.rotary_percent, "yarn": 1.0}
+        rotary_fraction = rotary_fractions.get(self.position_embedding_type, 0.0)
+        is_latent = self.multi_latent_attention
+        return HeadFacts(
+            multi_latent=is_latent,
+            attention=self.kha.attention,
+            qk_norm=self.qk_layernorm or self.qk_l2_norm,
+            flash_decode=self.flash_decode,
+            rotary_features=0 if is_latent else int(self.kv_channels * rotary_fraction),
+            predictions=self.predictions if self.gpt_model else 0,
+            layers=self.num_layers or 0,
+            query_heads=self.num_attention_heads,
+        )
+
+    @cached_property
+    def head_tensors(self) -> tuple[HeadTensor, ...]:
+        """Parameters that the head mechanisms add to each layer."""
+        return self.kha.tensors(self.head_sizes)
+
+    @property
     def latent_heads(self) -> int:
         """Number of latent KV heads (1 unless we use GLA)."""
-        return self.kha_latent_heads if self.kha_attention == "gla" else 1
+        return self.kha.latent_heads if self.kha.attention == "gla" else 1
 
     @property
     def tied_embeddings(self) -> bool:
@@ -275,10 +268,20 @@ class ModelConfig:
         return self.moe_shared_expert_intermediate_size or 0
 
     def is_moe(self, layer: int) -> bool:
-        freq = self.moe_layer_freq
-        return bool(self.num_experts) and (
-            layer % freq == 0 if isinstance(freq, int) else bool(freq[layer])
-        )
+        """Whether a layer has experts. MTP layers are like the last layer."""
+        if not self.num_experts:
+            return False
+        if self.num_layers is not None:
+            layer = min(layer, self.num_layers - 1)
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, int):
+            return layer % frequency == 0
+        return bool(frequency[layer])
+
+    @property
+    def is_uniform(self) -> bool:
+        """True if all layers have the same parameters. GPTModel stacks them in this case."""
+        return not self.num_experts or all(map(self.is_moe, range(self.layers)))
 
     def layer_pattern(self, stages: Iterable[int]) -> LayerPattern:
         """Describe the layers of a hybrid model. ``stages`` are numbers of layers."""
@@ -299,7 +302,7 @@ class ModelConfig:
             queries=self.num_attention_heads // self.num_query_groups,
             head_dim=self.head_dim,
             extra=self.kha.rows(self.head_sizes),
-            tied=self.kha_attention == "gta",
+            tied=self.kha.attention == "gta",
             omitted=self.kha.own_projections,
         )
 
@@ -310,3 +313,50 @@ class ModelConfig:
         assert self.vocab_size is not None
         unit = self.make_vocab_size_divisible_by * tp
         return -(-self.vocab_size // unit) * unit
+
+    def differences(self, other: "ModelConfig", ignored: tuple[str, ...] = ()) -> dict[str, Any]:
+        """Return ``{name: (ours, theirs)}`` for all settings with different values.
+
+        Does not compare the vocab size, the model class in Megatron, the dtype of the router (stock
+        architectures cannot change it), or head mechanism settings that only matter in training.
+        """
+        ours = self._settings(ignored)
+        theirs = other._settings(ignored)
+        differences = {}
+        for name in ours | theirs:
+            if ours.get(name) != theirs.get(name):
+                differences[name] = (ours.get(name), theirs.get(name))
+        return differences
+
+    def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
+        skipped = {"vocab_size", "padded_vocab_size", "kha", "moe_router_dtype", "gpt_model"}
+        skipped.update(ignored)
+        settings = {}
+        for item in fields(self):
+            if item.name not in skipped:
+                settings[item.name] = getattr(self, item.name)
+        for name, value in self.kha.to_dict(start=False).items():
+            if not isinstance(value, dict):
+                settings[f"kha {name}"] = value
+                continue
+            for setting, chosen in value.items():
+                if setting not in _TRAINING_ONLY:
+                    settings[f"kha {name}.{setting}"] = chosen
+        return settings
+
+
+MODEL_FIELDS: dict[str, Field] = {row.field: row for row in rows(ModelConfig)}
+"""Lookup table from field names to Megatron and Hugging Face names."""
+HF_KEYS: dict[str, str] = {name: row.hf for name, row in MODEL_FIELDS.items() if row.hf}
+
+STYLE: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "position_embedding_type": "rope",
+    "hidden_dropout": 0.0,
+}
+"""Settings that all supported models have in common."""
+
+LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""These fields are only used for latent attention (MLA and GLA)."""

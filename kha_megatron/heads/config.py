@@ -1,0 +1,519 @@
+"""Configuration of all head mechanisms of a model."""
+
+import difflib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self, TypeVar, get_args
+
+from kha_megatron.errors import ConfigError
+from kha_megatron.heads import registry
+from kha_megatron.heads.gate import Gate
+from kha_megatron.heads.knock import PROJECTIONS, Knock, Variant
+from kha_megatron.heads.mechanism import (
+    Costs,
+    HeadFacts,
+    HeadRows,
+    HeadSizes,
+    HeadTensor,
+    Mechanism,
+    Projection,
+    check_fields,
+)
+from kha_megatron.heads.registry import mechanism_types
+
+AttentionKind = Literal["gta", "gla"]
+MechanismT = TypeVar("MechanismT", bound=Mechanism)
+
+CONFIG_VARIABLE = "KHA_CONFIG"
+"""Environment variable with settings for layer specs (JSON, or the path to a JSON file)."""
+
+ATTENTIONS: tuple[AttentionKind, ...] = get_args(AttentionKind)
+"""Attention types that Megatron does not have: Grouped-Tied and Grouped Latent Attention
+(https://arxiv.org/abs/2505.21487)."""
+
+INIT_SEED = 1234
+LATENT_HEADS = 2
+"""Default number of latent heads (the paper's GLA-2)."""
+
+_KNOCK_SETTINGS = tuple(field.name for field in fields(Knock))
+_OTHER_SETTINGS = ("init_seed", "attention", "latent_heads")
+
+
+@dataclass(frozen=True, init=False)
+class HeadsConfig:
+    """Head mechanisms of a model, in the order in which they are applied.
+
+    Without arguments, there are none. In most cases, you can start from a preset::
+
+        config = HeadsConfig.from_preset("kha_mlp")
+        config = HeadsConfig(Knock(value="mlp"), Gate(output="head"))  # from kha_megatron.heads
+
+    Raises:
+        ConfigError: If a mechanism occurs twice, or if two settings conflict.
+    """
+
+    mechanisms: tuple[Mechanism, ...]
+    init_seed: int
+    """Mixed with layer numbers and tensor names to get the random seeds of initial values."""
+    attention: AttentionKind | None
+    """``gta`` ties keys and values (KHA for ``value`` then applies to the tied state). ``gla``
+    splits the MLA latent into heads. If None, the attention type depends on Megatron's own
+    arguments."""
+    latent_heads: int
+    """Number of latent heads for ``gla``."""
+
+    def __init__(
+        self,
+        *mechanisms: Mechanism,
+        init_seed: int = INIT_SEED,
+        attention: AttentionKind | None = None,
+        latent_heads: int = LATENT_HEADS,
+    ) -> None:
+        object.__setattr__(self, "mechanisms", _in_order(mechanisms))
+        object.__setattr__(self, "init_seed", init_seed)
+        object.__setattr__(self, "attention", attention)
+        object.__setattr__(self, "latent_heads", latent_heads)
+        check_fields(self, "kha_")
+        self._check_attention()
+        self._check_own_projections()
+
+    def _check_attention(self) -> None:
+        is_gla = self.attention == "gla"
+        if self.latent_heads < 1 or (self.latent_heads != LATENT_HEADS and not is_gla):
+            raise ConfigError(
+                "kha_latent_heads must be at least 1 and is only supported with kha_attention=gla, "
+                f"got {self.latent_heads} with kha_attention={self.attention}."
+            )
+        key = self.variants.get("key")
+        if self.attention == "gta" and key is not None:
+            raise ConfigError(
+                f"kha_key={key} is not supported with kha_attention=gta, because GTA ties keys to "
+                "values. Use kha_value to apply KHA to the tied state."
+            )
+        if self.attention:
+            self.check(HeadFacts(multi_latent=is_gla))
+
+    def _check_own_projections(self) -> None:
+        for mechanism in self.mechanisms:
+            for projection in mechanism.own_projections:
+                for other in self.mechanisms:
+                    if setting := other.setting_of(projection):
+                        raise ConfigError(
+                            f"{setting} is not supported with {mechanism}, because all heads share "
+                            f"the same {projection}. Please remove {setting}."
+                        )
+
+    @classmethod
+    def from_preset(cls, name: str, **overrides: Any) -> Self:
+        """Build a preset, e.g. ``HeadsConfig.from_preset("kha_mlp", init="random")``.
+
+        Several presets are joined with ``+``, e.g. ``kha_mlp+gate_output``. ``overrides`` are
+        settings as in :meth:`to_dict`.
+
+        Raises:
+            ConfigError: If a preset does not exist, or if two presets conflict.
+        """
+        return cls.from_dict(preset_settings(name) | overrides)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Self:
+        """Build a config from a dict (see :meth:`to_dict`). Missing settings have defaults."""
+        known = setting_names()
+        unknown = sorted(settings.keys() - set(known))
+        if unknown:
+            raise ConfigError(
+                f"Unknown KHA setting {', '.join(unknown)}. Available settings: {', '.join(known)}."
+            )
+        mechanisms: list[Mechanism] = []
+        knock = {name: settings[name] for name in _KNOCK_SETTINGS if name in settings}
+        is_used = any(knock.get(projection) is not None for projection in PROJECTIONS)
+        if is_used or knock.get("init", Knock.init) != Knock.init:
+            mechanisms.append(Knock(**knock))
+        for name, kind in mechanism_types().items():
+            value = settings.get(name)
+            if value is None:
+                continue
+            mechanisms.append(value if isinstance(value, kind) else kind.from_dict(value))
+        others = {name: settings[name] for name in _OTHER_SETTINGS if name in settings}
+        return cls(*mechanisms, **others)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any]) -> Self | None:
+        """Build a config from command-line options.
+
+        Args:
+            options: Option values by setting, plus ``preset``, ``heads`` and ``heads_from`` (the
+                lists of ``--heads`` and ``--heads-from`` arguments). Use None for options that the
+                user did not pass, and ``"none"`` to disable something that is part of the preset.
+
+        Returns:
+            The config, or None if there is neither a preset nor a mechanism.
+        """
+        passed: dict[str, Any] = {n: value for n, value in options.items() if value is not None}
+        registry.use_files(passed.pop("heads_from", ()))
+        preset = passed.pop("preset", None)
+        passed = parse_heads(passed.pop("heads", ())) | passed
+        if preset is None and not passed.keys() & {*PROJECTIONS, *mechanism_types()}:
+            return None
+        for projection in PROJECTIONS:
+            if passed.get(projection) == "none":
+                passed[projection] = None
+        settings = preset_settings(preset or "baseline")
+        # options override settings of the preset's mechanisms
+        for name in mechanism_types().keys() & passed.keys() & settings.keys():
+            if passed[name] is not None:
+                passed[name] = {**settings[name], **passed[name]}
+        return cls.from_dict(settings | passed)
+
+    @classmethod
+    def from_entries(cls, entries: Mapping[str, Any]) -> Self | None:
+        """Load the config of a saved model. Returns None if the model does not use KHA.
+
+        ``entries`` can be a Hugging Face ``config.json`` or the args in a Megatron checkpoint. Our
+        settings start with ``kha_``. For Megatron, we also have to check ``spec`` (it may name a
+        preset) and ``attention_output_gate``.
+
+        Raises:
+            ConfigError: If the model uses a mechanism of a package that is not installed.
+        """
+        has_output_gate = entries.get("attention_output_gate") is True
+        registry.check_registered(entries.get("kha_providers") or {})
+        settings = {}
+        for name in setting_names():
+            if f"kha_{name}" in entries:
+                settings[name] = entries[f"kha_{name}"]
+        if settings.keys() & {*PROJECTIONS, *mechanism_types()}:
+            for projection in PROJECTIONS:
+                if settings.get(projection) == "none":
+                    settings[projection] = None
+            return cls.from_dict(settings).with_output_gate(has_output_gate)
+        preset = _preset_of_spec(entries.get("spec"))
+        if preset is None and not has_output_gate:
+            return None
+        return cls.from_preset(preset or "baseline").with_output_gate(has_output_gate)
+
+    def to_entries(self, *, multi_latent: bool = False) -> dict[str, Any]:
+        """Inverse of :meth:`from_entries`, for Megatron args."""
+        entries = {f"kha_{name}": value for name, value in self.to_dict().items()}
+        # Megatron's own output gate is not available for MLA
+        if self.has_output_gate and not multi_latent:
+            entries["attention_output_gate"] = True
+        return entries | self.providers_entry
+
+    @property
+    def providers_entry(self) -> dict[str, dict[str, str]]:
+        """Record which package or file each external mechanism is from (empty without any)."""
+        providers = {}
+        for mechanism in self.without(Knock).mechanisms:
+            provider = registry.provider_of(mechanism.name)
+            if provider:
+                providers[mechanism.name] = provider
+        return {"kha_providers": providers} if providers else {}
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Files of the mechanisms that were registered with ``--heads-from``."""
+        files: dict[str, None] = {}
+        for mechanism in self.without(Knock).mechanisms:
+            path = registry.file_of(mechanism.name)
+            if path:
+                files[path] = None
+        return tuple(files)
+
+    def to_dict(self, *, start: bool = True) -> dict[str, Any]:
+        """Convert to a JSON-serializable dict, e.g. for checkpoints.
+
+        Settings of KHA itself and of this class have their own names (e.g. ``value``), those of
+        other mechanisms are dicts (e.g. ``gate``). Disabled mechanisms are left out, and with
+        ``start=False`` also ``init`` and ``init_seed``.
+        """
+        knock = self.get(Knock)
+        settings: dict[str, Any] = dict.fromkeys(PROJECTIONS)
+        settings |= {"init": Knock.init}
+        if knock is not None:
+            settings |= knock.to_dict()
+        settings |= {name: getattr(self, name) for name in _OTHER_SETTINGS}
+        if not start:
+            del settings["init"], settings["init_seed"]
+        for mechanism in self.without(Knock).mechanisms:
+            settings[mechanism.name] = mechanism.to_dict()
+        return settings
+
+    def to_options(self) -> dict[str, Any]:
+        """Inverse of :meth:`from_options`."""
+        settings = self.to_dict()
+        options = {"preset": "baseline", "init": settings["init"]}
+        options |= {name: settings[name] or "none" for name in PROJECTIONS}
+        options |= {name: settings[name] for name in _OTHER_SETTINGS}
+        heads = []
+        for mechanism in self.without(Knock).mechanisms:
+            heads.append(mechanism.name)
+            for setting, value in mechanism.non_defaults().items():
+                text = value if isinstance(value, str) else json.dumps(value)
+                heads.append(f"{mechanism.name}.{setting}={text}")
+        return options | {"heads": tuple(heads) or None}
+
+    def updated(self, **settings: Any) -> Self:
+        """Return a copy with other settings (see :meth:`to_dict`), e.g. ``gate=None``."""
+        return type(self).from_dict(self.to_dict() | settings)
+
+    def get(self, kind: type[MechanismT]) -> MechanismT | None:
+        """Return the settings of a mechanism, or None if it is disabled."""
+        for mechanism in self.mechanisms:
+            if isinstance(mechanism, kind):
+                return mechanism
+        return None
+
+    def without(self, *kinds: type[Mechanism]) -> Self:
+        """Return a copy without these mechanisms."""
+        return self._with(m for m in self.mechanisms if not isinstance(m, kinds))
+
+    def merge(self, other: Self) -> Self:
+        """Return a copy that also has the mechanisms of ``other``."""
+        kinds = [type(mechanism) for mechanism in other.mechanisms]
+        return self._with([*self.without(*kinds).mechanisms, *other.mechanisms])
+
+    def _with(self, mechanisms: Iterable[Mechanism]) -> Self:
+        return type(self)(
+            *mechanisms,
+            init_seed=self.init_seed,
+            attention=self.attention,
+            latent_heads=self.latent_heads,
+        )
+
+    @property
+    def has_output_gate(self) -> bool:
+        """Whether Megatron's ``--attention-output-gate`` would do the same as our output gate."""
+        gate = self.get(Gate)
+        return gate is not None and gate.is_stock
+
+    def with_output_gate(self, is_set: bool) -> Self:
+        """Add the gate of ``--attention-output-gate`` if it ``is_set``, except for GTA and GLA.
+
+        Raises:
+            ConfigError: If this conflicts with the existing gates.
+        """
+        if not is_set or self.has_output_gate or self.attention is not None:
+            return self
+        existing = self.get(Gate)
+        gate = existing or Gate(output="element")
+        if gate.output is None:
+            gate = replace(gate, output="element")
+        if not gate.is_stock:
+            raise ConfigError(
+                f"--attention-output-gate is the same as {gate.name}.output=element with its "
+                f"defaults and cannot be combined with {existing}. Use only one of them."
+            )
+        return self._with([*self.without(Gate).mechanisms, gate])
+
+    def without_output_gate(self) -> Self:
+        """Remove the output gate if Megatron can apply it itself."""
+        gate = self.get(Gate)
+        if gate is None or not gate.is_stock:
+            return self
+        others = self.without(Gate)
+        if len(gate.positions) == 1:
+            return others
+        return self._with([*others.mechanisms, replace(gate, output=None)])
+
+    @property
+    def variants(self) -> dict[Projection, Variant]:
+        """KHA variants by projection (empty without KHA)."""
+        knock = self.get(Knock)
+        return knock.variants if knock else {}
+
+    @property
+    def own_projections(self) -> tuple[Projection, ...]:
+        """Projections that a mechanism computes instead of ``linear_qkv``."""
+        projections: list[Projection] = []
+        for mechanism in self.mechanisms:
+            projections += mechanism.own_projections
+        return tuple(projections)
+
+    @property
+    def is_foldable(self) -> bool:
+        """Whether we can fold everything into the weights of a stock model."""
+        return all(mechanism.is_foldable for mechanism in self.mechanisms)
+
+    def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
+        tensors: list[HeadTensor] = []
+        for mechanism in self.mechanisms:
+            tensors += mechanism.tensors(sizes)
+        return tuple(tensors)
+
+    def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
+        rows: list[HeadRows] = []
+        for mechanism in self.mechanisms:
+            rows += mechanism.rows(sizes)
+        return tuple(rows)
+
+    def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
+        return sum(mechanism.parameters(sizes, tp) for mechanism in self.mechanisms)
+
+    def costs(self, sizes: HeadSizes) -> Costs:
+        return sum((mechanism.costs(sizes) for mechanism in self.mechanisms), Costs())
+
+    def unfused_reason(self, sizes: HeadSizes) -> str | None:
+        for mechanism in self.mechanisms:
+            if reason := mechanism.unfused_reason(sizes):
+                return reason
+        return None
+
+    def check(self, facts: HeadFacts) -> None:
+        """Raise ConfigError if this config does not work with the given model."""
+        if self.attention and facts.multi_latent != (self.attention == "gla"):
+            needs = "does not support" if facts.multi_latent else "requires"
+            raise ConfigError(f"kha_attention={self.attention} {needs} --multi-latent-attention.")
+        facts = replace(facts, attention=self.attention)
+        for mechanism in self.mechanisms:
+            if reason := mechanism.unsupported_reason(facts):
+                raise ConfigError(reason)
+        ours = self if facts.multi_latent else self.without_output_gate()
+        if facts.predictions and (ours.mechanisms or ours.attention):
+            raise ConfigError(
+                "Multi-token prediction with KHA requires a hybrid model (--hybrid-layer-pattern "
+                "'*-*-/*-'), because GPTModel builds these layers without the layer spec."
+            )
+        if facts.flash_decode and (self.mechanisms or self.attention):
+            raise ConfigError(f"{self} does not support --flash-decode.")
+
+    def __str__(self) -> str:
+        """Short description for logs, e.g. ``query=linear key=linear`` or ``value=mlp in gta``."""
+        words = " ".join(str(mechanism) for mechanism in self.mechanisms) or "nothing (baseline)"
+        if self.attention:
+            words += f" in {self.attention}"
+        if self.latent_heads != LATENT_HEADS:
+            words += f" of {self.latent_heads}"
+        return words
+
+
+class KHAConfig:
+    """Name and arguments of :class:`HeadsConfig` in version 0.1."""
+
+    from_dict = HeadsConfig.from_dict
+    from_preset = HeadsConfig.from_preset
+
+    def __new__(cls, **settings: Any) -> HeadsConfig:  # type: ignore[misc]
+        return HeadsConfig.from_dict(settings)
+
+
+def _in_order(mechanisms: tuple[Mechanism, ...]) -> tuple[Mechanism, ...]:
+    """Sort mechanisms as they are applied. Raises ConfigError for anything else, or duplicates."""
+    order = [Knock.name, *mechanism_types()]
+    by_name: dict[str, Mechanism] = {}
+    for mechanism in mechanisms:
+        if not isinstance(mechanism, Mechanism):
+            raise ConfigError(f"HeadsConfig requires mechanisms, e.g. Knock(), got {mechanism!r}.")
+        if mechanism.name not in order:
+            raise ConfigError(
+                f"{mechanism.name} is not registered. Pass its file with --heads-from."
+            )
+        if mechanism.name in by_name:
+            raise ConfigError(f"{mechanism.name} is configured more than once.")
+        by_name[mechanism.name] = mechanism
+    return tuple(by_name[name] for name in order if name in by_name)
+
+
+def setting_names() -> tuple[str, ...]:
+    """Return the names of all settings that :meth:`HeadsConfig.from_dict` accepts."""
+    return (*_KNOCK_SETTINGS, *_OTHER_SETTINGS, *mechanism_types())
+
+
+def parse_heads(words: Iterable[str]) -> dict[str, Any]:
+    """Parse ``--heads`` arguments into settings.
+
+    Supported arguments:
+
+    - ``gate.output=head`` sets a field. The value is parsed as JSON and otherwise used as a string.
+    - ``talking`` enables a mechanism with its default settings.
+    - ``moh=none`` disables a mechanism, e.g. one from a preset.
+
+    KHA itself is called ``knock`` here, e.g. ``knock.value=mlp`` is equivalent to
+    ``--kha-value mlp``.
+    """
+    settings: dict[str, Any] = {}
+    known = (Knock.name, *mechanism_types())
+    knock = (*_KNOCK_SETTINGS, "init_seed")
+    for word in words:
+        path, equals, text = word.partition("=")
+        name, dot, setting = path.partition(".")
+        is_complete = equals if dot else not equals or text == "none"
+        is_known = name in known and (name != Knock.name or setting in knock)
+        if not (is_complete and is_known):
+            raise ConfigError(
+                f"Invalid value {word!r} for --heads. Use NAME.FIELD=VALUE, NAME or NAME=none, "
+                f"where NAME is one of {', '.join(known)}."
+            )
+        if name == Knock.name:
+            settings[setting] = _parse_value(text)
+        elif dot:
+            settings[name] = (settings.get(name) or {}) | {setting: _parse_value(text)}
+        else:
+            settings[name] = None if equals else settings.get(name) or {}
+    return settings
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return None if text == "none" else json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+class _Presets(Mapping[str, Mapping[str, Any]]):
+    def __getitem__(self, name: str) -> Mapping[str, Any]:
+        return registry.presets()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(registry.presets())
+
+    def __len__(self) -> int:
+        return len(registry.presets())
+
+
+PRESETS = _Presets()
+"""All presets of the registered mechanisms by name, e.g. ``kha_mlp_gate_output``."""
+
+
+def is_preset_name(name: str) -> bool:
+    """Check that ``name`` is a preset or consists of several presets joined with ``+``."""
+    return set(name.split("+")) <= PRESETS.keys()
+
+
+def _preset_of_spec(spec: Any) -> str | None:
+    """Return the preset that ``--spec`` names, if it is one of our layer specs."""
+    module, name = (*(spec or ()), None, None)[:2]
+    if module == "kha_megatron.mcore.specs" and is_preset_name(str(name)):
+        return name
+    return None
+
+
+def preset_settings(name: str) -> dict[str, Any]:
+    """Return the settings of a preset, or of several presets joined with ``+``.
+
+    Raises:
+        ConfigError: If a preset does not exist, or if two presets conflict.
+    """
+    names = name.split("+")
+    settings: dict[str, Any] = {}
+    for preset in names:
+        if preset not in PRESETS:
+            similar = difflib.get_close_matches(preset, PRESETS, n=1)
+            hint = f"Did you mean {similar[0]}? " if similar else ""
+            raise ConfigError(
+                f"Unknown KHA preset {preset!r}. {hint}Available presets: {', '.join(PRESETS)}. "
+                "Join presets with + to combine them."
+            )
+        if names.count(preset) > 1:
+            raise ConfigError(f"{name} contains the preset {preset} more than once.")
+        for setting, value in PRESETS[preset].items():
+            earlier = settings.get(setting, {})
+            is_mechanism = isinstance(value, Mapping)
+            if setting in settings and not (is_mechanism and earlier.keys().isdisjoint(value)):
+                raise ConfigError(
+                    f"Presets {', '.join(names)} cannot be combined, because more than one of them "
+                    f"sets {setting}."
+                )
+            settings[setting] = {**earlier, **value} if is_mechanism else value
+    return settings

@@ -1,0 +1,454 @@
+"""Convert Megatron's arguments and ``TransformerConfig`` to :class:`ModelConfig`, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kha_megatron.announcements import announce
+from kha_megatron.errors import CheckpointError
+from kha_megatron.heads.config import LATENT_HEADS, HeadsConfig
+from kha_megatron.model.config import LATENT, MODEL_FIELDS, STYLE, ModelConfig
+from kha_megatron.model.fields import read_arguments, read_attributes
+from kha_megatron.model.pattern import LayerPattern
+from kha_megatron.model.rope import Llama3Scaling, RopeScaling, Yarn
+
+SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "position_embedding_type": ("rope", "yarn"),
+    "yarn_correction_range_round_to_int": (True, None),
+    "add_bias_linear": (False,),
+    "qk_l2_norm": (False, None),
+    "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,),
+    "softmax_type": ("vanilla", None),
+    "window_size": (None,),
+    "no_rope_freq": (None,),
+    "rotary_interleaved": (False, None),
+    "rotary_seq_len_interpolation_factor": (None,),
+    "apply_residual_connection_post_layernorm": (False, None),
+    "use_mup": (False, None),
+    "moe_apply_probs_on_input": (False, None),
+    "moe_latent_size": (None,),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "moe_expert_capacity_factor": (None,),
+    "moe_router_force_load_balancing": (False, None),
+    "moe_router_force_biased": (None,),
+    "glu_linear_offset": (0.0, None),
+    "activation_func_clamp_value": (None,),
+    "heterogeneous_layers_config_path": (None,),
+}
+"""Allow-list for other arguments that would change the model's outputs."""
+
+_HYBRID = "hybrid_layer_pattern"
+
+_COPIED = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "group_query_attention",
+    "kv_channels",
+    "vocab_size",
+    "padded_vocab_size",
+    "max_position_embeddings",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "rotary_percent",
+    "qk_layernorm",
+    "add_qkv_bias",
+    "attention_output_gate",
+    "untie_embeddings_and_output_weights",
+    "init_method_std",
+    "attention_dropout",
+    "multi_latent_attention",
+    "mtp_num_layers",
+)
+"""Fields that a checkpoint records as they are."""
+_MAY_BE_MISSING = (
+    "vocab_size",
+    "padded_vocab_size",
+    "layernorm_zero_centered_gamma",
+    "attention_output_gate",
+    "multi_latent_attention",
+    "mtp_num_layers",
+)
+_EXPERTS = (
+    "num_experts",
+    "moe_router_topk",
+    "moe_router_score_function",
+    "moe_router_enable_expert_bias",
+    "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate",
+)
+_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+
+
+def model_from_arguments(
+    arguments: Mapping[str, Any], kha: HeadsConfig | None = None
+) -> ModelConfig | None:
+    """Describe the model of a command line. Returns None if model sizes are missing.
+
+    In hybrid models, ``num_layers`` is the number of pairs of attention and MLP. It is None if the
+    layer pattern has other layers, and so are ``ffn_hidden_size`` and ``mtp_num_layers``.
+    """
+    settings = read_arguments(ModelConfig, arguments)
+    heads = settings["num_attention_heads"]
+    hidden = settings["hidden_size"]
+    is_hybrid = bool(settings[_HYBRID])
+    if not (heads and hidden and (settings["num_layers"] or is_hybrid)):
+        return None
+    if not arguments.get("group_query_attention"):
+        settings["num_query_groups"] = heads
+    elif settings["num_query_groups"] is None:
+        settings["num_query_groups"] = 1  # Megatron's default
+    if not settings["kv_channels"]:
+        settings["kv_channels"] = max(1, hidden // heads)
+    if not settings["ffn_hidden_size"]:
+        width = int(hidden * 8 / 3 / 64) * 64 if settings["swiglu"] else 4 * hidden
+        settings["ffn_hidden_size"] = width
+    if arguments.get("device") == "cpu" and "transformer_impl" not in arguments:
+        settings["transformer_impl"] = "local"  # Transformer Engine requires a GPU
+    settings["num_experts"] = settings["num_experts"] or None
+    settings["moe_ffn_hidden_size"] = settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"]
+    if is_hybrid:
+        settings |= _layers_of_pattern(LayerPattern.parse(settings[_HYBRID]))
+    if kha is None:
+        kha = HeadsConfig(
+            attention=arguments.get("kha_attention"),
+            latent_heads=arguments.get("kha_latent_heads", LATENT_HEADS),
+        )
+    return ModelConfig(**settings, kha=kha)
+
+
+def _layers_of_pattern(pattern: LayerPattern | None) -> dict[str, Any]:
+    if pattern is None:
+        return {
+            "num_layers": None,
+            "ffn_hidden_size": None,
+            "moe_layer_freq": 1,
+            "mtp_num_layers": None,
+        }
+    return {
+        "num_layers": len(pattern.moe),
+        "moe_layer_freq": pattern.moe,
+        "mtp_num_layers": pattern.predictions or None,
+        "multi_latent_attention": pattern.latent,
+    }
+
+
+def model_from_config(config: Any, kha: HeadsConfig | None = None) -> ModelConfig:
+    """Describe the model of a ``TransformerConfig``, which has no vocab size.
+
+    ``num_layers`` is None for hybrid models and custom pipeline layouts. For hybrid models,
+    ``ffn_hidden_size`` and ``mtp_num_layers`` are None as well.
+    """
+    settings = read_attributes(ModelConfig, config)
+    settings["gpt_model"] = not config.is_hybrid_model
+    if kha is not None:
+        settings["kha"] = kha
+    if config.is_hybrid_model:
+        settings |= {"num_layers": None, "ffn_hidden_size": None, "mtp_num_layers": None}
+    if config.pipeline_model_parallel_layout is not None:
+        settings["num_layers"] = None
+    return ModelConfig(**settings)
+
+
+def model_from_checkpoint(
+    args: Mapping[str, Any], kha: HeadsConfig, padded_vocab_size: int
+) -> ModelConfig:
+    """Describe a trained model by the arguments in its checkpoint.
+
+    Only settings that affect the outputs are read, all others have their defaults. ``vocab_size``
+    still includes padding here.
+
+    Raises:
+        CheckpointError: If the model cannot be converted, or an argument is missing.
+    """
+    for name, allowed in SUPPORTED_ARGUMENTS.items():
+        if args.get(name) not in allowed:
+            raise _unsupported(name, args.get(name), f"expected {allowed[0]!r}")
+    try:
+        return _model_from_complete(args, kha, padded_vocab_size)
+    except KeyError as error:
+        raise CheckpointError(
+            f"Argument {error.args[0]} is missing in the checkpoint. Was it saved by another "
+            "version of Megatron?"
+        ) from error
+
+
+def _model_from_complete(
+    args: Mapping[str, Any], kha: HeadsConfig, padded_vocab_size: int
+) -> ModelConfig:
+    _check_pattern(args)
+    is_latent = bool(args.get("multi_latent_attention"))
+    names = [*_COPIED]
+    if is_latent:
+        names += LATENT
+    if args["num_experts"]:
+        names += _EXPERTS
+        _check_router(args)
+    for name in names:
+        argument = MODEL_FIELDS[name].argument
+        if argument not in args and name not in _MAY_BE_MISSING:
+            raise KeyError(argument)
+    if is_latent and args["q_lora_rank"] is None and args["qk_layernorm"]:
+        # Megatron would then normalize the input of q_proj
+        raise _unsupported("q_lora_rank", None, "qk_layernorm requires compressed queries")
+    parsed = model_from_arguments(args, kha)
+    if parsed is None:
+        raise _unsupported("num_layers", args["num_layers"], "expected at least one layer")
+    settings = STYLE | {name: getattr(parsed, name) for name in names}
+    settings |= {
+        "vocab_size": padded_vocab_size,
+        "padded_vocab_size": padded_vocab_size,
+        "rotary_base": float(args["rotary_base"]),
+        "scaling": _latent_yarn(args) if is_latent else _scaling(args),
+        "gpt_model": args.get(_HYBRID) is None,
+        "kha": kha,
+    }
+    if is_latent:
+        settings["num_query_groups"] = parsed.num_attention_heads
+        settings["kv_channels"] = parsed.v_head_dim
+    settings["group_query_attention"] = settings["num_query_groups"] != parsed.num_attention_heads
+    if parsed.mtp_num_layers and args.get("mtp_use_repeated_layer"):
+        settings["mtp_num_layers"] = 1
+    if parsed.num_experts:
+        settings |= _router_settings(args, parsed)
+    return ModelConfig(**settings)
+
+
+def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"The checkpoint was trained with {name}={value!r}, which is not supported: {why}."
+    )
+
+
+def _check_pattern(args: Mapping[str, Any]) -> None:
+    pattern = args.get(_HYBRID)
+    if pattern is None:
+        return
+    if not isinstance(pattern, str) or LayerPattern.parse(pattern) is None:
+        raise _unsupported(_HYBRID, pattern, "expected attention alternating with - or E")
+    if args.get("use_rope_scaling") and not _of_our_entry_point(args):
+        raise _unsupported("use_rope_scaling", True, "stock hybrid models ignore it")
+
+
+def _check_router(args: Mapping[str, Any]) -> None:
+    score = args["moe_router_score_function"]
+    balancing = args["moe_router_load_balancing_type"]
+    if score not in ("softmax", "sigmoid"):
+        raise _unsupported("moe_router_score_function", score, "expected softmax or sigmoid")
+    if balancing in ("sinkhorn", "quantile_balancing"):
+        raise _unsupported(
+            "moe_router_load_balancing_type", balancing, "it affects expert selection"
+        )
+
+
+def _router_settings(args: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return the settings of experts that depend on several arguments."""
+    # Sigmoid scores are only normalized for top-k > 1. Softmax comes after top-k (so weights sum
+    # to 1), unless moe_router_pre_softmax is set.
+    if model.moe_router_score_function == "sigmoid":
+        normalizes_topk = model.moe_router_topk > 1
+    else:
+        normalizes_topk = not args["moe_router_pre_softmax"]
+    factor = args["moe_router_topk_scaling_factor"]
+    settings = {
+        "moe_ffn_hidden_size": model.expert_width,
+        "moe_shared_expert_intermediate_size": model.shared_width or None,
+        "moe_layer_freq": tuple(int(model.is_moe(layer)) for layer in range(model.layers)),
+        "normalizes_topk": normalizes_topk,
+        "moe_router_dtype": args.get("moe_router_dtype"),
+        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+    }
+    if (args.get("moe_router_num_groups") or 1) > 1:
+        settings |= {name: args.get(name) for name in _GROUPS}
+    return settings
+
+
+STOCK_SCALING = Llama3Scaling(factor=8.0)
+"""Megatron's own scripts always use this scaling and ignore ``--rope-scaling-factor``."""
+_STOCK_SPEC = "kha_megatron.training.stock"
+"""Used with Megatron's own training script, patched to accept ``--kha-*`` flags."""
+
+
+def rope_scaling_factor(args: Mapping[str, Any]) -> float:
+    """Return the RoPE scaling factor that was really used in training.
+
+    Only our own entry point respects ``--rope-scaling-factor``. We can tell from the ``kha_*``
+    arguments whether it was used. Converted checkpoints do not have a ``spec`` and always store the
+    right factor.
+    """
+    return float(args["rope_scaling_factor"] if _of_our_entry_point(args) else STOCK_SCALING.factor)
+
+
+def _of_our_entry_point(args: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint was converted or trained with our entry point."""
+    return "spec" not in args or (
+        "kha_query" in args and (args["spec"] or [None])[0] != _STOCK_SPEC
+    )
+
+
+def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
+    if args["position_embedding_type"] == "yarn":
+        if args["rotary_percent"] != 1.0:  # ignored by Megatron
+            raise _unsupported("rotary_percent", args["rotary_percent"], "YaRN requires 1.0")
+        yarn = Yarn(**_scaling_fields(args, Yarn))
+        return yarn if yarn.factor != 1.0 else None
+    return _llama3(args) if args.get("use_rope_scaling") else None
+
+
+def _scaling_fields(args: Mapping[str, Any], kind: type[RopeScaling]) -> dict[str, Any]:
+    """Return the fields of ``kind`` whose arguments are set."""
+    settings = {}
+    for field, argument in kind.arguments.items():
+        if args.get(argument) is not None:
+            settings[field] = args[argument]
+    return settings
+
+
+def _llama3(args: Mapping[str, Any]) -> Llama3Scaling:
+    asked = float(args["rope_scaling_factor"])
+    factor = rope_scaling_factor(args)
+    if asked != factor:
+        announce(
+            f"Using a RoPE scaling factor of {factor:g}, because Megatron's own scripts ignore "
+            f"--rope-scaling-factor {asked:g}. If your script uses this argument, please set "
+            f"rope_parameters.factor to {asked:g} in the exported config.json.",
+            once=("rope_scaling_factor", asked),
+        )
+    return Llama3Scaling(**_scaling_fields(args, Llama3Scaling) | {"factor": factor})
+
+
+def _latent_yarn(args: Mapping[str, Any]) -> Yarn | None:
+    factor = float(args["rotary_scaling_factor"])
+    if args.get("rope_type") == "rope":
+        rotary_percent = args["rotary_percent"]
+        if rotary_percent != 1.0:
+            raise _unsupported("rotary_percent", rotary_percent, "rope_type=rope requires 1.0")
+        if factor > 1.0 and args["mscale_all_dim"]:  # would change the softmax scale
+            raise _unsupported(
+                "mscale_all_dim", args["mscale_all_dim"], "rope_type=rope requires 0.0"
+            )
+        return None
+    if factor == 1.0:
+        return None
+    known = {name: value for name, value in args.items() if not name.startswith("yarn_")}
+    return Yarn(**_scaling_fields(known, Yarn))
+
+
+def to_arguments(model: ModelConfig) -> dict[str, Any]:
+    """Build the arguments that Megatron would store in a checkpoint of this model.
+
+    The result is parsed again to catch settings that Megatron cannot represent.
+    """
+    assert model.padded_vocab_size is not None
+    is_latent = model.multi_latent_attention
+    names = [*STYLE, *_COPIED]
+    if is_latent:
+        names += LATENT
+    args: dict[str, Any] = {MODEL_FIELDS[name].argument: getattr(model, name) for name in names}
+    base = model.rotary_base
+    args |= {
+        "seq_length": model.max_position_embeddings,
+        "norm_epsilon": model.layernorm_epsilon,
+        "add_position_embedding": False,
+        "use_rotary_position_embeddings": False,
+        "rotary_base": int(base) if base == int(base) else base,
+        "rotary_interleaved": False,
+        "num_experts": None,
+    }
+    if model.num_experts:
+        args |= _expert_arguments(model)
+    if not model.gpt_model:
+        args |= {
+            _HYBRID: str(model.layer_pattern([model.layers])),
+            "num_layers": 2 * model.layers,
+            "moe_layer_freq": 1,
+        }
+    args |= _scaling_arguments(model)
+    parsed = model_from_checkpoint(args, model.kha, model.padded_vocab_size)
+    for name, (wanted, result) in model.differences(parsed).items():
+        raise CheckpointError(
+            f"Megatron does not support {name}={wanted!r} and would use {result!r} for this model."
+        )
+    ours = model.kha.without_output_gate() if model.attention_output_gate else model.kha
+    if ours.mechanisms or ours.attention is not None:
+        args |= model.kha.to_entries(multi_latent=is_latent)
+    return args
+
+
+def _scaling_arguments(model: ModelConfig) -> dict[str, Any]:
+    scaling = model.scaling
+    args: dict[str, Any] = {"use_rope_scaling": isinstance(scaling, Llama3Scaling)}
+    if isinstance(scaling, Yarn) and not model.multi_latent_attention:
+        # Megatron accepts add_position_embedding=False only for rope
+        args |= {"position_embedding_type": "yarn", "add_position_embedding": True}
+    if model.multi_latent_attention:
+        args["rope_type"] = "rope" if scaling is None else scaling.rope_type
+        args["rotary_scaling_factor"] = 1.0
+    if scaling is not None:
+        # stock scripts do not have all of these arguments, so leave out the defaults
+        for field, argument in scaling.arguments.items():
+            value = getattr(scaling, field)
+            if value != getattr(type(scaling), field, None):
+                args[argument] = value
+    return args
+
+
+def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
+    names = (*_EXPERTS, *_GROUPS, "moe_ffn_hidden_size", "moe_router_topk_scaling_factor")
+    args: dict[str, Any] = {name: getattr(model, name) for name in names}
+    if model.is_uniform:
+        args["moe_layer_freq"] = 1
+    else:
+        args["moe_layer_freq"] = [int(model.is_moe(layer)) for layer in range(model.layers)]
+    is_softmax = model.moe_router_score_function == "softmax"
+    args["moe_router_pre_softmax"] = is_softmax and not model.normalizes_topk
+    args["moe_router_load_balancing_type"] = "none"
+    args["moe_router_dtype"] = model.moe_router_dtype
+    return args
+
+
+_NOT_FROM_CHECKPOINT = (
+    "vocab_size",
+    "layernorm_epsilon",
+    "layernorm_zero_centered_gamma",
+    "qk_layernorm",
+    "attention_output_gate",
+    "use_rope_scaling",
+    *Llama3Scaling.arguments.values(),
+    "multi_latent_attention",
+    *LATENT,
+    "rope_type",
+    *Yarn.arguments.values(),
+    "moe_router_dtype",
+    "moe_router_num_groups",
+    "moe_router_group_topk",
+    "moe_shared_expert_gate",
+    "bf16",
+    "fp16",
+)
+"""``--use-checkpoint-args`` does not restore these, so we need to pass them explicitly."""
+
+
+def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
+    """Build the command line for training from a converted checkpoint.
+
+    We do not pass ``--load`` here. Otherwise, a restarted job would load the converted checkpoint
+    again and overwrite its own progress.
+    """
+    words = ["--pretrained-checkpoint", checkpoint, "--use-checkpoint-args"]
+    if not args.get(_HYBRID):
+        words.append("--gpt-model")
+    names: tuple[str, ...] = _NOT_FROM_CHECKPOINT
+    if args.get("kha_attention") == "gta":  # checked by our entry point before loading
+        names += ("position_embedding_type", "rotary_percent")
+    for name in names:
+        flag = MODEL_FIELDS[name].flag if name in MODEL_FIELDS else f"--{name.replace('_', '-')}"
+        value = args.get(name)
+        if value is not None and value is not False:
+            words += [flag] if value is True else [flag, str(value)]
+    return words

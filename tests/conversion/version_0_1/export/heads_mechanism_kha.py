@@ -1,0 +1,429 @@
+# kha_megatron.heads.mechanism of kha-megatron 0.1.0 (Apache-2.0)
+"""Base class of head mechanisms, and dataclasses that describe their parameters."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from types import NoneType
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
+
+from .errors_kha import ConfigError
+from .heads_ranks_kha import Ranks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Projection = Literal["query", "key", "value"]
+Gradient = Literal["heads", "tokens", "whole"]
+InitialValue = Literal["zeros", "ones", "identity", "blocks", "normal"] | Callable[[Any], Any]
+Stage = Literal["qkv", "core", "output", "dense"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """Head counts and dimensions of an attention layer (either global or on one TP rank)."""
+
+    query_heads: int
+    kv_heads: int  # same as query_heads for MLA and GLA
+    head_dim: int  # excluding the rotary part for MLA and GLA
+    value_dim: int | None = None  # defaults to head_dim
+    hidden_size: int = 0  # not needed to get tensor names
+    latent: bool = False  # MLA or GLA (no joint QKV projection)
+
+    def heads(self, projection: Projection) -> int:
+        return self.query_heads if projection == "query" else self.kv_heads
+
+    def dim(self, projection: Projection) -> int:
+        return (self.value_dim or self.head_dim) if projection == "value" else self.head_dim
+
+    def on_rank(self, tp: int) -> Self:
+        """Divide the head counts by the TP size, with at least one head per rank."""
+        return replace(
+            self, query_heads=max(1, self.query_heads // tp), kv_heads=max(1, self.kv_heads // tp)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadFacts:
+    """Model properties that decide whether a mechanism is supported."""
+
+    multi_latent: bool = False
+    attention: str | None = None  # KHAConfig.attention
+    qk_norm: bool = False
+    flash_decode: bool = False
+    rotary_features: int = 0  # number of features per head with RoPE
+    predictions: int = 0  # number of MTP layers
+    layers: int = 0  # 0 if unknown
+    query_heads: int = 0  # 0 if unknown
+    scales_queries: bool = False  # whether folding changes the norm of the queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadTensor:
+    """A parameter that a mechanism adds to an attention layer."""
+
+    name: str
+    """Attribute of Megatron's attention module that owns the weight, e.g. ``knock_value``."""
+    shape: tuple[int, ...]  # global, i.e. before TP sharding
+    gradient: Gradient
+    """What a TP rank has after backward: a partial sum over its ``heads``, a partial sum over its
+    ``tokens`` (with sequence parallelism), or the ``whole`` gradient. For parameters with
+    ``reads_input``, this is about the gradient of the projection's output."""
+    heads: Projection  # which heads use the parameter
+    initial: tuple[InitialValue, ...] = ("zeros",)  # or one entry per matrix
+    """``normal`` samples from a seed of its own. You can also pass a function of a module, which
+    fills a tensor in place and doesn't depend on the random state."""
+    hf: str  # submodule of self_attn in our Hugging Face model
+    matrices: tuple[str, ...] = ()
+    """Names of the ``nn.Linear`` modules under ``hf``, if the parameter stacks several matrices.
+    Note that ``nn.Linear`` stores them transposed."""
+    per_head: bool = False  # whether dim 0 is sharded along with the heads
+    reads_input: bool = False
+    """Whether this is a projection of the normalized layer input. :meth:`Mechanism.apply` then gets
+    the output of the projection, not the weight."""
+
+    @property
+    def key(self) -> str:
+        """Megatron checkpoint key, relative to ``decoder.layers.{layer}.``"""
+        return f"self_attention.{self.name}.weight"
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """Hugging Face checkpoint keys, relative to ``model.layers.{layer}.``"""
+        parts = [f"{self.hf}.{matrix}" for matrix in self.matrices] or [self.hf]
+        return tuple(f"self_attn.{part}.weight" for part in parts)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    def ranks(self, tp: int) -> int:
+        return tp if self.per_head and self.shape[0] % tp == 0 else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadRows:
+    """Extra rows of ``linear_qkv``, next to the query, key and value rows.
+
+    They are sharded and stored with their KV head (see ``model.qkv.QKVLayout``).
+    :meth:`Mechanism.apply` gets the output as a tensor of shape [..., num_heads, features].
+    """
+
+    name: str  # key in the tensors passed to Mechanism.apply
+    heads: Projection
+    features: int  # rows per head
+    hf: str  # submodule of self_attn in our Hugging Face model
+    is_stock: bool = False  # same as Megatron's --attention-output-gate
+
+    def size(self, sizes: HeadSizes) -> int:
+        return sizes.heads(self.heads) * self.features * sizes.hidden_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """What a mechanism adds to one layer. FLOPs are those of matmuls in the forward pass."""
+
+    flops: int = 0  # per token
+    pair_flops: int = 0  # per query-key pair, summed over heads
+    skippable_flops: int = 0  # per token, of inactive heads (which kernels don't skip)
+    skippable_pair_flops: int = 0
+    activations: int = 0
+    """16-bit values saved for backward per token, without recomputation."""
+    sharded_activations: int = 0  # those sharded by sequence parallelism
+    pair_activations: int = 0  # per query-key pair
+
+    def __add__(self, other: "Costs") -> "Costs":
+        names = (f.name for f in fields(self))
+        return Costs(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """Base class of head mechanisms.
+
+    Subclasses are frozen dataclasses with JSON-serializable fields. Users can set every field with
+    ``--heads NAME.FIELD=VALUE``. A new mechanism usually implements :meth:`tensors` and
+    :meth:`apply`; override the other methods as needed.
+    """
+
+    name: ClassVar[str]  # field name in KHAConfig
+    stages: ClassVar[tuple[Stage, ...]] = ("qkv",)
+    """When to call :meth:`apply`: after the QKV split and before QK-norm (``qkv``), after core
+    attention (``output``), or after the output projection (``dense``). With the stage ``core``,
+    :meth:`attend` replaces core attention, and no fused kernel can be used."""
+    own_projections: ClassVar[tuple[Projection, ...]] = ()
+    """Projections that the mechanism computes itself instead of ``linear_qkv``, from its parameters
+    ``{name}_{projection}``. All heads share them, and their size is :attr:`own_dim`."""
+    is_sparse: ClassVar[bool] = False
+    """Whether tokens use only a subset of the heads (so upcycling changes the outputs)."""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"{self.name}.")
+
+    def for_layer(self, layer: int) -> Self:
+        """Return the settings for one layer (0-based), in case they differ between layers."""
+        return self
+
+    @property
+    def own_dim(self) -> int | None:
+        """Head dim of queries and keys with :attr:`own_projections`."""
+        return None
+
+    def acts_at(self, stage: Stage) -> bool:
+        return stage in self.stages
+
+    def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
+        return ()
+
+    def rows(self, sizes: HeadSizes) -> tuple[HeadRows, ...]:
+        """Return the extra rows of ``linear_qkv``."""
+        return ()
+
+    def apply(
+        self, tensors: "Mapping[str, Tensor]", weights: "Mapping[str, Tensor]", ranks: Ranks
+    ) -> "dict[str, Tensor]":
+        """Apply the mechanism. Does nothing by default.
+
+        Args:
+            tensors (Mapping[str, Tensor]): ``query``, ``key`` and ``value`` (after the QKV split)
+                or ``output`` (after core attention), with local heads of shape
+                [..., num_heads, head_dim], or ``dense`` of shape [..., hidden_size]. Also contains
+                the outputs of earlier stages, of :meth:`rows` and of parameters with
+                ``reads_input``.
+            weights (Mapping[str, Tensor]): All other parameters. ``per_head`` parameters are
+                sharded.
+            ranks (Ranks): Collectives across the ranks with the other heads and tokens.
+
+        Returns:
+            dict[str, Tensor]: New values for some of the tensors, and anything that later stages
+                need.
+        """
+        return {}
+
+    def mix_logits(self, logits: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+        """Change the attention logits of all heads, before masking (stage ``core`` only).
+
+        Args:
+            logits (Tensor): Shape [batch, num_heads, query_len, key_len].
+        """
+        return logits
+
+    def mix_scores(self, scores: "Tensor", weights: "Mapping[str, Tensor]") -> "Tensor":
+        """Like :meth:`mix_logits`, for the attention weights after the softmax."""
+        return scores
+
+    def attend(
+        self,
+        query: "Tensor",
+        key: "Tensor",
+        value: "Tensor",
+        weights: "Mapping[str, Tensor]",
+        *,
+        scale: float,
+        mask: "Tensor | None" = None,
+        dropout: "Callable[[Tensor], Tensor] | None" = None,
+    ) -> "tuple[Tensor, Tensor]":
+        """Compute scaled dot-product attention of all heads (stage ``core`` only).
+
+        The softmax is computed in float32 or higher. If :meth:`mix_logits` and :meth:`mix_scores`
+        change nothing, this is bit-identical to Megatron's unfused attention.
+
+        Args:
+            query (Tensor): Shape [batch, num_heads, query_len, head_dim], with all heads of the
+                layer.
+            key (Tensor): Shape [batch, num_kv_heads, key_len, head_dim].
+            value (Tensor): Shape [batch, num_kv_heads, key_len, value_dim].
+            weights (Mapping[str, Tensor]): All parameters.
+            mask (Tensor, optional): Boolean (True means masked) or additive mask, broadcastable to
+                [batch, num_heads, query_len, key_len]. It is applied after mixing, since
+                ``-inf * 0`` is NaN. Queries with all keys masked attend to all of them equally.
+
+        Returns:
+            tuple[Tensor, Tensor]: Output and attention weights (before dropout).
+        """
+        import torch
+
+        shared = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
+        # same matmul as in Megatron's attention, so that results are bit-identical
+        logits = torch.baddbmm(
+            query.new_empty(1, 1, 1),
+            query.flatten(0, 1),
+            key.flatten(0, 1).mT,
+            beta=0.0,
+            alpha=scale,
+        ).unflatten(0, query.shape[:2])
+        logits = self.mix_logits(logits, weights)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if mask is not None:
+            lowest = torch.finfo(logits.dtype).min
+            hides = mask.dtype == torch.bool
+            logits = logits.masked_fill(mask, lowest) if hides else (logits + mask).clamp(lowest)
+        scores = self.mix_scores(logits.softmax(-1).to(query.dtype), weights)
+        dropped = scores if dropout is None else dropout(scores)
+        output = torch.bmm(dropped.flatten(0, 1), value.flatten(0, 1))
+        return output.unflatten(0, query.shape[:2]), scores
+
+    def fold(
+        self, weights: "Mapping[str, Tensor]", sizes: HeadSizes, scale: float
+    ) -> "dict[str, Tensor]":
+        """Compute ordinary projections that replace :attr:`own_projections`, for folding.
+
+        Args:
+            weights (Mapping[str, Tensor]): All parameters of one layer.
+            scale (float): Factor for the queries.
+
+        Returns:
+            dict[str, Tensor]: Weights of shape [num_heads * own_dim, hidden_size], by projection.
+        """
+        return {}
+
+    def setting_of(self, projection: Projection) -> str | None:
+        """Return the setting that changes a projection, for error messages (None if none does)."""
+        return None
+
+    def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
+        """Count the parameters per layer and TP rank (excluding padding)."""
+        rows = sum(row.size(sizes) for row in self.rows(sizes))
+        return sum(t.size // t.ranks(tp) for t in self.tensors(sizes)) + rows // tp
+
+    def costs(self, sizes: HeadSizes) -> Costs:
+        """Count FLOPs and saved activations in one layer (nothing by default)."""
+        return Costs()
+
+    def communication(self, sizes: HeadSizes, tp: int, width: int) -> tuple[int, int]:
+        """TP communication of one layer in forward and backward, in bytes per token.
+
+        Each rank sends ``(tp - 1) / tp`` of this. Input projections aren't included.
+
+        Args:
+            width (int): Bytes per activation.
+        """
+        return 0, 0
+
+    @property
+    def adds_loss(self) -> bool:
+        """Whether :meth:`apply` calls ``ranks.add_loss``."""
+        return False
+
+    @property
+    def is_foldable(self) -> bool:
+        """Whether a trained mechanism can be folded into the projections (see :meth:`fold`)."""
+        return False
+
+    def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
+        """Return the projections to double when the mechanism is added to a trained model.
+
+        For example, a sigmoid gate starts at 1/2. To preserve the model's outputs, we double the
+        gated projection and initialize the gate's own projection to zero. A projection can be
+        listed more than once. Raises ConfigError if there is no way to preserve the outputs (the
+        default).
+        """
+        raise ConfigError(
+            f"{self} changes the outputs of a trained model, regardless of its initialization. "
+            "Train it from scratch instead."
+        )
+
+    @property
+    def is_exact_at_start(self) -> bool:
+        """Whether the default initialization leaves outputs bit-identical (with the stage ``core``:
+        those of unfused attention)."""
+        sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
+        try:
+            doubled = self.projections_to_double()
+        except ConfigError:
+            return False
+        drawn = any("normal" in tensor.initial for tensor in self.tensors(sizes))
+        return not (doubled or drawn or self.rows(sizes))
+
+    def unfused_reason(self, sizes: HeadSizes) -> str | None:
+        """Explain why fused attention kernels can't be used (None if they can)."""
+        return None
+
+    def unsupported_reason(self, facts: HeadFacts) -> str | None:
+        """Return an error message if the mechanism doesn't support this model, otherwise None.
+
+        The default implementation rejects MLA, GTA and GLA.
+        """
+        kind = facts.attention or ("multi-latent attention" if facts.multi_latent else None)
+        return kind and f"{self} does not support {kind}. Use MHA, MQA or GQA."
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{cls.name} must be a mapping of settings, got {values!r}.")
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted({*values} - {*known}):
+            raise ConfigError(
+                f"Unknown setting {', '.join(unknown)} for {cls.name}. Available settings: "
+                f"{', '.join(known)}."
+            )
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+
+    def non_defaults(self) -> dict[str, Any]:
+        return {f.name: v for f in fields(self) if (v := getattr(self, f.name)) != f.default}
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.non_defaults().items())
+        return f"{self.name}({settings})" if settings else self.name
+
+
+def check_fields(settings: Any, prefix: str) -> None:
+    """Check a dataclass against its type annotations. Raises ConfigError."""
+    for item in fields(settings):
+        value, kind = getattr(settings, item.name), item.type
+        kinds = (kind,) if get_origin(kind) in (None, Literal, tuple) else get_args(kind)
+        if not any(_is_valid(value, kind) for kind in kinds):
+            literal = [
+                word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)
+            ]
+            words = literal + [_WORDS[kind] for kind in kinds if kind in _WORDS]
+            raise ConfigError(f"{prefix}{item.name} must be {' or '.join(words)}, got {value!r}.")
+
+
+_WORDS = {
+    NoneType: "none",
+    bool: "true or false",
+    int: "a non-negative integer",
+    float: "a non-negative number",
+    tuple[int, ...]: "a list of integers",
+}
+
+
+def _is_valid(value: Any, kind: Any) -> bool:
+    if get_origin(kind) is Literal:
+        return isinstance(value, str) and value in get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_valid(n, get_args(kind)[0]) for n in value)
+    if kind in (int, float):
+        return type(value) in (int, kind) and 0 <= value < math.inf
+    return isinstance(value, kind)
+
+
+def apply_stage(
+    stage: Stage,
+    mechanisms: "Iterable[tuple[Mechanism, Mapping[str, Tensor]]]",
+    tensors: "dict[str, Tensor]",
+    seen: "dict[str, Tensor]",
+    ranks: Ranks,
+) -> "list[Tensor]":
+    """Apply all mechanisms of a stage in order.
+
+    Args:
+        mechanisms (Iterable): Mechanisms with their weights.
+        tensors (dict[str, Tensor]): Input of the stage, updated in place.
+        seen (dict[str, Tensor]): Outputs of earlier stages and input projections. New outputs are
+            added to this dict.
+
+    Returns:
+        list[Tensor]: The updated ``tensors``.
+    """
+    for mechanism, weights in mechanisms:
+        if mechanism.acts_at(stage):
+            for name, x in mechanism.apply(tensors | seen, weights, ranks).items():
+                (tensors if name in tensors else seen)[name] = x
+    return list(tensors.values())
