@@ -100,19 +100,19 @@ def run_megatron_in_forks():
 
 @pytest.fixture(scope="session")
 def whole(request) -> bool:
-    """Whether all cases run, as in ``make test-all``."""
+    """Return True if all cases run, as in ``make test-all``."""
     return request.config.getoption("--whole")
 
 
 @pytest.fixture
 def parallelism_table(record_property):
-    """``parallelism_table(case, knocked, error, quantity)`` adds a row."""
+    """Return a function ``(case, knocked, error, quantity)`` that adds a row."""
     return lambda *row: record_property("parallelism", row)
 
 
 @pytest.fixture
 def faults_table(record_property):
-    """``faults_table(section, *cells)`` adds a row to a section of ``tests.tables.SECTIONS``."""
+    """Return a function ``(section, *cells)`` that adds a row to one of ``SECTIONS``."""
 
     def add(section, *cells):
         assert len(cells) == len(SECTIONS[section][1])
@@ -123,7 +123,7 @@ def faults_table(record_property):
 
 @pytest.fixture
 def nodes_table(record_property):
-    """``nodes_table(fault, result)`` adds a row."""
+    """Return a function ``(fault, result)`` that adds a row."""
     return lambda *row: record_property("nodes", row)
 
 

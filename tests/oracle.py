@@ -119,7 +119,7 @@ def rotate_pairs(x: Tensor, base: float) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal softmax attention of one head: ``[B, S, D]`` each, values of any width."""
+    """Compute causal softmax attention of one head: ``[B, S, D]`` each, values of any width."""
     length = query.shape[1]
     future = torch.ones(
         length,
@@ -288,7 +288,7 @@ def tied_attention(
     k_norm: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Grouped-Tied Attention: keys and values of a group are one state of ``D`` features.
+    """Compute Grouped-Tied Attention: keys and values of a group are one state of ``D`` features.
 
     The whole state is the value, and its first half is the half of the key without position. The
     other half of the key, with the rotary embedding, is one head of ``D / 2`` features for all
@@ -346,7 +346,7 @@ def latent_attention(
     gate: Gate | None = None,
     gate_weights: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Multi-head Latent Attention, or Grouped Latent Attention with several latent heads.
+    """Compute Multi-head Latent Attention, or Grouped Latent Attention with several latent heads.
 
     Keys and values of a head are up-projections of a latent without position, and one rotary key of
     ``R`` features is shared by all heads. In GLA the latent has ``kha.latent_heads`` heads. Each is
@@ -421,7 +421,7 @@ def mixed_attention(
     rotary_base: float | None = None,
     rotary_dim: int | None = None,
 ) -> Tensor:
-    """Talking heads (Shazeer et al. 2020, arXiv 2003.02436, section 2) and collaborative heads
+    """Compute talking heads (Shazeer et al. 2020, arXiv 2003.02436, section 2) or collaborative heads
     (Cordonnier et al. 2020, arXiv 2006.16362, section 3.2).
 
     Talking heads: the softmax of head ``k`` gets the sum over heads ``h`` of ``pre[h, k]`` times

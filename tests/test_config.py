@@ -176,7 +176,8 @@ def test_numbers_of_gates_are_those_of_the_paper():
 
 
 def test_megatrons_output_gate_is_a_gate():
-    stock, others = Gate(output="element"), HeadsConfig(Knock(value="mlp"), Gate(key="head"))
+    stock = Gate(output="element")
+    others = HeadsConfig(Knock(value="mlp"), Gate(key="head"))
     assert HeadsConfig().with_output_gate(True) == HeadsConfig(stock)
     assert HeadsConfig().with_output_gate(False) == HeadsConfig()
     both = others.with_output_gate(True)

@@ -44,7 +44,7 @@ DEFAULTS = {
     },
 }
 MICROBATCHES = 4
-"""Of one turn."""
+"""Microbatches of one turn."""
 
 TARGETS = {
     ("moe", 8192, "mlp/kernels"): 1.01,

@@ -41,7 +41,7 @@ COMPONENTS = {
     "flash-attn": "flash-attn (extra `flash`)",
     "apex": "NVIDIA's apex with fused_weight_gradient_mlp_cuda (from source: benchmarks/gpu.md)",
 }
-"""What the tests need, and how to get it. The benchmarks need the first two."""
+"""Packages that the tests need, and how to install them. The benchmarks need the first two."""
 
 
 class Stage(NamedTuple):

@@ -86,7 +86,7 @@ class Cell(NamedTuple):
 
     shape: str
     tokens: int
-    """Of one microbatch."""
+    """Tokens of one microbatch."""
     sequence: int
     precision: str
 

@@ -58,7 +58,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What one kernel does."""
+    """The memory traffic and the products of one kernel."""
 
     name: str
     launch: Launch

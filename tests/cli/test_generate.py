@@ -25,7 +25,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory, tokenizer):
-    """A MoE model with KHA-MLP; tests that change it use ``folder``."""
+    """Return a MoE model with KHA-MLP. Tests that change it use ``folder``."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("hf") / "model"
     config = KHAModelConfig(

@@ -57,7 +57,7 @@ def make_result(variant, seed: int, *, gain: float = 0.0) -> dict:
 
 @pytest.fixture
 def finished(tmp_path):
-    """Three seeds of kha_mlp, which gains 0.051, 0.052 and 0.053, kha_linear and the baseline.
+    """Return three seeds of the baseline, kha_linear and kha_mlp, which gains 0.051 to 0.053.
 
     kha_linear gains -0.001, 0 and 0.001.
     """

@@ -135,7 +135,7 @@ def test_parallel_runs_have_their_own_sample_index(tmp_path):
 
 @pytest.fixture
 def interrupted(tmp_path):
-    """A trial with a checkpoint of iteration 20."""
+    """Return a trial with a checkpoint of iteration 20."""
     (trial, *_) = planned(tmp_path / "out").trials
     save(trial.folder / "checkpoints", 20, {}, kha_value=None)
     write_json(trial.folder / RUN, {"starts": 1, "arguments": trial.config.flags})

@@ -189,7 +189,7 @@ def test_rows_without_text_are_skipped_and_counted(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory):
-    """Data of a vocabulary of 400 tokens, and of one of 300 tokens."""
+    """Prepare data with a vocabulary of 400 tokens, and with one of 300 tokens."""
     root = tmp_path_factory.mktemp("datasets")
     for size in (400, 300):
         prepare(

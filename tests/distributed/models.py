@@ -74,7 +74,11 @@ def initialize(seed: int = 7, **sizes: int) -> None:
 
 
 def gpt_model(
-    config: TransformerConfig, kha: HeadsConfig, *, layer_spec: Any = None, **options: Any
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    *,
+    layer_spec: Any = None,
+    **options: Any,
 ) -> GPTModel:
     """Build a GPTModel. See :func:`_build` for other options."""
     spec = layer_spec or kha_layer_spec(config, kha, options.get("vp_stage"))
@@ -82,7 +86,11 @@ def gpt_model(
 
 
 def hybrid_model(
-    config: TransformerConfig, kha: HeadsConfig, *, pattern: str, **options: Any
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    *,
+    pattern: str,
+    **options: Any,
 ) -> HybridModel:
     """Build a HybridModel with the same sizes as :func:`gpt_model`."""
     spec = kha_hybrid_stack_spec(kha)
@@ -97,9 +105,15 @@ def hybrid_model(
 
 
 def _build(
-    kind: Any, config: Any, spec: Any, kha: HeadsConfig, *, perturbed: bool = True, **options: Any
+    kind: Any,
+    config: Any,
+    spec: Any,
+    kha: HeadsConfig,
+    *,
+    perturbed: bool = True,
+    **options: Any,
 ) -> Any:
-    """``perturbed`` moves the shared matrices away from their initial value."""
+    """Build a model. If ``perturbed``, move the shared matrices away from their initial value."""
     if kha is not None and kha.attention == "gta":
         options["rotary_percent"] = 0.5
     options = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE} | options
@@ -112,7 +126,10 @@ def _build(
 
 
 def attention(
-    config: TransformerConfig, kha: HeadsConfig, layer_number: int = 1, **options: Any
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    layer_number: int = 1,
+    **options: Any,
 ) -> Any:
     """Build the attention of one layer from the layer spec of a GPTModel."""
     spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention

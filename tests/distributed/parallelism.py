@@ -62,7 +62,7 @@ class Layout:
         return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
-        """For example ``tp2 sp ep2``."""
+        """Return a name such as ``tp2 sp ep2``."""
         words = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -123,7 +123,7 @@ class Case:
         return "|".join(segments) + self.mtp * f"/{symbols[-2:]}"
 
     def __str__(self) -> str:
-        """For example ``tp2 sp, moe, recompute_granularity=full``."""
+        """Return a name such as ``tp2 sp, moe, recompute_granularity=full``."""
         words = [str(self.layout), self.model]
         for f in fields(self):
             value = getattr(self, f.name)

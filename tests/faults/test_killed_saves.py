@@ -164,8 +164,9 @@ def test_a_kill_while_a_checkpoint_is_replaced_leaves_no_mixture(entry, saved, t
     assert rest.codes == [0, 0], rest.output[-3000:]
     assert resumed(rest.output) == 1
     (line,) = [line for line in rest.remarks if "resuming" in line]
-    assert line.endswith(
+    message = (
         f"resuming from iter_0000001: {TRACKER} names 2, which is not a complete checkpoint; "
         "ignoring iter_0000002: incomplete checkpoint"
     )
+    assert line.endswith(message)
     assert MegatronCheckpoint.open(folder).iteration == 2

@@ -30,7 +30,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that owns ``tmp_path / "out"``."""
+    """Start another process that owns ``tmp_path / "out"``."""
     out = tmp_path / "out"
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(out)],
@@ -89,7 +89,7 @@ def test_a_requeued_job_takes_over_from_its_crashed_node(holder, tmp_path, monke
 
 @pytest.fixture(params=[errno.ENOLCK, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
 def no_locks(request, monkeypatch):
-    """A file system without locks. They fail with different error codes."""
+    """Make file locks fail, as on a file system without locks. Error codes differ."""
 
     def unsupported(descriptor, operation):
         raise OSError(request.param, os.strerror(request.param))

@@ -1,4 +1,4 @@
-"""The same model from Megatron's modules and from Transformer Engine's, on one rank.
+"""Build one model from Megatron's modules and from Transformer Engine's, on one rank.
 
 Transformer Engine needs sizes that are multiples of 16, and of 32 for tokens. The batch is odd.
 """

@@ -74,7 +74,7 @@ def test_gated_output_of_latent_attention_equals_the_oracle(gate):
 
 
 def test_gates_per_head_have_the_bias_of_their_projection():
-    """As in Megatron's ``linear_qkv``. Gates that all heads share have no bias."""
+    """Compare with Megatron's ``linear_qkv``. Gates that all heads share have no bias."""
     model = make_model(KNOCKED, kha_gate=CASES["everywhere"], attention_bias=True)
     attention = model.model.layers[0].self_attn
     biases = {name for name, _ in attention.named_parameters() if name.endswith(".bias")}

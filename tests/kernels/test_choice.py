@@ -1,4 +1,4 @@
-"""Whether a call of ``fused_knock`` runs in the kernels or in torch, and what is logged."""
+"""Test whether a call of ``fused_knock`` runs in the kernels or in torch, and what is logged."""
 
 import os
 import re

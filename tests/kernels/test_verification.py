@@ -1,4 +1,4 @@
-"""When the kernels are compared with torch. What the comparison finds is in test_mutations.py."""
+"""Test when the kernels are compared with torch. ``test_mutations.py`` tests what is detected."""
 
 from contextlib import contextmanager
 

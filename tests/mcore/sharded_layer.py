@@ -101,7 +101,7 @@ def decoded(kha: HeadsConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Ten
 
 
 class RankPass(NamedTuple):
-    """What one rank has of a :class:`Pass`."""
+    """The part of a :class:`Pass` on one rank."""
 
     first_token: int
     output: np.ndarray

@@ -72,7 +72,7 @@ def test_annealing_needs_counted_iterations_in_training_and_none_in_inference(ra
 
 
 def _projected(self, hidden, weight):
-    """What a router's projection gives, with another weight."""
+    """Return the output of a router's projection with another weight."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
     scores = torch.nn.functional.linear(hidden, weight)

@@ -47,7 +47,7 @@ def arguments(recipe: str, *words: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def mistakes():
-    """What is wrong with the arguments of recipes and with each of WRONG."""
+    """Return the errors in the arguments of recipes and in each of WRONG."""
     cases = [arguments(name) for name in DIFFERENT]
     cases += [arguments("dense-0.6b", *words.split()) for words in WRONG]
     run = entry.run([json.dumps(cases)], program=SCRIPT)

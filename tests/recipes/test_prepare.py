@@ -205,7 +205,7 @@ def test_paths_are_absolute(data, monkeypatch):
 
 @pytest.fixture
 def read_only_data(data):
-    """The data directory, mounted read-only, because root may write despite the permissions."""
+    """Mount the data directory read-only, because root may write despite the permissions."""
     if os.geteuid():
         data.chmod(0o555)
         yield data

@@ -124,7 +124,7 @@ echo "JobId=77 JobName=x JobState=$(cat "$STATE/end") Reason=None Restarts=0 Exi
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Directory in which the fake Slurm commands keep their state."""
+    """Return the directory in which the fake Slurm commands keep their state."""
     (tmp_path / "bin").mkdir()
     for name, body in FAKES.items():
         file = tmp_path / "bin" / name

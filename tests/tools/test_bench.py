@@ -31,7 +31,7 @@ def run_bench(name, words, file):
 
 
 def run_kernels_in_this_process(file):
-    """The same in a process that has not loaded ``tests/conftest.py``."""
+    """Run the benchmark of kernels in a process that has not loaded ``tests/conftest.py``."""
     words = ["--tokens", "5", "--heads", "3", "--head-dims", "64", "--variants", "gate"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KHA_KERNELS", "triton")

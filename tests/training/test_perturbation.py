@@ -19,20 +19,24 @@ def perturbed(size, dtype="float32", *, seed=3, **layout):
         tensor_model_parallel_size=ranks.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=ranks.get_pipeline_model_parallel_world_size(),
     )
-    stage = {
-        "pre_process": ranks.is_pipeline_first_stage(),
-        "post_process": ranks.is_pipeline_last_stage(),
-        "share_embeddings_and_output_weights": True,
-    }
-    model = models.gpt_model(config, HeadsConfig(), **stage).to(getattr(torch, dtype))
+    model = models.gpt_model(
+        config,
+        HeadsConfig(),
+        pre_process=ranks.is_pipeline_first_stage(),
+        post_process=ranks.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+    )
+    model.to(getattr(torch, dtype))
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     try:
         perturb_embedding([model], size, seed)
     except ConfigError as error:
         return str(error)
-    after = {name: weight.detach() for name, weight in model.named_parameters()}
-    changed = [name for name in before if not torch.equal(before[name], after[name])]
-    return [(name, before[name].double(), after[name].double()) for name in changed]
+    changed = []
+    for name, weight in model.named_parameters():
+        if not torch.equal(before[name], weight):
+            changed.append((name, before[name].double(), weight.detach().double()))
+    return changed
 
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -22,8 +22,9 @@ VIRTUAL = ["--num-virtual-stages-per-pipeline-rank", "2"]
 
 
 def train(words, folder, ranks, load=()):
-    saved = ["--save", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
-    run = start([*MODEL, *TRAINING, *RUN, *words, *load, *saved], ranks)
+    words = [*MODEL, *TRAINING, *RUN, *words, *load, "--save", str(folder)]
+    words += ["--tensorboard-dir", str(folder / "tensorboard")]
+    run = start(words, ranks)
     assert set(run.codes) == {0}, run.output[-4000:]
     return losses(folder / "tensorboard")
 

@@ -60,7 +60,7 @@ DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 
 @pytest.fixture(scope="module")
 def stock(corpus, tmp_path_factory):
-    """Eight iterations of the stock script on two ranks, saved after four and eight."""
+    """Run eight iterations of the stock script on two ranks, saved after four and eight."""
     folder = tmp_path_factory.mktemp("stock")
     words = [*MODEL, *TRAINING, *corpus, *PARALLEL, *SPEC, "kha", "--save-interval", "4"]
     words += ["--save", str(folder / "save"), "--tensorboard-dir", str(folder / "tensorboard")]
@@ -122,7 +122,7 @@ def test_the_example_trains(tmp_path):
 
 @pytest.fixture(scope="module")
 def gpt_model(corpus, tmp_path_factory):
-    """Eight iterations of a GPTModel in our entry point, with the distributed optimizer."""
+    """Run eight iterations of a GPTModel in our entry point, with the distributed optimizer."""
     folder = tmp_path_factory.mktemp("gpt")
     words = [*OURS, *corpus, *DISTRIBUTED, "--gpt-model", "--kha-init-seed", "5"]
     words += ["--save", str(folder / "save"), "--tensorboard-dir", str(folder / "tensorboard")]

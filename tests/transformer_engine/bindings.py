@@ -333,7 +333,7 @@ def _normalised(y: Tensor, out: Any, quantizer: Any, dtype: Any) -> Any:
 
 @torch.no_grad()
 def multi_tensor_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: Any) -> None:
-    """``lists[1] = scale * lists[0]``."""
+    """Set ``lists[1]`` to ``scale * lists[0]``."""
     for source, target in zip(*lists, strict=True):
         scaled = source.float() * scale
         if not torch.isfinite(scaled).all():
