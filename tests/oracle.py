@@ -421,8 +421,10 @@ def mixed_attention(
     rotary_base: float | None = None,
     rotary_dim: int | None = None,
 ) -> Tensor:
-    """Compute talking heads (Shazeer et al. 2020, arXiv 2003.02436, section 2) or collaborative heads
-    (Cordonnier et al. 2020, arXiv 2006.16362, section 3.2).
+    """Compute talking or collaborative heads.
+
+    Talking heads are described by Shazeer et al. 2020 (arXiv 2003.02436, section 2), collaborative
+    heads by Cordonnier et al. 2020 (arXiv 2006.16362, section 3.2).
 
     Talking heads: the softmax of head ``k`` gets the sum over heads ``h`` of ``pre[h, k]`` times
     the logits of ``h``, and its values get the sum of ``post[h, k]`` times the softmax of ``h``.

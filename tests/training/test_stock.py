@@ -18,7 +18,12 @@ from tests.mcore.test_patches import PATCHES, run_patch
 from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, scalars
 from tests.training.test_stock_script import STOCK
 
-HEADS, GROUPS, SEQUENCE, MICROBATCH, BATCH = 8, 2, 28, 3, 6  # of MODEL and TRAINING
+# sizes of MODEL and TRAINING
+HEADS = 8
+GROUPS = 2
+SEQUENCE = 28
+MICROBATCH = 3
+BATCH = 6
 
 RECORDED = """
 import sys

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from kha_megatron.mcore import cpu
 from tests.transformer_engine import bindings
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+HOPPER = (9, 0)
+BLACKWELL = (10, 0)
 """Compute capabilities that :func:`install` can simulate. MXFP8 needs Blackwell."""
 
 ENVIRONMENT = {
