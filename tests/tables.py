@@ -54,7 +54,10 @@ def _parallelism(rows: Rows) -> str:
         fp32=worst[False],
         bf16=worst[True],
     )
-    return "\n".join([heading, *(f"| {c} | {k} | {e:.1e} | {w} |" for c, k, e, w in rows)])
+    lines = [heading]
+    for case, kha, error, quantity in rows:
+        lines.append(f"| {case} | {kha} | {error:.1e} | {quantity} |")
+    return "\n".join(lines)
 
 
 _PARALLELISM = """# Parallel runs compared with an unsharded run
@@ -114,11 +117,11 @@ def _faults(rows: Rows) -> str:
     lines += ["be rejected or read correctly. To update this page, run `make test-all`."]
     lines += [f"{_machine()}."]
     for name, (text, columns) in SECTIONS.items():
-        found = [tuple(cells) for section, *cells in rows if section == name]
-        found = list(dict.fromkeys(found))  # without repetitions
-        lines += ["", f"## {name}: {len(found)}", "", text, ""]
+        rows_of_section = [tuple(cells) for section, *cells in rows if section == name]
+        rows_of_section = list(dict.fromkeys(rows_of_section))  # without repetitions
+        lines += ["", f"## {name}: {len(rows_of_section)}", "", text, ""]
         lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        lines += [f"| {' | '.join(map(str, cells))} |" for cells in found]
+        lines += [f"| {' | '.join(map(str, cells))} |" for cells in rows_of_section]
     return "\n".join(lines)
 
 

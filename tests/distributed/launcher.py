@@ -77,7 +77,10 @@ class RankPool:
         for rank, (_, connection) in enumerate(self._workers[:n]):
             connection.send((case, args, kwargs, rank, n, f"case {self._cases}"))
         results = self._collect(n, timeout)
-        failures = [f"rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
+        failures = []
+        for rank, (passed, result) in sorted(results.items()):
+            if not passed:
+                failures.append(f"rank {rank}:\n{result}")
         if failures or len(results) < n:
             self.close()  # a rank may hang, and the others have created other numbers of groups
             silent = sorted(set(range(n)) - set(results))

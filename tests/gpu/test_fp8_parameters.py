@@ -29,11 +29,19 @@ def places(recipe):
     model = models.build(KHAS["mixed"], engine, torch.bfloat16, moe=False, **fp8)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, fp8_param_gather=True)
     wrapped = DistributedDataParallel(model.config, settings, model)
-    buffers = {p: b.param_dtype for b in wrapped.buffers for p in b.params}
-    return {
-        name: (type(p.data).__name__, str(p.dtype), is_float8tensor(p), str(buffers[p]))
-        for name, p in model.named_parameters()
-    }
+    buffer_dtypes = {}
+    for buffer in wrapped.buffers:
+        for parameter in buffer.params:
+            buffer_dtypes[parameter] = str(buffer.param_dtype)
+    places = {}
+    for name, parameter in model.named_parameters():
+        places[name] = (
+            type(parameter.data).__name__,
+            str(parameter.dtype),
+            is_float8tensor(parameter),
+            buffer_dtypes[parameter],
+        )
+    return places
 
 
 def check(found):

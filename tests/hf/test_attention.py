@@ -165,12 +165,16 @@ def test_flash_attention_2_agrees_on_a_gpu(name):
     if not torch.cuda.is_available():
         pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
     kha, sizes = (FAMILY | UNEQUAL).get(name, (every_projection("mlp"), {}))
-    dtypes = {
-        "sdpa": torch.bfloat16,
-        "flash_attention_2": torch.bfloat16,
-        "eager": torch.float32,
+    models = {
+        "sdpa": make_model(kha, attention="sdpa", dtype=torch.bfloat16, **sizes),
+        "flash_attention_2": make_model(
+            kha,
+            attention="flash_attention_2",
+            dtype=torch.bfloat16,
+            **sizes,
+        ),
+        "eager": make_model(kha, attention="eager", dtype=torch.float32, **sizes),
     }
-    models = {a: make_model(kha, attention=a, dtype=d, **sizes) for a, d in dtypes.items()}
     ids = tokens().cuda()
     padded = torch.ones_like(ids)
     padded[0, :3] = 0
@@ -179,7 +183,10 @@ def test_flash_attention_2_agrees_on_a_gpu(name):
         for attention, model in models.items():
             model.load_state_dict(models["sdpa"].state_dict())
             with torch.no_grad():
-                logits[attention] = model.cuda()(ids, attention_mask=mask).logits[mask.bool()]
-        errors = {a: (x.float() - logits["eager"]).norm() for a, x in logits.items()}
-        floor = 2**-8 * logits["eager"].norm()
-        assert errors["flash_attention_2"] <= 2 * errors["sdpa"] + floor
+                output = model.cuda()(ids, attention_mask=mask)
+            logits[attention] = output.logits[mask.bool()].float()
+        exact = logits["eager"]
+        flash_error = (logits["flash_attention_2"] - exact).norm()
+        sdpa_error = (logits["sdpa"] - exact).norm()
+        floor = 2**-8 * exact.norm()
+        assert flash_error <= 2 * sdpa_error + floor

@@ -48,7 +48,9 @@ def mixed_after_the_mask():
     from kha_megatron.heads.talking import mix_heads
 
     def attend(self, query, key, value, weights, *, scale, mask, dropout):
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        heads_of_group = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(heads_of_group, 1)
+        value = value.repeat_interleave(heads_of_group, 1)
         logits = (scale * query @ key.mT).masked_fill(mask, -torch.inf)
         scores = mix_heads(logits, weights["talking_pre"]).softmax(-1)
         return mix_heads(scores, weights["talking_post"]) @ value, None

@@ -181,16 +181,21 @@ def expected(folder, prompts):
             logits = model(ids, use_cache=False).logits[0]
         best = logits[len(prompt) - 1 : -1].topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-4, "two tokens are equally likely"
-        rows = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+        logprobs = logits.log_softmax(-1)[:-1]
+        next_tokens = ids[0, 1:, None]
+        chosen = logprobs.gather(1, next_tokens)[:, 0].tolist()
         found["tokens"].append(ids[0, len(prompt) :].tolist())
-        found["logprobs"].append(rows[len(prompt) - 1 :])
-        found["prompt_logprobs"].append(rows[: len(prompt) - 1])
+        found["logprobs"].append(chosen[len(prompt) - 1 :])
+        found["prompt_logprobs"].append(chosen[: len(prompt) - 1])
     return found
 
 
 def environment(**more):
     """Return a quiet, offline environment without this Python's variables."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
+    inherited = {}
+    for name, value in os.environ.items():
+        if not name.startswith(("PYTHON", "VIRTUAL")):
+            inherited[name] = value
     return inherited | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -237,8 +242,11 @@ def check(answer, truth):
 
 
 def max_error(rows, others):
-    pairs = zip(rows, others, strict=True)
-    return max((torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in pairs)
+    errors = []
+    for row, other in zip(rows, others, strict=True):
+        difference = torch.tensor(row) - torch.tensor(other)
+        errors.append(difference.abs().max().item())
+    return max(errors)
 
 
 @pytest.fixture(scope="module")

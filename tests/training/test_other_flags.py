@@ -26,13 +26,15 @@ def resume(tmp_path):
         whole = tmp_path / "whole"
         rest = tmp_path / "rest"
         save = ["--save", str(whole), "--save-interval", "4", "--tensorboard-dir", str(whole)]
+        first_run = start([*words, *first, *save], program=program)
+        assert first_run.codes == [0], first_run.output[-2000:]
         load = ["--load", str(whole), "--ckpt-step", "4", "--tensorboard-dir", str(rest)]
-        runs = start([*words, *first, *save], program=program), start([*words, *then, *load])
-        for run in runs:
-            assert run.codes == [0], run.output[-2000:]
-        expected = losses(whole)
+        second_run = start([*words, *then, *load])
+        assert second_run.codes == [0], second_run.output[-2000:]
+        all_losses = losses(whole)
+        expected = {iteration: all_losses[iteration] for iteration in (5, 6, 7, 8)}
         saved = MegatronCheckpoint.open(whole / "iter_0000008")
-        return runs, losses(rest), {i: expected[i] for i in (5, 6, 7, 8)}, saved
+        return (first_run, second_run), losses(rest), expected, saved
 
     return run_twice
 

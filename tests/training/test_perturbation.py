@@ -55,11 +55,15 @@ def test_only_the_embedding_is_perturbed(ranks):
 
 def test_ranks_that_hold_the_same_weights_move_alike(ranks):
     ((first,), (last,)) = ranks(perturbed, 2, 1e-6, pipeline_model_parallel_size=2)
-    assert first[0] == EMBEDDING
-    assert last[0] == OUTPUT
-    assert torch.equal(first[2], last[2])
-    ((one,), (two,)) = ranks(perturbed, 2, 1e-3, tensor_model_parallel_size=2)
-    assert not torch.allclose(one[2] / one[1], two[2] / two[1], rtol=1e-6)
+    name, _, embedding = first
+    output_name, _, output = last
+    assert name == EMBEDDING
+    assert output_name == OUTPUT
+    assert torch.equal(embedding, output)
+    ((first,), (second,)) = ranks(perturbed, 2, 1e-3, tensor_model_parallel_size=2)
+    _, before, after = first
+    _, other_before, other_after = second
+    assert not torch.allclose(after / before, other_after / other_before, rtol=1e-6)
 
 
 def test_a_perturbation_below_the_dtype_is_refused(ranks):
