@@ -16,10 +16,10 @@ os.environ.update(cpu.ENVIRONMENT)
 cpu.install(despite_cuda=True)  # Megatron on the CPU. On a GPU, omit this line
 sys.argv += [word for flag in cpu.MEGATRON_FLAGS.items() for word in flag if word]  # and this one.
 
-from kha_megatron.mcore import compat
+from kha_megatron.mcore import patches
 
-compat.use_shipped_dataset_helpers()  # The wheel has no Makefile to compile them.
-compat.use_forked_writers()
+patches.use_shipped_dataset_helpers()  # The wheel has no Makefile to compile them.
+patches.use_forked_writers()
 
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder

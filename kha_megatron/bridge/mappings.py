@@ -1,4 +1,4 @@
-"""Parameter mappings for KHA models, generated from ``kha_megatron.conversion.table``.
+"""Parameter mappings for KHA models, built from ``kha_megatron.conversion.tensor_names``.
 
 Wildcards in parameter names are layer index and expert index, in this order, e.g.
 ``model.layers.*.mlp.experts.*.up_proj.weight``. We only list one name per norm, as Megatron-Bridge
@@ -18,30 +18,30 @@ from megatron.bridge.models.conversion.param_mapping import (
 )
 from torch import Tensor, nn
 
+from kha_megatron.conversion import tensor_mappings, tensor_names
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_configs import from_hf_config
-from kha_megatron.conversion.rows import HeadRow, QKVRow, Row, VocabularyRow, head_row
-from kha_megatron.conversion.table import OUTPUT_LAYER, tensor_slots
+from kha_megatron.conversion.tensor_mappings import HeadMapping, TensorMapping, head_mapping
 from kha_megatron.hf import KHAModelConfig
 
-MEGATRON, HF = "decoder.layers.*.", "model.layers.*."
-
-_EVERYTHING = from_hf_config(
-    KHAModelConfig(
-        num_hidden_layers=2,
-        attention_bias=True,
-        num_experts=1,
-        moe_intermediate_size=1,
-        mlp_layer_types=["dense", "sparse"],
-        scoring_func="sigmoid",
-        shared_expert_intermediate_size=1,
-        shared_expert_gate=True,
-    ).to_dict()
+MEGATRON = "decoder.layers.*."
+HF = "model.layers.*."
+_LAYER_MAPPINGS: tuple[TensorMapping, ...] = (
+    tensor_names.FUSED_INPUT_NORM,
+    tensor_names.QKV,
+    tensor_names.QKV_BIAS,
+    *tensor_names.QK_NORM,
+    tensor_names.ATTENTION_OUTPUT,
+    tensor_names.FUSED_MLP_NORM,
+    *tensor_names.MLP,
+    tensor_names.MLP_NORM,
+    tensor_names.ROUTER,
+    tensor_names.EXPERT_BIAS,
+    *tensor_names.EXPERT,
+    *tensor_names.SHARED_EXPERT,
+    tensor_names.SHARED_EXPERT_GATE,
 )
-"""Used to enumerate all tensors that a model in Megatron-Bridge can have."""
-_SLOTS = {slot.row: slot for slot in tensor_slots(_EVERYTHING)}.values()
-_KINDS = (AutoMapping, GatedMLPMapping, QKVMapping)
-"""Indexed by the number of Hugging Face tensors minus 1."""
+"""All tensors that a layer in Megatron-Bridge can have, except for those of head mechanisms."""
 
 
 class VocabularyMapping(AutoMapping):
@@ -53,17 +53,22 @@ class VocabularyMapping(AutoMapping):
 
     def hf_to_megatron(self, hf_weights: Tensor, megatron_module: nn.Module) -> Tensor:
         # If TP > 1, padding is already handled by Megatron-Bridge.
-        rows = len(megatron_module.get_parameter("weight"))
-        padding = rows - len(hf_weights) if self.tp_size == 1 else 0
-        if padding > 0:
-            hf_weights = nn.functional.pad(hf_weights, (0, 0, 0, padding))
+        padded_weight = megatron_module.get_parameter("weight")
+        padding_rows = len(padded_weight) - len(hf_weights)
+        if self.tp_size == 1 and padding_rows > 0:
+            hf_weights = nn.functional.pad(hf_weights, (0, 0, 0, padding_rows))
         return super().hf_to_megatron(hf_weights, megatron_module)
 
     def megatron_to_hf(
-        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
+        self,
+        megatron_weights: Tensor | None,
+        megatron_module: nn.Module | None,
     ) -> dict[str, Tensor]:
         gathered = super().megatron_to_hf(megatron_weights, megatron_module)
-        return {name: weight[: self.vocab_size] for name, weight in gathered.items()}
+        hf_weights = {}
+        for name, weight in gathered.items():
+            hf_weights[name] = weight[: self.vocab_size]
+        return hf_weights
 
     def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
         return type(self)(self.megatron_param, self.hf_param, self.vocab_size)
@@ -77,45 +82,53 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
     Args:
         megatron_param (str): Megatron parameter name.
         hf_param (dict[str, str]): Hugging Face tensor names, in the order they are packed.
-        row (Row): Table entry that splits and joins the tensors.
+        mapping (TensorMapping): Splits and joins the tensors.
         model (Architecture): Model architecture, needed for the shapes.
     """
 
     def __init__(
-        self, megatron_param: str, hf_param: dict[str, str], row: Row, model: Architecture
+        self,
+        megatron_param: str,
+        hf_param: dict[str, str],
+        mapping: TensorMapping,
+        model: Architecture,
     ) -> None:
         super().__init__(megatron_param, hf_param)
-        self._row, self._model = row, model
+        self._mapping = mapping
+        self._model = model
         self._sharded = ColumnParallelMapping(megatron_param, megatron_param)
         self._replicated = ReplicatedMapping(megatron_param, megatron_param)
 
     @property
     def _tensor_parallel(self) -> MegatronParamMapping[Tensor]:
-        row = self._row
-        if isinstance(row, HeadRow) and row.tensor and row.tensor.ranks(self.tp_size) == 1:
-            return self._replicated
-        return self._sharded
+        mapping = self._mapping
+        if not isinstance(mapping, HeadMapping):
+            return self._sharded
+        is_sharded = mapping.tensor.ranks(self.tp_size) > 1
+        return self._sharded if is_sharded else self._replicated
 
     def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
         parts = [hf_weights[name] for name in self.hf_param]
-        whole = torch.cat(self._row.join(parts, self._model))
-        return self._tensor_parallel.hf_to_megatron(whole, megatron_module)
+        packed = torch.cat(self._mapping.join(parts, self._model))
+        return self._tensor_parallel.hf_to_megatron(packed, megatron_module)
 
     def megatron_to_hf(
-        self, megatron_weights: Tensor | None, megatron_module: nn.Module | None
+        self,
+        megatron_weights: Tensor | None,
+        megatron_module: nn.Module | None,
     ) -> dict[str, Tensor]:
-        found = self._tensor_parallel.megatron_to_hf(megatron_weights, megatron_module)
-        return {
-            name: part.contiguous()
-            for whole in found.values()
-            for name, part in zip(
-                self.hf_param.values(), self._row.split(whole, self._model), strict=True
-            )
-        }
+        gathered = self._tensor_parallel.megatron_to_hf(megatron_weights, megatron_module)
+        hf_weights = {}
+        for packed in gathered.values():
+            names = self.hf_param.values()
+            parts = self._mapping.split(packed, self._model)
+            for name, part in zip(names, parts, strict=True):
+                hf_weights[name] = part.contiguous()
+        return hf_weights
 
     def resolve(self, captures: tuple[str, ...]) -> "PackedMapping":
-        ours, theirs = self._resolve_names(captures)
-        return type(self)(ours, theirs, self._row, self._model)
+        megatron_param, hf_param = self._resolve_names(captures)
+        return type(self)(megatron_param, hf_param, self._mapping, self._model)
 
 
 def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:
@@ -124,34 +137,84 @@ def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[A
     Note: ``config`` is None when Megatron-Bridge handles an adapter. The result does not include
     embeddings and mechanisms then.
     """
-    found: list[MegatronParamMapping[Any]] = []
-    model = None if config is None else from_hf_config(config.to_dict())
-    plain = model is None or list(model.qkv.parts) == list(_EVERYTHING.qkv.parts)
-    for row, layer, _ in _SLOTS:
-        if isinstance(row, QKVRow) and model is not None and not plain:
-            found.append(_packed(row, model))
-        elif not isinstance(row, VocabularyRow):
-            found += _unpacked(row, layer is not None)
-        elif config is not None and not (config.tie_word_embeddings and row is OUTPUT_LAYER):
-            found.append(VocabularyMapping(row.names[0], row.hf, config.vocab_size))
-    if model is None:
-        return found
-    return [*found, *(_packed(head_row(tensor), model) for tensor in model.head_tensors)]
+    model = None
+    mappings: list[MegatronParamMapping[Any]] = []
+    if config is not None:
+        model = from_hf_config(config.to_dict())
+        mappings.append(_vocabulary_mapping(tensor_names.EMBEDDING, config))
+    for mapping in _LAYER_MAPPINGS:
+        if mapping in tensor_names.EXPERT:
+            mappings += _expert_mappings(mapping)
+        elif model is not None and _is_packed(mapping, model):
+            mappings.append(_packed_mapping(mapping, model))
+        else:
+            megatron_param = MEGATRON + mapping.megatron
+            mappings.append(_plain_mapping(mapping, megatron_param))
+    final_norm = tensor_names.FINAL_NORM
+    mappings.append(AutoMapping(final_norm.megatron, final_norm.hf))
+    if config is not None and not config.tie_word_embeddings:
+        mappings.append(_vocabulary_mapping(tensor_names.LM_HEAD, config))
+    if model is not None:
+        for parameter in model.head_tensors:
+            mapping = head_mapping(parameter)
+            mappings.append(_packed_mapping(mapping, model))
+    return mappings
 
 
-def _packed(row: Row, model: Architecture) -> PackedMapping:
-    names = {name: HF + name for name in row.hf_names(model)}
-    return PackedMapping(MEGATRON + row.names[0], names, row, model)
+def _vocabulary_mapping(
+    mapping: tensor_mappings.VocabularyMapping,
+    config: KHAModelConfig,
+) -> VocabularyMapping:
+    return VocabularyMapping(mapping.megatron, mapping.hf, config.vocab_size)
 
 
-def _unpacked(row: Row, in_layer: bool) -> list[MegatronParamMapping[Any]]:
-    ours, theirs = (MEGATRON, HF) if in_layer else ("", "")
-    keys, parts = [ours + row.names[0]], row.hf_names(_EVERYTHING)
-    if row.per_expert:
-        # with grouped GEMM (weight0, weight1, ...) and in SequentialMLP
-        matrix, theirs = row.names[0].rpartition("experts.")[2], f"{HF}mlp.experts.*."
-        keys = [f"{ours}mlp.experts.{key}" for key in (f"{matrix}*", f"local_experts.*.{matrix}")]
-    # AutoMapping looks at the module type, which does not work for a bare parameter.
-    is_bare = row.names[0].endswith("gate_weight")
-    kind = ReplicatedMapping if is_bare else _KINDS[len(parts) - 1]
-    return [kind(key, *(theirs + part for part in parts)) for key in keys]
+def _expert_mappings(mapping: TensorMapping) -> list[MegatronParamMapping[Any]]:
+    """Return the mappings for grouped GEMM (weight0, weight1, ...) and for SequentialMLP."""
+    matrix = mapping.megatron.removeprefix("mlp.experts.experts.")
+    return [
+        _plain_mapping(mapping, f"{MEGATRON}mlp.experts.{matrix}*"),
+        _plain_mapping(mapping, f"{MEGATRON}mlp.experts.local_experts.*.{matrix}"),
+    ]
+
+
+def _is_packed(mapping: TensorMapping, model: Architecture) -> bool:
+    """Return True for a QKV tensor that does not just consist of queries, keys and values."""
+    if not isinstance(mapping, tensor_mappings.QKVMapping):
+        return False
+    return list(model.qkv.parts) != ["query", "key", "value"]
+
+
+def _packed_mapping(mapping: TensorMapping, model: Architecture) -> PackedMapping:
+    hf_param = {}
+    for name in mapping.hf_names(model):
+        hf_param[name] = HF + name
+    megatron_param = MEGATRON + mapping.megatron
+    return PackedMapping(megatron_param, hf_param, mapping, model)
+
+
+def _plain_mapping(mapping: TensorMapping, megatron_param: str) -> MegatronParamMapping[Any]:
+    match mapping:
+        case tensor_mappings.QKVMapping(query=query, key=key, value=value):
+            assert key is not None
+            return QKVMapping(
+                megatron_param,
+                q=HF + query,
+                k=HF + key,
+                v=HF + value,
+            )
+        case tensor_mappings.GatedMLPMapping(gate=gate, up=up):
+            return GatedMLPMapping(
+                megatron_param,
+                gate=_with_wildcard(gate),
+                up=_with_wildcard(up),
+            )
+        case tensor_mappings.DirectMapping(hf=hf) if mapping is tensor_names.SHARED_EXPERT_GATE:
+            # AutoMapping looks at the module type, which does not work for a bare parameter
+            return ReplicatedMapping(megatron_param, HF + hf)
+        case tensor_mappings.DirectMapping(hf=hf):
+            return AutoMapping(megatron_param, _with_wildcard(hf))
+    raise AssertionError(mapping)
+
+
+def _with_wildcard(name: str) -> str:
+    return HF + name.format(expert="*")

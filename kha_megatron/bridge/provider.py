@@ -15,7 +15,7 @@ with bridge_imports():
     from torch.nn.functional import silu
 
     from kha_megatron.mcore.added_loss import LossScale
-    from kha_megatron.mcore.specs import Spec, kha_layer_spec
+    from kha_megatron.mcore.gpt import Spec, kha_layer_spec
 
 
 def knocking_layer_spec(provider: "KHAModelProvider", vp_stage: int | None = None) -> Spec:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_output_folder
-from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import ModelSource
+from kha_megatron.conversion.tensor_mappings import TensorSlot
 from kha_megatron.conversion.transforms import count_not_finite
 from kha_megatron.errors import OutputError
 
@@ -77,13 +77,23 @@ class Plan(ABC):
             OutputError: If ``target`` contains the source checkpoint or unrelated files, or if
                 there is already a converted model and ``overwrite`` is not set.
         """
-        if self.source.path.resolve().is_relative_to(os.path.realpath(target)):
+        source_path = self.source.path.resolve()
+        if source_path.is_relative_to(os.path.realpath(target)):
             raise OutputError(f"{target} contains the source checkpoint. Use another directory.")
-        check_output_folder(target, overwrite=overwrite, mark=self.marker, only=self.patterns)
+        check_output_folder(
+            target,
+            overwrite=overwrite,
+            mark=self.marker,
+            only=self.patterns,
+        )
 
     @abstractmethod
     def write(
-        self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
+        self,
+        target: Path,
+        *,
+        workers: int | None = None,
+        on_bytes: OnBytes = lambda count: None,
     ) -> Conversion:
         """Convert the model and write it to ``target``.
 
@@ -100,13 +110,20 @@ class Plan(ABC):
         """
 
     def summarize(
-        self, target: Path, architecture: str, shards: int, not_finite: dict[str, int], *flags: str
+        self,
+        target: Path,
+        architecture: str,
+        shards: int,
+        not_finite: dict[str, int],
+        *flags: str,
     ) -> Conversion:
         entries = self.entries
         parameters = 0
         for slot, slot_entries in self.source.entries():
-            if slot.row.trained:
-                parameters += sum(math.prod(entry.shape) for entry in slot_entries)
+            if not slot.mapping.trained:
+                continue
+            for entry in slot_entries:
+                parameters += math.prod(entry.shape)
         return Conversion(
             path=target,
             architecture=architecture,
@@ -146,8 +163,9 @@ def transfer(
     free = _COPIES * max(sizes.values()) + _EXTRA_BYTES
 
     def move(slot: TensorSlot) -> TensorSlot:
+        names = slot.hf_names(source.model)
         tensors = source.read(slot)
-        for name, tensor in zip(slot.hf_names(source.model), tensors, strict=True):
+        for name, tensor in zip(names, tensors, strict=True):
             if count := count_not_finite(tensor):
                 not_finite[name] = count
         put(slot, tensors)

@@ -9,7 +9,6 @@ and ``save_pretrained(..., save_original_format=False)`` writes them like this. 
 one tensor per expert and projection, which is how all models are published.
 """
 
-import re
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,8 +17,14 @@ from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.errors import CheckpointError
 
-_FUSED = re.compile(r"(.+\.mlp\.experts)\.(gate_up|down)_proj")
-_PROJECTIONS = {"gate_up": ("gate", "up"), "down": ("down",)}
+_FUSED = {
+    ".mlp.experts.gate_up_proj": (
+        ".mlp.experts.{expert}.gate_proj.weight",
+        ".mlp.experts.{expert}.up_proj.weight",
+    ),
+    ".mlp.experts.down_proj": (".mlp.experts.{expert}.down_proj.weight",),
+}
+"""End of the name of a fused tensor, and of the names of the tensors it consists of."""
 
 
 class _ExpertWeight(NamedTuple):
@@ -39,12 +44,12 @@ class SplitExperts:
         self._positions: dict[str, _ExpertWeight] = {}
         self.entries: dict[str, TensorEntry] = {}
         """Metadata of all tensors by name."""
-        for name, entry in checkpoint.keys().items():
-            match = _FUSED.fullmatch(name)
-            if match and len(entry.shape) == 3:
-                self._split(match[1], _PROJECTIONS[match[2]], entry)
-            else:
+        for entry in checkpoint.keys().values():
+            suffix = _fused_suffix(entry)
+            if suffix is None:
                 self._add(entry)
+            else:
+                self._split(entry, suffix)
 
     def tensor(self, name: str) -> Tensor:
         """Load a tensor to CPU. Only reads the rows of a single expert from a fused tensor."""
@@ -52,16 +57,21 @@ class SplitExperts:
         if position is None:
             return self._checkpoint.tensor(name)
         experts = self._checkpoint.tensor(position.fused)
-        return experts[position.expert].narrow(0, position.first_row, position.rows)
+        expert = experts[position.expert]
+        return expert.narrow(0, position.first_row, position.rows)
 
-    def _split(self, prefix: str, projections: tuple[str, ...], fused: TensorEntry) -> None:
+    def _split(self, fused: TensorEntry, suffix: str) -> None:
+        layer = fused.name.removesuffix(suffix)
+        parts = _FUSED[suffix]
         experts, fused_rows, columns = fused.shape
-        rows = fused_rows // len(projections)
+        rows = fused_rows // len(parts)
         for expert in range(experts):
-            for number, projection in enumerate(projections):
-                name = f"{prefix}.{expert}.{projection}_proj.weight"
+            first_row = 0
+            for part in parts:
+                name = layer + part.format(expert=expert)
                 self._add(TensorEntry(name, fused.dtype, (rows, columns)))
-                self._positions[name] = _ExpertWeight(fused.name, expert, number * rows, rows)
+                self._positions[name] = _ExpertWeight(fused.name, expert, first_row, rows)
+                first_row += rows
 
     def _add(self, entry: TensorEntry) -> None:
         if entry.name in self.entries:
@@ -70,3 +80,13 @@ class SplitExperts:
                 "a tensor with all experts. Remove one of them."
             )
         self.entries[entry.name] = entry
+
+
+def _fused_suffix(entry: TensorEntry) -> str | None:
+    """Return the end of the name if a tensor contains all experts."""
+    if len(entry.shape) != 3:
+        return None
+    for suffix in _FUSED:
+        if entry.name.endswith(suffix):
+            return suffix
+    return None

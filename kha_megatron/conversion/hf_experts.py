@@ -80,8 +80,9 @@ _SCALED = ("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_route
 
 
 def _read_kha(config: PreTrainedConfig) -> dict[str, Any]:
+    layers = [int(mlp == "sparse") for mlp in config.mlp_layer_types]
     return {
-        "moe_layer_freq": tuple(int(mlp == "sparse") for mlp in config.mlp_layer_types),
+        "moe_layer_freq": tuple(layers),
         "moe_router_enable_expert_bias": config.scoring_func == "sigmoid",
         "moe_router_dtype": "fp32" if config.router_dtype == "float32" else None,
     }
@@ -104,13 +105,23 @@ def _read_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _write_qwen3(model: Architecture) -> dict[str, Any]:
-    dense = [i for i, sparse in enumerate(model.moe_layer_freq) if not sparse]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+    dense_layers = []
+    for layer, is_sparse in enumerate(model.moe_layer_freq):
+        if not is_sparse:
+            dense_layers.append(layer)
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense_layers}
+
+
+def _write_dense_qwen3_next(model: Architecture) -> dict[str, Any]:
+    return {
+        "num_experts": 0,
+        "mlp_only_layers": list(range(model.num_layers)),
+    }
 
 
 def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     first_sparse = config.first_k_dense_replace
-    freq = tuple(int(layer >= first_sparse) for layer in range(config.num_hidden_layers))
+    freq = [int(layer >= first_sparse) for layer in range(config.num_hidden_layers)]
     groups = config.n_group or 1
     per_token = config.num_experts_per_tok
     if any(freq) and groups > 1 and per_token != 2 * config.topk_group:
@@ -120,7 +131,10 @@ def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
             "num_experts_per_tok / topk_group experts, but transformers always uses the top two."
         )
     shared = config.moe_intermediate_size * (config.n_shared_experts or 0)
-    return {"moe_layer_freq": freq, "moe_shared_expert_intermediate_size": shared or None}
+    return {
+        "moe_layer_freq": tuple(freq),
+        "moe_shared_expert_intermediate_size": shared or None,
+    }
 
 
 def _write_deepseek(model: Architecture) -> dict[str, Any]:
@@ -161,7 +175,7 @@ QWEN3 = ExpertFields(
 QWEN3_NEXT = QWEN3._replace(
     fields=(*_COMMON, "moe_shared_expert_intermediate_size"),
     always=_SOFTMAX | {"moe_shared_expert_gate": True},
-    dense=lambda model: {"num_experts": 0, "mlp_only_layers": list(range(model.num_layers))},
+    dense=_write_dense_qwen3_next,
 )
 """``qwen3_next``: like ``qwen3_moe`` with an additional, gated shared expert."""
 

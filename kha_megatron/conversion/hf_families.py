@@ -1,7 +1,6 @@
 """Registry of supported Hugging Face architectures."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from huggingface_hub.dataclasses import strict
@@ -19,8 +18,9 @@ from transformers import (
 )
 
 from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.file_format import STANDARD, FileFormat
 from kha_megatron.conversion.hf_experts import DEEPSEEK, KHA, QWEN3, QWEN3_NEXT, ExpertFields
-from kha_megatron.conversion.rows import STANDARD, FileFormat
+from kha_megatron.conversion.tensor_names import QWEN_LAYER_NAMES, QWEN_PREDICTION_NAMES
 from kha_megatron.heads import Gate
 from kha_megatron.hf import KHAModelConfig
 
@@ -73,17 +73,12 @@ _QWEN3_NEXT = _QWEN3 | {"layernorm_zero_centered_gamma": True}
 _QWEN2 = _STANDARD | {"qk_layernorm": False, "add_qkv_bias": True}
 _LLAMA = _STANDARD | {"qk_layernorm": False, "add_qkv_bias": False}
 _NO_BIAS = {"attention_bias": False}  # would also add a bias to o_proj
-_QWEN3_5_FILES = FileFormat({"mlp.shared_experts.": "mlp.shared_expert."}, gate_in_query="head")
-_QWEN3_NEXT_FILES = replace(
-    _QWEN3_5_FILES,
-    renamed={
-        **_QWEN3_5_FILES.renamed,
-        "model.layers.{}.enorm.": "mtp.pre_fc_norm_embedding.",
-        "model.layers.{}.hnorm.": "mtp.pre_fc_norm_hidden.",
-        "model.layers.{}.eh_proj.": "mtp.fc.",
-        "model.layers.{}.shared_head.norm.": "mtp.norm.",
-        "model.layers.{}.": "mtp.layers.0.",
-    },
+_QWEN3_5_FILES = FileFormat(layer_names=QWEN_LAYER_NAMES, gate_in_query="head")
+_QWEN3_NEXT_FILES = FileFormat(
+    layer_names=QWEN_LAYER_NAMES,
+    prediction_names=QWEN_PREDICTION_NAMES,
+    prediction_prefix="mtp.layers.0.",
+    gate_in_query="head",
     predictions=1,
 )
 _DEEPSEEK_FILES = FileFormat(predictions=1000, shared=True)

@@ -17,25 +17,42 @@ from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.file_format import STANDARD, FileFormat
 from kha_megatron.conversion.fused_experts import SplitExperts
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
-from kha_megatron.conversion.rows import EMBEDDING as HF_EMBEDDING
-from kha_megatron.conversion.rows import LM_HEAD, STANDARD, FileFormat, TensorSlot
-from kha_megatron.conversion.table import EH_PROJ, MODEL, locate_tensors, tensor_slots
+from kha_megatron.conversion.megatron_keys import locate_tensors
+from kha_megatron.conversion.tensor_mappings import Shape, TensorSlot
+from kha_megatron.conversion.tensor_names import (
+    EMBEDDING,
+    LM_HEAD,
+    PREDICTION_PROJECTION,
+    tensor_slots,
+)
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.megatron import model_from_checkpoint
 
-FLOAT_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-EMBEDDING = "embedding.word_embeddings.weight"
+FLOAT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 _MAX_ELEMENTS = 2**56
-PADDING = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
+PADDING = (
+    "make_vocab_size_divisible_by",
+    "tensor_model_parallel_size",
+)
 """Megatron pads the vocab to a multiple of the product of these arguments."""
 _EXAMPLES = 3
 """Number of tensors that an error message names for each kind of problem."""
-_RECOMPUTED = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
+_RECOMPUTED = (
+    ".rotary_emb.inv_freq",
+    ".masked_bias",
+    ".attn.bias",
+)
 """Buffers saved by old versions of transformers. We ignore them."""
+Entries = Mapping[str, TensorEntry]
 
 
 class Read(Protocol):
@@ -67,14 +84,19 @@ class ModelSource:
         """Yield each slot with the metadata of its tensors."""
         for slot in tensor_slots(self.model):
             entries = []
+            names = slot.hf_names(self.model)
             tensors = self.read(slot, meta=True)
-            for name, tensor in zip(slot.hf_names(self.model), tensors, strict=True):
-                entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape)))
+            for name, tensor in zip(names, tensors, strict=True):
+                shape = tuple(tensor.shape)
+                entries.append(TensorEntry(name, tensor.dtype, shape))
             yield slot, entries
 
 
 def open_source(
-    path: Path, *, tokenizer: Path | None = None, comparing: bool = False
+    path: Path,
+    *,
+    tokenizer: Path | None = None,
+    comparing: bool = False,
 ) -> ModelSource:
     """Open a Hugging Face model or a Megatron checkpoint.
 
@@ -99,7 +121,7 @@ def open_source(
 
 def _open_hf(path: Path) -> ModelSource:
     checkpoint = HFCheckpoint.open(path)
-    formats = family_of(checkpoint.config).files
+    files = family_of(checkpoint.config).files
     tensors = SplitExperts(checkpoint)
     infos = {}
     for name, info in tensors.entries.items():
@@ -107,75 +129,86 @@ def _open_hf(path: Path) -> ModelSource:
             infos[name] = info
     model = from_hf_config(checkpoint.config)
     # config.json often has a number of MTP layers even if the model was saved without them
-    model = replace(model, mtp_num_layers=_count_predictions(model, formats, infos) or None)
-    expected = _expected_shapes(model, formats, limit=2 * len(infos) + 1000)
-    copies = _find_copies(model, formats, infos)
+    predictions = _count_predictions(model, files, infos)
+    model = replace(model, mtp_num_layers=predictions or None)
+    expected = _expected_shapes(model, files, limit=2 * len(infos) + 1000)
+    copies = _find_copies(model, files, infos)
     for copy, original in copies.items():
-        if not torch.equal(tensors.tensor(copy), tensors.tensor(original)):
+        stored_copy = tensors.tensor(copy)
+        stored_original = tensors.tensor(original)
+        if not torch.equal(stored_copy, stored_original):
             raise CheckpointError(
                 f"{copy} differs from {original} in {path}, but Megatron shares them in this model."
             )
     missing = expected.keys() - infos.keys()
-    unexpected = infos.keys() - expected.keys() - copies.keys() - _unused_experts(infos)
+    known = expected.keys() | copies.keys() | _unused_experts(infos)
+    unexpected = infos.keys() - known
     _check_tensors(path, CONFIG, infos, expected, missing, unexpected)
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
-        stored = []
-        for name in formats.names(slot, model):
-            if meta:
-                info = infos[name]
-                stored.append(torch.empty(info.shape, dtype=info.dtype, device="meta"))
-            else:
-                stored.append(tensors.tensor(name))
-        return formats.read(slot, model, stored)
+        names = files.names(slot, model)
+        if meta:
+            stored = [_meta_tensor(infos[name].shape, infos[name].dtype) for name in names]
+        else:
+            stored = [tensors.tensor(name) for name in names]
+        return files.read(slot, model, stored)
 
-    return ModelSource(checkpoint, model, read, formats)
+    return ModelSource(checkpoint, model, read, files)
 
 
 def _count_predictions(
-    model: Architecture, formats: FileFormat, infos: Mapping[str, TensorEntry]
+    model: Architecture,
+    files: FileFormat,
+    infos: Entries,
 ) -> int:
     """Count the MTP layers that the files contain."""
     count = 0
-    while count < formats.predictions:
-        projection = TensorSlot(EH_PROJ, model.num_layers + count)
-        if formats.names(projection, model)[0] not in infos:
+    while count < files.predictions:
+        projection = TensorSlot(PREDICTION_PROJECTION, model.num_layers + count)
+        (name,) = files.names(projection, model)
+        if name not in infos:
             break
         count += 1
     return count
 
 
 def _expected_shapes(
-    model: Architecture, formats: FileFormat, limit: int
-) -> dict[str, tuple[int, ...]]:
+    model: Architecture,
+    files: FileFormat,
+    limit: int,
+) -> dict[str, Shape]:
     """Return the shapes of the tensors in the files of a model by name.
 
     At most ``limit`` slots are included. This keeps us from running out of memory if the config is
     corrupted.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Shape] = {}
     for slot in islice(tensor_slots(model), limit):
-        names = formats.names(slot, model)
-        shape = slot.row.shape(model)
-        if min(shape) < 0 or math.prod(shape) > _MAX_ELEMENTS:
+        names = files.names(slot, model)
+        shape = slot.mapping.shape(model)
+        is_too_large = math.prod(shape) > _MAX_ELEMENTS
+        if min(shape) < 0 or is_too_large:
             raise CheckpointError(f"{CONFIG} leads to an invalid shape {shape} for {names[0]}.")
-        tensors = slot.row.split(torch.empty(shape, device="meta"), model)
-        for name, tensor in zip(names, formats.write(slot, model, tensors), strict=True):
+        parts = slot.mapping.split(_meta_tensor(shape), model)
+        stored = files.write(slot, model, parts)
+        for name, tensor in zip(names, stored, strict=True):
             shapes[name] = tuple(tensor.shape)
     return shapes
 
 
+def _meta_tensor(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def _find_copies(
-    model: Architecture, formats: FileFormat, infos: Mapping[str, TensorEntry]
+    model: Architecture,
+    files: FileFormat,
+    infos: Entries,
 ) -> dict[str, str]:
     """Map copies of the embedding and LM head to their originals, if the files contain both."""
-    copies = {}
+    copies = files.copies(model)
     if model.tied_embeddings:
-        copies[LM_HEAD] = HF_EMBEDDING
-    for row in MODEL:
-        if row.when(model, 0):
-            slot = TensorSlot(row)
-            copies |= dict.fromkeys(formats.copies(slot, model), slot.hf_names(model)[0])
+        copies[LM_HEAD.hf] = EMBEDDING.hf
     present = {}
     for copy, original in copies.items():
         if copy in infos and original in infos:
@@ -183,7 +216,7 @@ def _find_copies(
     return present
 
 
-def _unused_experts(infos: Mapping[str, TensorEntry]) -> set[str]:
+def _unused_experts(infos: Entries) -> set[str]:
     """Return empty tensors, which models without shared experts may still have for them."""
     unused = set()
     for name, info in infos.items():
@@ -196,29 +229,36 @@ def _open_megatron(path: Path) -> ModelSource:
     checkpoint = MegatronCheckpoint.open(path)
     args = checkpoint.args
     infos = checkpoint.keys()
-    if EMBEDDING not in infos:
-        raise CheckpointError(f"Tensor {EMBEDDING} not found in {path}. Is this a GPT checkpoint?")
-    rows = infos[EMBEDDING].shape[0]
-    model = model_from_checkpoint(args, HeadsConfig.from_entries(args) or HeadsConfig(), rows)
-    stored, unexpected, missing = locate_tensors(infos, model)
+    embedding = EMBEDDING.megatron
+    if embedding not in infos:
+        raise CheckpointError(f"Tensor {embedding} not found in {path}. Is this a GPT checkpoint?")
+    padded_vocab_size = infos[embedding].shape[0]
+    heads = HeadsConfig.from_entries(args) or HeadsConfig()
+    model = model_from_checkpoint(args, heads, padded_vocab_size)
+    located = locate_tensors(infos, model)
     expected = {}
-    for slot, (key, index) in stored.items():
-        shape = slot.row.shape(model)
-        stacked_dims = len(index)
+    for slot, location in located.slots.items():
+        shape = slot.mapping.shape(model)
+        stacked_dims = len(location.index)
         if slot.expert is not None:
             shape = (model.experts, *shape)
             stacked_dims -= 1
-        expected[key] = (*infos[key].shape[:stacked_dims], *shape)
-    _check_tensors(path, "training arguments", infos, expected, missing, unexpected)
+        stack = infos[location.key].shape[:stacked_dims]
+        expected[location.key] = (*stack, *shape)
+    _check_tensors(path, "training arguments", infos, expected, located.missing, located.unexpected)
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
-        key, index = stored[slot]
+        location = located.slots[slot]
         if meta:
-            shape, dtype = slot.row.shape(model), infos[key].dtype
-            return slot.row.split(torch.empty(shape, dtype=dtype, device="meta"), model)
-        return slot.row.split(checkpoint.tensor(key, index), model)
+            shape = slot.mapping.shape(model)
+            tensor = _meta_tensor(shape, infos[location.key].dtype)
+        else:
+            tensor = checkpoint.tensor(location.key, location.index)
+        return slot.mapping.split(tensor, model)
 
-    padding = {name: args.get(name) for name in ("vocab_size", *PADDING)}
+    padding = {}
+    for name in ("vocab_size", *PADDING):
+        padding[name] = args.get(name)
     return ModelSource(checkpoint, model, read, padding_arguments=padding)
 
 
@@ -226,7 +266,7 @@ def _check_tensors(
     path: Path,
     config: str,
     infos: Mapping[str, Any],
-    expected: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, Shape],
     missing: Iterable[str],
     unexpected: Iterable[str],
 ) -> None:
@@ -246,9 +286,11 @@ def _check_tensors(
         return
     problems = []
     if missing:
-        problems.append(f"missing {_list_examples(missing)}")
+        examples = _list_examples(missing)
+        problems.append(f"missing {examples}")
     if unexpected:
-        problems.append(f"unexpected {_list_examples(unexpected)}")
+        examples = _list_examples(unexpected)
+        problems.append(f"unexpected {examples}")
     if wrong:
         problems.append(_list_examples(wrong))
     listed = "; ".join(problems)
@@ -258,6 +300,7 @@ def _check_tensors(
 def _list_examples(names: Sequence[str]) -> str:
     """List the first names, e.g. ``a, b, c and 4 more``."""
     listed = ", ".join(names[:_EXAMPLES])
-    if len(names) > _EXAMPLES:
-        listed += f" and {len(names) - _EXAMPLES} more"
+    more = len(names) - _EXAMPLES
+    if more > 0:
+        listed += f" and {more} more"
     return listed

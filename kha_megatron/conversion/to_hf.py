@@ -16,6 +16,7 @@ from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import as_json, staged_folder
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
+from kha_megatron.conversion.folding import fold_heads
 from kha_megatron.conversion.hf_configs import (
     can_predict,
     fill_missing_tensors,
@@ -26,19 +27,18 @@ from kha_megatron.conversion.hf_configs import (
 )
 from kha_megatron.conversion.hf_families import FAMILIES
 from kha_megatron.conversion.model_card import CARD, model_card
-from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
-from kha_megatron.conversion.table import MODEL
+from kha_megatron.conversion.tensor_mappings import TensorSlot
+from kha_megatron.conversion.tensor_names import EMBEDDING, tensor_slots
 from kha_megatron.conversion.tokenizer_files import FILES
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     cast,
     center_and_round_norms,
     drop_predictions,
-    fold_heads,
     remove_padding,
-    upcycle_heads,
 )
+from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads.config import HeadsConfig
 
@@ -60,25 +60,35 @@ class HFPlan(Plan):
     @property
     def entries(self) -> list[TensorEntry]:
         entries = []
-        for slot, _ in self.source.entries():
-            for name, tensor in self._named_tensors(slot, self.source.read(slot, meta=True)):
-                entries.append(TensorEntry(name, tensor.dtype, tuple(tensor.shape)))
+        for slot in tensor_slots(self.source.model):
+            tensors = self.source.read(slot, meta=True)
+            for name, tensor in self._named_tensors(slot, tensors):
+                shape = tuple(tensor.shape)
+                entries.append(TensorEntry(name, tensor.dtype, shape))
         return entries
 
     def _named_tensors(
-        self, slot: TensorSlot, tensors: Sequence[Tensor]
+        self,
+        slot: TensorSlot,
+        tensors: Sequence[Tensor],
     ) -> list[tuple[str, Tensor]]:
         """Return the tensors of a slot as in the files, and then their copies."""
         files = FAMILIES[self.config.model_type].files
         model = self.source.model
+        names = files.names(slot, model)
         stored = files.write(slot, model, tensors)
-        named = list(zip(files.names(slot, model), stored, strict=True))
-        for copy in files.copies(slot, model):
-            named.append((copy, stored[0]))
+        named = list(zip(names, stored, strict=True))
+        for copy, original in files.copies(model).items():
+            if original == names[0]:
+                named.append((copy, stored[0]))
         return named
 
     def write(
-        self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
+        self,
+        target: Path,
+        *,
+        workers: int | None = None,
+        on_bytes: OnBytes = lambda count: None,
     ) -> Conversion:
         source = self.source
         config = self.config
@@ -136,8 +146,8 @@ def _fitting_architecture(model: Architecture, *, only_stock: bool) -> str:
 
 def _warn_of_router_dtype(source: ModelSource, config: PreTrainedConfig) -> None:
     """Log a warning if the exported model computes its routers in another dtype."""
-    first = TensorSlot(MODEL[0])
-    if not source.model.num_experts or source.read(first, meta=True)[0].dtype == torch.float32:
+    (embedding,) = source.read(TensorSlot(EMBEDDING), meta=True)
+    if not source.model.num_experts or embedding.dtype == torch.float32:
         return
     in_float32 = bool(from_hf_config(config.to_dict()).moe_router_dtype)
     if in_float32 != bool(source.model.moe_router_dtype):

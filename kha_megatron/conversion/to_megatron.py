@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 
 from kha_megatron.announcements import announce
-from kha_megatron.checkpoint.megatron import LAYERS
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_room, staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
-from kha_megatron.conversion.rows import TensorSlot
+from kha_megatron.conversion.megatron_keys import is_stacked, stack_of, written_key
 from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
-from kha_megatron.conversion.table import MODEL, megatron_name, tensor_slots
-from kha_megatron.conversion.transforms import cast, upcycle_heads
+from kha_megatron.conversion.tensor_mappings import TensorSlot
+from kha_megatron.conversion.tensor_names import EMBEDDING, tensor_slots
+from kha_megatron.conversion.transforms import cast
+from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.megatron import STOCK_SCALING, command_line, to_arguments
 
-_CORE_ATTENTION = "self_attention.core_attention"
 _TOKENIZER = "tokenizer"
 """Subdirectory for the tokenizer."""
 
@@ -57,7 +57,11 @@ class MegatronPlan(Plan):
             )
 
     def write(
-        self, target: Path, *, workers: int | None = None, on_bytes: OnBytes = lambda count: None
+        self,
+        target: Path,
+        *,
+        workers: int | None = None,
+        on_bytes: OnBytes = lambda count: None,
     ) -> Conversion:
         source = self.source
         args = dict(self.args)
@@ -70,8 +74,9 @@ class MegatronPlan(Plan):
         with staged_folder(target) as folder:
             check_room(folder, self.size)
             if source.tokenizer.write_tokenizer(folder / _TOKENIZER):
+                real_target = os.path.realpath(target)
                 args["tokenizer_type"] = "HuggingFaceTokenizer"
-                args["tokenizer_model"] = os.path.join(os.path.realpath(target), _TOKENIZER)
+                args["tokenizer_model"] = os.path.join(real_target, _TOKENIZER)
             release = folder / RELEASE
             release.mkdir()
             with TorchDistWriter(release) as writer:
@@ -81,12 +86,16 @@ class MegatronPlan(Plan):
 
                 not_finite = transfer(source, put, workers=workers, on_bytes=on_bytes)
                 _write_extra_states(writer, source.model)
-                common = {"args": Namespace(**args), "iteration": 0, "checkpoint_version": 3.0}
+                common = {
+                    "args": Namespace(**args),
+                    "iteration": 0,
+                    "checkpoint_version": 3.0,
+                }
                 writer.close(common, source.checkpoint.identity())
             (folder / TRACKER).write_text(RELEASE)
-            shards = len(list(release.glob("*.distcp")))
+            shards = list(release.glob("*.distcp"))
         arguments = command_line(args, str(target))
-        return self.summarize(target, "megatron", shards, not_finite, *arguments)
+        return self.summarize(target, "megatron", len(shards), not_finite, *arguments)
 
 
 def plan_import(
@@ -109,15 +118,19 @@ def plan_import(
     """
     source = open_source(path, tokenizer=tokenizer)
     multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel
-    rows = math.ceil(source.model.vocab_size / multiple) * multiple
-    model = replace(source.model, gpt_model=gpt_model, padded_vocab_size=rows)
+    multiples = math.ceil(source.model.vocab_size / multiple)
+    model = replace(
+        source.model,
+        gpt_model=gpt_model,
+        padded_vocab_size=multiples * multiple,
+    )
     source = replace(source, model=model)
     if upcycle is not None:
         source = upcycle_heads(source, upcycle)
     if dtype is not None:
         source = cast(source, FLOAT_DTYPES[dtype], allow_overflow=allow_overflow)
-    first_tensor, *_ = source.read(TensorSlot(MODEL[0]), meta=True)
-    params_dtype = first_tensor.dtype
+    (embedding,) = source.read(TensorSlot(EMBEDDING), meta=True)
+    params_dtype = embedding.dtype
     args = to_arguments(source.model) | {
         "params_dtype": params_dtype,
         "bf16": params_dtype == torch.bfloat16,
@@ -139,14 +152,13 @@ def _check_dtypes(source: ModelSource) -> None:
     """Raise CheckpointError if tensors that Megatron stores as one have different dtypes."""
     stored_together = defaultdict[Any, list[TensorEntry]](list)
     for slot, entries in source.entries():
-        layer = None if _is_stacked(source.model, slot) else slot.layer
-        stored_together[slot.row, layer] += entries
+        layer = None if is_stacked(slot, source.model) else slot.layer
+        stored_together[slot.mapping, layer] += entries
     counts_in_model: Counter[torch.dtype] = Counter()
     for entries in stored_together.values():
         counts_in_model.update(entry.dtype for entry in entries)
     for entries in stored_together.values():
-        counts = Counter(entry.dtype for entry in entries)
-        most_common = max(counts, key=lambda dtype: (counts[dtype], counts_in_model[dtype]))
+        most_common = _most_common_dtype(entries, counts_in_model)
         for entry in entries:
             if entry.dtype != most_common:
                 raise CheckpointError(
@@ -156,22 +168,38 @@ def _check_dtypes(source: ModelSource) -> None:
                 )
 
 
+def _most_common_dtype(
+    entries: list[TensorEntry],
+    counts_in_model: Counter[torch.dtype],
+) -> torch.dtype:
+    counts = Counter(entry.dtype for entry in entries)
+
+    def frequency(dtype: torch.dtype) -> tuple[int, int]:
+        return counts[dtype], counts_in_model[dtype]
+
+    return max(counts, key=frequency)
+
+
 def _write_slot(
-    writer: TorchDistWriter, model: Architecture, slot: TensorSlot, parts: list[Tensor]
+    writer: TorchDistWriter,
+    model: Architecture,
+    slot: TensorSlot,
+    parts: list[Tensor],
 ) -> None:
     """Write a slot to its (possibly stacked) Megatron tensor."""
-    row = slot.row
-    stack = _stack(model, slot)
-    shape = (*stack.shape, *row.shape(model))
-    names = row.names if row.both else row.names[:1]
+    mapping = slot.mapping
+    stack = stack_of(slot, model)
+    shape = (*stack.shape, *mapping.shape(model))
+    names = mapping.megatron_names if mapping.write_aliases else [mapping.megatron]
     for name in names:
-        key = _key(model, slot, name)
+        key = written_key(name, slot, model)
         start = 0
-        for block in row.join(parts, model):
+        for block in mapping.join(parts, model):
             rows, *other_dims = block.shape
-            offsets = (*stack.index, start, *[0] * len(other_dims))
-            chunk = block[(None,) * len(stack.shape)]
-            writer.write(key, chunk, shape=shape, offsets=offsets)
+            other_offsets = [0] * len(other_dims)
+            offsets = (*stack.index, start, *other_offsets)
+            stacked_dims = (None,) * len(stack.shape)
+            writer.write(key, block[stacked_dims], shape=shape, offsets=offsets)
             start += rows
 
 
@@ -179,54 +207,35 @@ def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
     """Megatron requires an ``_extra_state`` for each linear layer, norm and core attention."""
     written = set()
     if not model.gpt_model:
-        writer.write_object("output_layer._extra_state", None, shape=(1,), offsets=(0,))
+        writer.write_object(
+            "output_layer._extra_state",
+            None,
+            shape=(1,),
+            offsets=(0,),
+        )
     for slot in tensor_slots(model):
-        stack = _stack(model, slot)
-        modules = [name.rpartition(".")[0] for name in slot.row.names]
-        if slot.layer is not None:
-            modules.append(_CORE_ATTENTION)
-        for module in modules:
-            name = module.rpartition(".")[2]
-            is_linear = name.startswith("linear_") or module == "eh_proj"
-            has_state = is_linear or "norm" in name or module == _CORE_ATTENTION
-            key = _key(model, slot, f"{module}._extra_state")
-            if has_state and (key, stack.index) not in written:
-                written.add((key, stack.index))
-                writer.write_object(
-                    key,
-                    None,
-                    shape=stack.shape or (1,),
-                    offsets=stack.index or (0,),
-                )
+        stack = stack_of(slot, model)
+        for module in _modules_with_state(slot):
+            key = written_key(f"{module}._extra_state", slot, model)
+            if (key, stack.index) in written:
+                continue
+            written.add((key, stack.index))
+            writer.write_object(
+                key,
+                None,
+                shape=stack.shape or (1,),
+                offsets=stack.index or (0,),
+            )
 
 
-def _is_stacked(model: Architecture, slot: TensorSlot) -> bool:
-    in_decoder = slot.layer is not None and slot.layer < model.num_layers
-    return in_decoder and model.gpt_model and model.is_uniform
-
-
-def _key(model: Architecture, slot: TensorSlot, name: str) -> str:
-    if _is_stacked(model, slot):
-        return LAYERS + name
-    return megatron_name(name, slot.layer, model)
-
-
-@dataclass(frozen=True)
-class _Stack:
-    """Dimensions along which Megatron stacks the tensors of several layers or experts."""
-
-    shape: tuple[int, ...]
-    index: tuple[int, ...]
-    """Position of a slot in the stack."""
-
-
-def _stack(model: Architecture, slot: TensorSlot) -> _Stack:
-    shape = []
-    index = []
-    if slot.layer is not None and _is_stacked(model, slot):
-        shape.append(model.num_layers)
-        index.append(slot.layer)
-    if slot.expert is not None:
-        shape.append(model.num_experts)
-        index.append(slot.expert)
-    return _Stack(tuple(shape), tuple(index))
+def _modules_with_state(slot: TensorSlot) -> list[str]:
+    modules = []
+    for name in slot.mapping.megatron_names:
+        module, _, _ = name.rpartition(".")
+        _, _, module_name = module.rpartition(".")
+        is_linear = module_name.startswith("linear_") or module == "eh_proj"
+        if is_linear or "norm" in module_name:
+            modules.append(module)
+    if slot.layer is not None:
+        modules.append("self_attention.core_attention")
+    return modules

@@ -25,20 +25,19 @@ from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
 from kha_megatron.conversion import megatron_model
 from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
+from kha_megatron.conversion.folding import fold_heads
 from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
 from kha_megatron.conversion.megatron_model import Outputs, record_layers
-from kha_megatron.conversion.rows import TensorSlot
 from kha_megatron.conversion.sources import ModelSource, open_source
-from kha_megatron.conversion.table import tensor_slots
+from kha_megatron.conversion.tensor_mappings import TensorSlot
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     center_norms,
     count_not_finite,
     drop_predictions,
-    fold_heads,
     truncate_vocabulary,
-    upcycle_heads,
 )
+from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, in_one_line
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf.modeling_kha import find_caches
@@ -196,7 +195,8 @@ class Pair:
         """Rough estimate of the memory we need to run both models in float32."""
         parameters = 0
         for _, entries in self.first.entries():
-            parameters += sum(math.prod(entry.shape) for entry in entries)
+            for entry in entries:
+                parameters += math.prod(entry.shape)
         return int(parameters * 4 * 2.5)
 
     def compare(self, *, logits: bool = True, workers: int | None = None) -> Verification:
@@ -220,8 +220,9 @@ class Pair:
         for checkpoint in (self.first.checkpoint, self.second.checkpoint):
             if isinstance(checkpoint, HFCheckpoint) and not family_of(checkpoint.config).causal_lm:
                 return f": transformers does not support {checkpoint.path}."
-        if self.needed_bytes >= psutil.virtual_memory().available:
-            return f", which needs {self.needed_bytes / 10**9:.1f} GB of free memory."
+        needed_bytes = self.needed_bytes
+        if needed_bytes >= psutil.virtual_memory().available:
+            return f", which needs {needed_bytes / 10**9:.1f} GB of free memory."
         return None
 
 
@@ -270,17 +271,20 @@ def _adjust_heads(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
 
 
 def _fold_or_upcycle(
-    larger: ModelSource, smaller: ModelSource
+    larger: ModelSource,
+    smaller: ModelSource,
 ) -> tuple[ModelSource, ModelSource, bool]:
     """Fold the mechanisms that only ``larger`` has, or add them to ``smaller``.
 
     Returns:
         Both models, and whether ``larger`` was folded.
     """
-    added = larger.model.kha.without(*map(type, smaller.model.kha.mechanisms))
+    smaller_mechanisms = map(type, smaller.model.kha.mechanisms)
+    added = larger.model.kha.without(*smaller_mechanisms)
     if added.is_foldable:
         return fold_heads(larger, added), smaller, True
-    return larger, upcycle_heads(smaller, added.updated(init="identity")), False
+    added = added.updated(init="identity")
+    return larger, upcycle_heads(smaller, added), False
 
 
 def _mechanism_names(kha: HeadsConfig) -> set[str]:
@@ -339,7 +343,11 @@ def _locate_tensors(source: ModelSource) -> dict[str, _LocatedTensor]:
 
 
 def _count_parameters(located: dict[str, _LocatedTensor]) -> int:
-    return sum(math.prod(tensor.shape) for tensor in located.values() if tensor.slot.row.trained)
+    count = 0
+    for tensor in located.values():
+        if tensor.slot.mapping.trained:
+            count += math.prod(tensor.shape)
+    return count
 
 
 def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparison:
@@ -360,7 +368,8 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
         names = [name for name in slot.hf_names(pair.first.model) if name in comparable]
         if not names:
             return
-        second_tensors = pair.second.read(second_located[names[0]].slot)
+        second_slot = second_located[names[0]].slot
+        second_tensors = pair.second.read(second_slot)
         for name in names:
             first = first_tensors[first_located[name].position]
             second = second_tensors[second_located[name].position]
@@ -397,10 +406,9 @@ def missing_copies(source: ModelSource) -> set[str]:
 
     Servers load these layers separately. transformers ignores them, and Megatron has no copies.
     """
-    expected = set[str]()
-    for slot in tensor_slots(source.model):
-        expected.update(source.files.copies(slot, source.model))
-    return expected - source.checkpoint.keys().keys()
+    stored = source.checkpoint.keys()
+    copies = source.files.copies(source.model)
+    return copies.keys() - stored.keys()
 
 
 def _equal_after_rounding(first: Tensor, second: Tensor) -> bool:
@@ -451,8 +459,8 @@ def compare_logits(pair: Pair) -> tuple[Agreement, list[Decoding]]:
     decoding = []
     for source, outputs in ((first, first_outputs), (second, second_outputs)):
         if outputs.decoded is not None:
-            difference = (outputs.decoded - outputs.logits).abs().max().item()
-            decoding.append(Decoding(source.path, difference))
+            difference = (outputs.decoded - outputs.logits).abs()
+            decoding.append(Decoding(source.path, difference.max().item()))
     return agreement, decoding
 
 
@@ -460,13 +468,18 @@ def loss_of(path: Path, tokens: Tensor) -> float:
     """Return the cross-entropy loss on a batch of token IDs, in nats per token."""
     source = open_source(path, comparing=True)
     outputs = run_model(source.path, tokens, torch.float32)
-    logits = outputs.logits[:, :-1].double().flatten(0, 1)
-    next_tokens = tokens[:, 1:].flatten()
-    return torch.nn.functional.cross_entropy(logits, next_tokens).item()
+    logits = outputs.logits[:, :-1].double()
+    next_tokens = tokens[:, 1:]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())
+    return loss.item()
 
 
 def run_model(
-    path: Path, tokens: Tensor, rounded_to: torch.dtype, *, decode: bool = False
+    path: Path,
+    tokens: Tensor,
+    rounded_to: torch.dtype,
+    *,
+    decode: bool = False,
 ) -> Outputs:
     """Run a checkpoint in float32. See :func:`run_megatron` for the arguments.
 
@@ -501,7 +514,12 @@ def decode_with_cache(model: Any, tokens: Tensor) -> Tensor:
 
 def _split_for_decoding(tokens: Tensor) -> Iterator[Tensor]:
     length = tokens.shape[1]
-    ends = {max(1, length // 2), max(1, length - 2), max(1, length - 1), length}
+    ends = {
+        max(1, length // 2),
+        max(1, length - 2),
+        max(1, length - 1),
+        length,
+    }
     start = 0
     for end in sorted(ends):
         yield tokens[:, start:end]
@@ -517,7 +535,10 @@ def load_hf_model(path: Path, **settings: Any) -> Any:
     disable_progress_bar()
     set_verbosity_error()  # we check the loading report ourselves
     try:
-        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        local: dict[str, Any] = {
+            "local_files_only": True,
+            "trust_remote_code": False,
+        }
         config = AutoConfig.from_pretrained(path, **local)
         # config.json can select an attention or experts package that is not installed
         config._attn_implementation = config._experts_implementation = None
@@ -540,26 +561,35 @@ def load_hf_model(path: Path, **settings: Any) -> Any:
     first = model.config.num_hidden_layers
     last = first + getattr(model.config, "num_nextn_predict_layers", 0)
     drafting = tuple(f"model.layers.{layer}." for layer in range(first, last))
-    unexpected = report["unexpected_keys"]
-    report["unexpected_keys"] = [name for name in unexpected if not name.startswith(drafting)]
+    unexpected = []
+    for name in report["unexpected_keys"]:
+        if not name.startswith(drafting):
+            unexpected.append(name)
+    report["unexpected_keys"] = unexpected
     for problem, keys in report.items():
-        if keys:
-            raise CheckpointError(
-                f"The weights in {path} do not match its config.json: {len(keys)} "
-                f"{problem.replace('_', ' ')}, e.g. {min(map(str, keys))}."
-            )
+        if not keys:
+            continue
+        problem_name = problem.replace("_", " ")
+        example = min(str(key) for key in keys)
+        raise CheckpointError(
+            f"The weights in {path} do not match its config.json: {len(keys)} {problem_name}, "
+            f"e.g. {example}."
+        )
     return model
 
 
 def compare_outputs(first: Outputs, second: Outputs) -> Agreement:
     """Compare two outputs, ignoring vocab entries that only one of the models has."""
-    vocab_size = min(first.logits.shape[-1], second.logits.shape[-1])
+    first_vocab_size = first.logits.shape[-1]
+    second_vocab_size = second.logits.shape[-1]
+    vocab_size = min(first_vocab_size, second_vocab_size)
     first_logits = first.logits[..., :vocab_size]
     second_logits = second.logits[..., :vocab_size]
     difference = (first_logits - second_logits).abs()
     first_log_probs = first_logits.double().log_softmax(-1)
     second_log_probs = second_logits.double().log_softmax(-1)
-    kl = (first_log_probs.exp() * (first_log_probs - second_log_probs)).sum(-1)
+    log_ratio = first_log_probs - second_log_probs
+    kl = (first_log_probs.exp() * log_ratio).sum(-1)
     same_token = first_logits.argmax(-1) == second_logits.argmax(-1)
     return Agreement(
         max_difference=difference.max().item(),
@@ -572,8 +602,9 @@ def compare_outputs(first: Outputs, second: Outputs) -> Agreement:
 
 
 def _find_first_differing_layer(first: list[Tensor], second: list[Tensor]) -> int | None:
-    for number, (first_output, second_output) in enumerate(zip(first, second, strict=False)):
-        difference = (first_output - second_output).abs().max()
-        if not difference < LOGIT_TOLERANCE:  # also catches NaN
+    outputs = zip(first, second, strict=False)
+    for number, (first_output, second_output) in enumerate(outputs):
+        difference = (first_output - second_output).abs()
+        if not difference.max() < LOGIT_TOLERANCE:  # also catches NaN
             return number
     return None

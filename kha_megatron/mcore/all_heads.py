@@ -39,9 +39,11 @@ class AllHeadsAttention(GatheredDotProductAttention):
             "fp8_dot_product_attention",
             "fp8_multi_head_attention",
         ):
-            if (found := getattr(self.config, option)) not in (None, False, "vanilla"):
-                raise ConfigError(f"{mechanism} does not support {option}={found}. Remove it.")
-        self.mechanism, self.weights = mechanism, weights
+            value = getattr(self.config, option)
+            if value not in (None, False, "vanilla"):
+                raise ConfigError(f"{mechanism} does not support {option}={value}. Remove it.")
+        self.mechanism = mechanism
+        self.weights = weights
 
     def forward(
         self,
@@ -58,56 +60,73 @@ class AllHeadsAttention(GatheredDotProductAttention):
         """
         if kwargs.get("packed_seq_params") is not None:
             raise ConfigError(f"{self.mechanism} does not support packed sequences (--sft).")
-        key, value = self._gather(key), self._gather(value)
-        causal = (attn_mask_type or self.attn_mask_type) in _CAUSAL
-        mask = self._mask(attention_mask, causal, len(query), len(key))
+        queries = len(query)
+        key = self._gather(key)
+        value = self._gather(value)
+        if (attn_mask_type or self.attn_mask_type) in _CAUSAL:
+            attention_mask = self._with_causal(attention_mask, queries, len(key))
         output, _ = self.mechanism.attend(
             self._shard_queries(query).permute(1, 2, 0, 3),
             self._all_heads(key).permute(1, 2, 0, 3),
             self._all_heads(value).permute(1, 2, 0, 3),
             self.weights,
             scale=self.logit_scale,
-            mask=mask,
+            mask=self._shard_mask(attention_mask, queries),
             dropout=self._dropout,
         )
-        return self._shard_heads(output.permute(2, 0, 1, 3), len(query))
+        return self._shard_heads(output.permute(2, 0, 1, 3), queries)
 
-    def _mask(self, given: Tensor | None, causal: bool, queries: int, keys: int) -> Tensor | None:
-        """Build the attention mask for this rank's part of the queries."""
-        includes_causal = given is not None and given.shape[-2] == queries
-        if causal and not includes_causal:
-            future = self._causal_mask(queries, keys)
-            given = future if given is None else given | future
-        if given is None or given.shape[-2] == 1:
-            return given
-        each = -(-queries // self.tp_group.size())
-        rows = torch.arange(each, device=given.device) + get_pg_rank(self.tp_group) * each
-        return given[..., rows.clamp(max=queries - 1), :]  # clamped for padding
+    def _with_causal(
+        self,
+        mask: Tensor | None,
+        queries: int,
+        keys: int,
+    ) -> Tensor:
+        """Add the causal mask to a mask that does not depend on the query."""
+        if mask is not None and mask.shape[-2] == queries:
+            return mask  # includes the causal mask
+        causal_mask = self._causal_mask(queries, keys)
+        return causal_mask if mask is None else mask | causal_mask
+
+    def _shard_mask(self, mask: Tensor | None, queries: int) -> Tensor | None:
+        """Return the rows of the attention mask for this rank's part of the queries."""
+        if mask is None or mask.shape[-2] == 1:
+            return mask
+        local_queries = -(-queries // self.tp_group.size())
+        first_query = get_pg_rank(self.tp_group) * local_queries
+        rows = torch.arange(local_queries, device=mask.device) + first_query
+        return mask[..., rows.clamp(max=queries - 1), :]  # clamped for padding
 
     def _shard_queries(self, x: Tensor) -> Tensor:
         """Reshard ``[queries, batch, h, head_dim]`` to ``[queries / tp, batch, H, head_dim]``."""
         ranks = self.tp_group.size()
         if ranks == 1:
             return x
-        batch, features = x.shape[1], x.shape[-1]
-        x = torch.nn.functional.pad(x, (0,) * 7 + (-len(x) % ranks,))
-        x = all_to_all_hp2sp(x.flatten(0, 1).flatten(1), group=self.tp_group)
-        return x.unflatten(0, (-1, batch)).unflatten(-1, (-1, features))
+        queries, batch, _, features = x.shape
+        padding = -queries % ranks
+        padded = torch.nn.functional.pad(x, (0,) * 7 + (padding,))
+        rows = padded.flatten(0, 1).flatten(1)
+        sharded = all_to_all_hp2sp(rows, group=self.tp_group)
+        return sharded.unflatten(0, (-1, batch)).unflatten(-1, (-1, features))
 
     def _shard_heads(self, x: Tensor, queries: int) -> Tensor:
         """Undo :meth:`_shard_queries` for the output, and merge heads and features."""
         if self.tp_group.size() == 1:
             return x.flatten(2)
         batch = x.shape[1]
-        x = all_to_all_sp2hp(x.flatten(0, 1).flatten(1), group=self.tp_group)
-        return x.unflatten(0, (-1, batch))[:queries]
+        rows = x.flatten(0, 1).flatten(1)
+        sharded = all_to_all_sp2hp(rows, group=self.tp_group)
+        return sharded.unflatten(0, (-1, batch))[:queries]
 
     def _all_heads(self, x: Tensor) -> Tensor:
         """All-gather the heads of keys or values (reduce-scatter in the backward pass)."""
         if self.tp_group.size() == 1:
             return x
-        whole = all_gather_last_dim_from_tensor_parallel_region(x.flatten(2), group=self.tp_group)
-        return whole.unflatten(-1, (-1, x.shape[-1]))
+        features = x.shape[-1]
+        gathered = all_gather_last_dim_from_tensor_parallel_region(
+            x.flatten(2), group=self.tp_group
+        )
+        return gathered.unflatten(-1, (-1, features))
 
     def _dropout(self, weights: Tensor) -> Tensor:
         # needs a different RNG state on each TP rank, which SP already has by default

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import HeadTensor, Knock, Mechanism, Projection
+from kha_megatron.heads import HeadSizes, HeadTensor, Knock, Mechanism, Projection
 from kha_megatron.heads.config import AttentionKind, HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage, apply_stage
@@ -36,6 +36,9 @@ from kha_megatron.model.megatron import model_from_config
 from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rules import check_layout
 
+type Output = tuple[Tensor, Tensor | None]
+"""Output and bias of a linear layer. Megatron adds the bias later."""
+
 
 class KnockedAttention(Attention):
     """Mixin that adds KHA and other head mechanisms to Megatron's attention classes."""
@@ -45,11 +48,8 @@ class KnockedAttention(Attention):
     kha: HeadsConfig
 
     def _add_knocking(self, kha: HeadsConfig) -> None:
+        """Build the modules of all mechanisms. Must be called after Megatron's constructor."""
         self.kha = kha
-        self.knockings: dict[Projection, KnockingHeads] = {}
-        self.mechanisms: list[tuple[Mechanism, MechanismWeights]] = []
-        self.projection_hooks: list[ProjectionHook] = []
-        self.input_projections: list[str] = []
         self._carried: dict[str, Tensor] = {}  # activations needed by later stages
         self.head_ranks = HeadRanks(
             self.config,
@@ -57,29 +57,43 @@ class KnockedAttention(Attention):
             is_training=lambda: self.training,
             adds_loss=any(mechanism.adds_loss for mechanism in kha.mechanisms),
         )
-
         sizes = model_from_config(self.config, kha).head_sizes
         self.value_dim = sizes.dim("value")
-        for mechanism in _without_stock_gate(kha, self.config).mechanisms:
+        self._add_mechanisms(sizes)
+        self.projection_hooks: list[ProjectionHook] = []
+        if self._acts_at("output"):
+            hook = ProjectionHook(self, "linear_proj", self._before_projection, before=True)
+            self.projection_hooks.append(hook)
+
+    def _add_mechanisms(self, sizes: HeadSizes) -> None:
+        """Build the weights of all mechanisms, except for a gate that Megatron applies."""
+        self.knockings: dict[Projection, KnockingHeads] = {}
+        self.mechanisms: list[tuple[Mechanism, MechanismWeights]] = []
+        self.input_projections: list[str] = []
+        for mechanism in _without_stock_gate(self.kha, self.config).mechanisms:
             tensors = mechanism.tensors(sizes)
             if isinstance(mechanism, Knock):
                 self._add_knock(mechanism, tensors)
             else:
                 self._add_mechanism(mechanism, tensors)
-
         if self.input_projections:
             self.normed_input = NormedInput(self, self.first_projection)
-        if self._acts_at("output"):
-            hook = ProjectionHook(self, "linear_proj", self._before_projection, before=True)
-            self.projection_hooks.append(hook)
 
     def _add_knock(self, knock: Knock, tensors: Iterable[HeadTensor]) -> None:
         for tensor in tensors:
-            variant = knock.variants[tensor.heads]
-            knocking = self._add_weight(tensor, partial(KnockingHeads, variant=variant))
-            self.knockings[tensor.heads] = knocking
+            projection = tensor.heads
+            build = partial(KnockingHeads, variant=knock.variants[projection])
+            self.knockings[projection] = self._add_weight(tensor, build)
 
     def _add_mechanism(self, mechanism: Mechanism, tensors: Iterable[HeadTensor]) -> None:
+        weights = self._add_mechanism_weights(tensors)
+        layer = (self.layer_number - 1) // layers_per_attention(self.config)
+        layer_mechanism = mechanism.for_layer(layer)
+        self.mechanisms.append((layer_mechanism, weights))
+        if layer_mechanism.acts_at("core"):
+            self.core_attention.set_mechanism(layer_mechanism, weights)
+
+    def _add_mechanism_weights(self, tensors: Iterable[HeadTensor]) -> MechanismWeights:
         weights = MechanismWeights()
         for tensor in tensors:
             if tensor.reads_input:
@@ -87,11 +101,7 @@ class KnockedAttention(Attention):
                 self.input_projections.append(tensor.name)
             else:
                 weights[tensor.name] = self._add_weight(tensor, MechanismWeight)
-        layer = (self.layer_number - 1) // layers_per_attention(self.config)
-        mechanism = mechanism.for_layer(layer)
-        self.mechanisms.append((mechanism, weights))
-        if mechanism.acts_at("core"):
-            self.core_attention.set_mechanism(mechanism, weights)
+        return weights
 
     def _add_weight(self, tensor: HeadTensor, build: Callable[..., Any]) -> Any:
         """Build the module of a parameter and register it under the parameter's name."""
@@ -105,11 +115,13 @@ class KnockedAttention(Attention):
         setattr(self, tensor.name, module)
         return module
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    def forward(self, *args: Any, **kwargs: Any) -> Output:
         for hook in self.projection_hooks:
             hook.follow(self)
         output, bias = super().forward(*args, **kwargs)
-        return self._after_projection(output, bias) if self.mechanisms else (output, bias)
+        if self.mechanisms:
+            return self._after_projection(output, bias)
+        return output, bias
 
     def _acts_at(self, stage: Stage) -> bool:
         return any(mechanism.acts_at(stage) for mechanism, _ in self.mechanisms)
@@ -123,22 +135,30 @@ class KnockedAttention(Attention):
         self._carried = dict(rows)
         if self.input_projections:
             normed = self.normed_input(hidden_states)
-            self._carried |= {name: getattr(self, name)(normed) for name in self.input_projections}
+            for name in self.input_projections:
+                projection = getattr(self, name)
+                self._carried[name] = projection(normed)
 
     def _apply_stage(self, stage: Stage, **tensors: Tensor) -> Iterable[Tensor]:
-        return apply_stage(stage, self.mechanisms, tensors, self._carried, self.head_ranks)
+        return apply_stage(
+            stage,
+            self.mechanisms,
+            tensors,
+            self._carried,
+            self.head_ranks,
+        )
 
     def _before_projection(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        heads = inputs[0].unflatten(-1, (-1, self.value_dim))
+        core_output, *others = inputs
+        heads = core_output.unflatten(-1, (-1, self.value_dim))
         (output,) = self._apply_stage("output", output=heads)
-        return output.flatten(-2), *inputs[1:]
+        return output.flatten(-2), *others
 
-    def _after_projection(
-        self, output: Tensor, bias: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
+    def _after_projection(self, output: Tensor, bias: Tensor | None) -> Output:
         if self._acts_at("dense"):
             if bias is not None:  # the gate applies to the bias, too
-                output, bias = output + bias, None
+                output = output + bias
+                bias = None
             (output,) = self._apply_stage("dense", dense=output)
         self._carried = {}  # free the activations
         return output, bias
@@ -159,15 +179,22 @@ class KnockedAttention(Attention):
         """
         if not getattr(self, "offload_core_attention", False):
             return tensors
-        return tuple(x.clone() if x.untyped_storage().nbytes() > x.nbytes else x for x in tensors)
+        copies = []
+        for tensor in tensors:
+            is_view = tensor.untyped_storage().nbytes() > tensor.nbytes
+            copies.append(tensor.clone() if is_view else tensor)
+        return tuple(copies)
 
     def _knock(self, projection: Projection, x: Tensor) -> Tensor:
-        knocking = self.knockings.get(projection)
-        return x if knocking is None else knocking(x)
+        if projection in self.knockings:
+            return self.knockings[projection](x)
+        return x
 
 
 def _without_stock_gate(kha: HeadsConfig, config: TransformerConfig) -> HeadsConfig:
-    return kha.without_output_gate() if config.attention_output_gate else kha
+    if config.attention_output_gate:
+        return kha.without_output_gate()
+    return kha
 
 
 class KHASelfAttention(KnockedAttention, SelfAttention):
@@ -186,12 +213,14 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         **kwargs: Any,
     ) -> None:
         kha = kha.with_output_gate(config.attention_output_gate)
-        check_config(config, kha, layers=config.num_layers // layers_per_attention(config))
+        attention_layers = config.num_layers // layers_per_attention(config)
+        check_config(config, kha, layers=attention_layers)
         model = model_from_config(config, kha)
         layout = model.qkv
         if kha.own_projections:
             submodules = _set_key_width(submodules, config, model.normed_dim)
-        if not (layout.is_stock and len(layout.extra) == config.attention_output_gate):
+        stock_rows = 1 if config.attention_output_gate else 0
+        if not layout.is_stock or len(layout.extra) != stock_rows:
             submodules = replace(submodules, linear_qkv=_with_rows(submodules.linear_qkv, layout))
         super().__init__(config, submodules, *args, **kwargs)
         self.linear_qkv_out_dim = layout.rows
@@ -211,15 +240,13 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         Also returns the gate if ``output_gate`` is True. All shapes are as in ``SelfAttention``,
         i.e. ``[sequence, batch, heads, head_dim]``.
         """
-        parts = self._project(hidden_states)
+        heads = self._project(hidden_states)
         layout = self.split.layout
-        self._read_input(hidden_states, {row.name: parts[row.name] for row in layout.extra})
-        for mechanism, _ in self.mechanisms:
-            for p in mechanism.own_projections:
-                parts[p] = self._carried[f"{mechanism.name}_{p}"]
-                if p == "key":  # all heads share one key
-                    parts[p] = parts[p].expand(-1, -1, parts["value"].shape[2], -1)
-        query, key, value = self._apply_stage("qkv", **{p: parts[p] for p in PROJECTIONS})
+        extra_rows = {row.name: heads[row.name] for row in layout.extra}
+        self._read_input(hidden_states, extra_rows)
+        self._use_own_projections(heads)
+        projections = {projection: heads[projection] for projection in PROJECTIONS}
+        query, key, value = self._apply_stage("qkv", **projections)
         query = self._normed(self.q_layernorm, query)
         key = self._normed(self.k_layernorm, key)
         query, key, value = self._copy_views(query, key, value)
@@ -228,25 +255,42 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         if not output_gate:
             return query, key, value
         assert layout.stock_gate is not None
-        gate = parts[layout.stock_gate]
+        gate = heads[layout.stock_gate]
         if self.head_ranks.listeners:  # Megatron applies this gate, so report it here
             observe_output_gate(gate.sigmoid, self.head_ranks)
         return query, key, value, gate
 
     def _project(self, hidden_states: Tensor) -> dict[str, Tensor]:
+        """Return the heads of each part of ``linear_qkv``, with KHA."""
         mixed_qkv, _ = self.linear_qkv(hidden_states)
-        parts = self.split(self.split.groups(mixed_qkv))
+        groups = self.split.groups(mixed_qkv)
+        heads = self.split(groups)
         for projection, knocking in self.knockings.items():
-            parts[projection] = knocking(parts[projection])
-        return parts
+            heads[projection] = knocking(heads[projection])
+        return heads
+
+    def _use_own_projections(self, heads: dict[str, Tensor]) -> None:
+        """Replace queries or keys by those that a mechanism projects itself."""
+        for mechanism, _ in self.mechanisms:
+            for projection in mechanism.own_projections:
+                name = f"{mechanism.name}_{projection}"
+                projected = self._carried[name]
+                if projection == "key":  # all heads share one key
+                    key_heads = heads["value"].shape[2]
+                    projected = projected.expand(-1, -1, key_heads, -1)
+                heads[projection] = projected
 
     @staticmethod
-    def _normed(norm: Any, x: Tensor) -> Tensor:
-        return x if norm is None else norm(x)
+    def _normed(norm: Any, heads: Tensor) -> Tensor:
+        if norm is None:
+            return heads
+        return norm(heads)
 
 
 def _set_key_width(
-    submodules: SelfAttentionSubmodules, config: TransformerConfig, width: int
+    submodules: SelfAttentionSubmodules,
+    config: TransformerConfig,
+    width: int,
 ) -> SelfAttentionSubmodules:
     """Change the head dim of queries and keys in core attention and QK-norms.
 
@@ -256,21 +300,26 @@ def _set_key_width(
     def build_core(
         *, config: TransformerConfig, softmax_scale: float | None, **options: Any
     ) -> Any:
-        scale = width**-0.5 if softmax_scale is None else softmax_scale
-        options |= {"k_channels": width, "v_channels": config.kv_channels}
-        return submodules.core_attention(config=config, softmax_scale=scale, **options)
+        if softmax_scale is None:
+            softmax_scale = width**-0.5
+        options["k_channels"] = width
+        options["v_channels"] = config.kv_channels
+        return submodules.core_attention(config=config, softmax_scale=softmax_scale, **options)
 
-    def resized(build_norm: Callable[..., Module]) -> Callable[..., Module]:
-        return lambda *, hidden_size, **options: build_norm(hidden_size=width, **options)
+    def resize(build_norm: Callable[..., Module]) -> Callable[..., Module]:
+        def build_resized(*, hidden_size: int, **options: Any) -> Module:
+            return build_norm(hidden_size=width, **options)
+
+        return build_resized
 
     default_norm = TENorm if config.qk_layernorm else None
     query_norm = submodules.q_layernorm or default_norm
     key_norm = submodules.k_layernorm or default_norm
     resized_norms = {}
     if query_norm not in (None, IdentityOp):
-        resized_norms["q_layernorm"] = resized(query_norm)
+        resized_norms["q_layernorm"] = resize(query_norm)
     if key_norm not in (None, IdentityOp):
-        resized_norms["k_layernorm"] = resized(key_norm)
+        resized_norms["k_layernorm"] = resize(key_norm)
     return replace(submodules, core_attention=build_core, **resized_norms)
 
 
@@ -282,19 +331,31 @@ def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[...,
     ) -> Any:
         def initialize(weight: Tensor) -> None:
             init_method(weight)
-            first_local_row = 0
-            if len(weight) < layout.rows:  # this rank's shard
-                first_local_row = get_pg_rank(tp_group) * len(weight)
-            for group in range(layout.groups):
-                group_start = group * layout.group_rows - first_local_row
-                padding_start = max(0, group_start + layout.padding.start)
-                padding_stop = max(0, group_start + layout.padding.stop)
-                with torch.no_grad():
-                    weight[padding_start:padding_stop] = 0
+            rows = len(weight)
+            is_shard = rows < layout.rows
+            first_row = get_pg_rank(tp_group) * rows if is_shard else 0
+            _zero_padding(weight, first_row, layout)
 
-        return build(inputs, layout.rows, init_method=initialize, tp_group=tp_group, **options)
+        return build(
+            inputs,
+            layout.rows,
+            init_method=initialize,
+            tp_group=tp_group,
+            **options,
+        )
 
     return build_linear
+
+
+@torch.no_grad()
+def _zero_padding(weight: Tensor, first_row: int, layout: QKVLayout) -> None:
+    """Zero the padding in this rank's rows of ``linear_qkv``, which start at ``first_row``."""
+    padding = layout.padding
+    for group in range(layout.groups):
+        group_start = group * layout.group_rows - first_row
+        start = max(0, group_start + padding.start)
+        stop = max(0, group_start + padding.stop)
+        weight[start:stop] = 0
 
 
 _UNSUPPORTED: dict[str | None, tuple[str, ...]] = {
@@ -304,14 +365,20 @@ _UNSUPPORTED: dict[str | None, tuple[str, ...]] = {
 """Fields of ``TransformerConfig`` that an attention kind does not support."""
 
 
-def check_config(config: TransformerConfig, kha: HeadsConfig, *, layers: int = 0) -> None:
+def check_config(
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    *,
+    layers: int = 0,
+) -> None:
     """Raise ConfigError if ``config`` and ``kha`` cannot be combined.
 
     Args:
         layers (int): Number of layers in the model (0 if unknown).
     """
     model = model_from_config(config, kha)
-    kha.check(replace(model.head_facts, layers=layers))
+    facts = replace(model.head_facts, layers=layers)
+    kha.check(facts)
     check_layout(model, Layout.from_config(config))
     if config.fused_single_qkv_rope:
         raise ConfigError(
@@ -340,9 +407,12 @@ def check_config(config: TransformerConfig, kha: HeadsConfig, *, layers: int = 0
 
 
 def _is_supported_by_qk_clip(model: ModelConfig, kha: HeadsConfig) -> bool:
-    if not {kha.variants.get("query"), kha.variants.get("key")} <= {None, "linear"}:
-        return False
-    return bool(model.multi_latent_attention) or (model.qkv.is_stock and not model.qkv.extra)
+    for projection in ("query", "key"):
+        if kha.variants.get(projection) not in (None, "linear"):
+            return False
+    if model.multi_latent_attention:
+        return True
+    return model.qkv.is_stock and not model.qkv.extra
 
 
 def describe_model(models: list[Any], kha: HeadsConfig) -> str:
@@ -371,7 +441,8 @@ def describe_model(models: list[Any], kha: HeadsConfig) -> str:
     totals = torch.tensor(counts, device=torch.cuda.current_device())
     torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
     knocked, layers, added, wrong = totals.tolist()
-    if wrong or ((kha.mechanisms or kha.attention) and not layers):
+    is_requested = bool(kha.mechanisms or kha.attention)
+    if wrong or (is_requested and not layers):
         raise ConfigError(
             f"{wrong} of {layers} layers were built without the requested KHA config ({kha}). "
             "Check --spec and pre-wrap hooks."
@@ -393,5 +464,5 @@ def _is_as_requested(attention: Attention, kha: HeadsConfig) -> bool:
     kha = kha.with_output_gate(attention.config.attention_output_gate)
     if isinstance(attention, KnockedAttention):
         return attention.kha == kha and attention.kind == kha.attention
-    mechanisms = _without_stock_gate(kha, attention.config).mechanisms
-    return not (mechanisms or kha.attention)
+    rest = _without_stock_gate(kha, attention.config)
+    return not rest.mechanisms and not rest.attention

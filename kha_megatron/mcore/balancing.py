@@ -44,13 +44,16 @@ def compute_bias_update(loads: Tensor, update: Update) -> Tensor:
     offset = loads.mean(dim=-1, keepdim=True) - loads
     if update == "sign":
         return offset.sign().float()
+    mean_square = offset.square().mean(dim=-1, keepdim=True)
     tiny = torch.finfo(offset.dtype).tiny  # avoids 0 / 0 if all loads are equal
-    rms = (offset.square().mean(dim=-1, keepdim=True) + tiny).sqrt()
-    return (offset / rms).float()
+    normalized = offset / (mean_square + tiny).sqrt()
+    return normalized.float()
 
 
 def balance_experts(
-    models: list[torch.nn.Module], update: Update, report: Report | None = None
+    models: list[torch.nn.Module],
+    update: Update,
+    report: Report | None = None,
 ) -> None:
     """Replace Megatron's update of the expert biases. Must be called on all ranks."""
     rate = get_model_config(models[0]).moe_router_bias_update_rate
@@ -58,34 +61,37 @@ def balance_experts(
     @contextmanager
     @torch.no_grad()
     def balanced(chunks: list[Any], groups: Any) -> Iterator[None]:
-        named: list[tuple[str, Any]] = [
-            (name, module)
-            for model in models
-            for name, module in model.named_modules()
-            if getattr(module, "expert_bias", None) is not None
-            and module.training
-            and not getattr(module, "frozen_expert_bias", False)
-        ]
-        routers = [router for _, router in named]
+        routers: list[Any] = []
+        reported: list[int] = []
+        for model in models:
+            for name, module in model.named_modules():
+                if not _is_balanced(module):
+                    continue
+                if "mtp." not in name:  # layers for multi-token prediction have no own number
+                    reported.append(len(routers))
+                routers.append(module)
         # read the loads first, because Megatron's own update resets them
         loads = _stacked([router.local_tokens_per_expert for router in routers])
         biases = _stacked([router.expert_bias for router in routers])
         yield
-        group = (
-            parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-            if groups is None
-            else groups.tp_dp_cp
-        )
+        if groups is None:
+            group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        else:
+            group = groups.tp_dp_cp
         dist.all_reduce(loads, group=group)
         biases = biases + rate * compute_bias_update(loads, update)
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)
-        if report is not None:  # layers for multi-token prediction have no number of their own
-            shown = [n for n, (name, _) in enumerate(named) if "mtp." not in name]
-            layers = [routers[n].layer_number for n in shown]
-            report(layers, loads[shown].double(), biases[shown])
+        if report is not None:
+            layers = [routers[index].layer_number for index in reported]
+            report(layers, loads[reported].double(), biases[reported])
 
     wrap_grad_finalization(models, balanced)
+
+
+def _is_balanced(module: Any) -> bool:
+    has_bias = getattr(module, "expert_bias", None) is not None
+    return has_bias and module.training and not getattr(module, "frozen_expert_bias", False)
 
 
 def violation(loads: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from megatron.training.argument_utils import (
 )
 
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.mcore.compat import scale_rope
-from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
+from kha_megatron.mcore.gpt import kha_layer_spec
+from kha_megatron.mcore.hybrid import kha_hybrid_stack_spec
+from kha_megatron.mcore.patches import scale_rope
 
 
 def model_config(args: argparse.Namespace, kha: HeadsConfig) -> Any:

@@ -41,8 +41,21 @@ class _Finding(NamedTuple):
     text: str
 
 
-_Watched = tuple[tuple[float, int], str, Any]
-"""Order, name and module whose output is checked."""
+class _Watched(NamedTuple):
+    """A module whose output is checked."""
+
+    order: tuple[float, int]
+    name: str
+    module: Any
+
+
+class _Weight(NamedTuple):
+    """This rank's shard of a parameter."""
+
+    order: tuple[float, int]
+    name: str  # in checkpoints
+    parameter: Tensor
+    gradient: Tensor | None
 
 
 def stop_before_non_finite_steps(models: list[_Model]) -> None:
@@ -55,19 +68,21 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
         With ``overlap_grad_reduce`` or FSDP2, gradients are checked after the data-parallel
         reduction. With CUDA graphs, layer outputs are not checked.
     """
-    watched = [entry for model in models for entry in _watched_modules(model)]
+    watched: list[_Watched] = []
+    for model in models:
+        watched += _watched_modules(model)
     largest = torch.zeros(len(watched), dtype=torch.float32, device=torch.cuda.current_device())
-    for index, (*_, module) in enumerate(watched):
-        module.register_forward_hook(_recorder(largest, index))
+    for index, entry in enumerate(watched):
+        entry.module.register_forward_hook(_recorder(largest, index))
 
     @contextmanager
     def checked(chunks: list[_Model], groups: Any) -> Iterator[None]:
-        wrapped = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
-        overlaps = any(config.overlap_grad_reduce for config in wrapped)
+        ddp_configs = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
+        overlaps = any(config.overlap_grad_reduce for config in ddp_configs)
         if overlaps:  # gradients are not complete until finalization
             yield
         summed_by = "--overlap-grad-reduce" if overlaps else None
-        if any(isinstance(p, DTensor) for model in models for p in model.parameters()):
+        if _uses_fsdp2(models):
             summed_by = "--use-torch-fsdp2"
         _check(models, watched, largest, summed_by)
         largest.zero_()
@@ -77,54 +92,83 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
     wrap_grad_finalization(models, checked)
 
 
+def _uses_fsdp2(models: list[_Model]) -> bool:
+    for model in models:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            return True
+    return False
+
+
 def _watched_modules(model: _Model) -> list[_Watched]:
-    found: list[_Watched] = [((_FIRST, 0), "embedding", getattr(model, "embedding", None))]
-    for layer in model.decoder.layers:
-        number, name = layer.layer_number - 1, f"decoder.layers.{layer.layer_number - 1}"
-        for inner, module in layer.named_modules():
-            if isinstance(module, KnockingHeads):
-                found.append(((number, 0), f"{name}.{inner}", module))
-        found.append(((number, 1), name, layer))
-    for name in ("final_layernorm", "final_norm"):  # of GPTModel and HybridModel
-        found.append(((_LAST, 0), f"decoder.{name}", getattr(model.decoder, name, None)))
-    if model.config.cuda_graph_impl != "none":
-        found = []  # captured modules must not have hooks
+    watched: list[_Watched] = []
+    if model.config.cuda_graph_impl == "none":  # captured modules must not have hooks
+        watched += _watched_submodules(model)
     if model.post_process:
-        found.append(((_LAST, 1), "the loss or the logits", model))
-    return [entry for entry in found if entry[2] is not None]
+        watched.append(_Watched((_LAST, 1), "the loss or the logits", model))
+    return watched
+
+
+def _watched_submodules(model: _Model) -> Iterator[_Watched]:
+    embedding = getattr(model, "embedding", None)
+    if embedding is not None:
+        yield _Watched((_FIRST, 0), "embedding", embedding)
+    for layer in model.decoder.layers:
+        number = layer.layer_number - 1
+        layer_name = f"decoder.layers.{number}"
+        for name, module in layer.named_modules():
+            if isinstance(module, KnockingHeads):
+                yield _Watched((number, 0), f"{layer_name}.{name}", module)
+        yield _Watched((number, 1), layer_name, layer)
+    for name in ("final_layernorm", "final_norm"):  # of GPTModel and HybridModel
+        norm = getattr(model.decoder, name, None)
+        if norm is not None:
+            yield _Watched((_LAST, 0), f"decoder.{name}", norm)
 
 
 def _recorder(largest: Tensor, index: int) -> Callable:
     def record(module: _Model, inputs: Any, output: Any) -> None:
         if not module.training:
             return
-        output = output[0] if isinstance(output, tuple) else output
+        if isinstance(output, tuple):
+            output = output[0]
         with torch.no_grad():
             low, high = torch.aminmax(output)  # propagates NaN, as does maximum
-            largest[index] = torch.maximum(largest[index], torch.maximum(-low, high))
+            magnitude = torch.maximum(-low, high)
+            largest[index] = torch.maximum(largest[index], magnitude)
 
     return record
 
 
 def _check(
-    models: list[_Model], watched: list[_Watched], largest: Tensor, summed_by: str | None
+    models: list[_Model],
+    watched: list[_Watched],
+    largest: Tensor,
+    summed_by: str | None,
 ) -> None:
-    gradients = [gradient for *_, gradient in _parameters(models) if gradient is not None]
+    gradients = []
+    for weight in _weights(models):
+        if weight.gradient is not None:
+            gradients.append(weight.gradient)
     norm = torch.nn.utils.get_total_norm(gradients).to(largest)
-    bad = ~torch.isfinite(torch.cat([largest, norm.view(1)])).all()
-    first = _first_on_any_rank(bad, lambda: _first_finding(models, watched, largest, summed_by))
+    magnitudes = torch.cat([largest, norm.view(1)])
+    is_bad = ~torch.isfinite(magnitudes).all()
+
+    def search() -> _Finding | None:
+        return _first_finding(models, watched, largest, summed_by)
+
+    first = _first_on_any_rank(is_bad, search)
     if first is None:
         return
-    kind, where = first
-    cause = (
-        "The weights were already bad before this step, because of an earlier optimizer step or "
-        "the loaded checkpoint."
-        if kind == _PARAMETER
-        else "No weight was changed."
-    )
+    if first.kind == _PARAMETER:
+        cause = (
+            "The weights were already bad before this step, because of an earlier optimizer step "
+            "or the loaded checkpoint."
+        )
+    else:
+        cause = "No weight was changed."
     raise NonFiniteError(
-        f"{where}. Training stopped before the optimizer step. {cause} Restart to resume from the "
-        "last checkpoint. If the error comes back, look at that layer, or restart with a lower "
+        f"{first.text}. Training stopped before the optimizer step. {cause} Restart to resume from "
+        "the last checkpoint. If the error comes back, look at that layer, or restart with a lower "
         "--lr and --override-opt-param-scheduler."
     )
 
@@ -136,10 +180,14 @@ def find_non_finite_parameter(models: list[_Model]) -> str | None:
         A description like ``NaN in 1 of 9 elements of parameter ... on rank 0`` (the same on all
         ranks), or None if all parameters are finite.
     """
-    finite = [torch.isfinite(parameter).all() for _, _, parameter, _ in _parameters(models)]
-    bad = ~torch.stack(finite).all()
-    found = _first_on_any_rank(bad, lambda: min(_bad_parameters(models), default=None))
-    return None if found is None else found[1]
+    finite = [torch.isfinite(weight.parameter).all() for weight in _weights(models)]
+    is_bad = ~torch.stack(finite).all()
+
+    def search() -> _Finding | None:
+        return min(_bad_parameters(models), default=None)
+
+    first = _first_on_any_rank(is_bad, search)
+    return None if first is None else first.text
 
 
 def find_non_finite_optimizer_state(optimizer: Any) -> str | None:
@@ -156,9 +204,9 @@ def find_non_finite_optimizer_state(optimizer: Any) -> str | None:
         same on all ranks), or None if all states are finite.
     """
     states = list(_optimizer_states(optimizer))
-    bad = torch.zeros((), dtype=torch.bool, device=torch.cuda.current_device())
+    is_bad = torch.zeros((), dtype=torch.bool, device=torch.cuda.current_device())
     for _, state in states:
-        bad |= ~torch.isfinite(state).all().to(bad.device)
+        is_bad |= ~torch.isfinite(state).all().to(is_bad.device)
 
     def search() -> _Finding | None:
         for position, (name, state) in enumerate(states):
@@ -167,8 +215,8 @@ def find_non_finite_optimizer_state(optimizer: Any) -> str | None:
                 return _Finding(_PARAMETER, (_FIRST, position), text)
         return None
 
-    found = _first_on_any_rank(bad, search)
-    return None if found is None else found[1]
+    first = _first_on_any_rank(is_bad, search)
+    return None if first is None else first.text
 
 
 def _optimizer_states(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
@@ -185,10 +233,9 @@ def _optimizer_states(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
                     yield name, state
 
 
-def _first_on_any_rank(
-    bad: Tensor, search: Callable[[], _Finding | None]
-) -> tuple[int, str] | None:
-    flag = bad.int()
+def _first_on_any_rank(is_bad: Tensor, search: Callable[[], _Finding | None]) -> _Finding | None:
+    """Search on all ranks if ``is_bad`` on any. Return the first finding, which names its ranks."""
+    flag = is_bad.int()
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     if not flag.item():
         return None
@@ -197,50 +244,63 @@ def _first_on_any_rank(
     first = min(filter(None, findings), default=None)
     if first is None:
         return None
-    ranks = [rank for rank, finding in enumerate(findings) if finding == first]
-    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-    return first.kind, f"{first.text} on {where}"
+    ranks = [str(rank) for rank, finding in enumerate(findings) if finding == first]
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return first._replace(text=f"{first.text} on {noun} {', '.join(ranks)}")
 
 
 def _bad_parameters(models: list[_Model]) -> Iterator[_Finding]:
-    for order, name, parameter, _ in _parameters(models):
-        if not torch.isfinite(parameter).all():
-            yield _Finding(_PARAMETER, order, f"{_count(parameter)} parameter {name}")
+    for weight in _weights(models):
+        if not torch.isfinite(weight.parameter).all():
+            text = f"{_count(weight.parameter)} parameter {weight.name}"
+            yield _Finding(_PARAMETER, weight.order, text)
 
 
 def _first_finding(
-    models: list[_Model], watched: list[_Watched], largest: Tensor, summed_by: str | None
+    models: list[_Model],
+    watched: list[_Watched],
+    largest: Tensor,
+    summed_by: str | None,
 ) -> _Finding | None:
-    found = list(_bad_parameters(models))
-    for (order, name, _), peak in zip(watched, largest.tolist(), strict=True):
+    findings = list(_bad_parameters(models))
+    for entry, peak in zip(watched, largest.tolist(), strict=True):
         if not math.isfinite(peak):
-            what = "NaN" if math.isnan(peak) else "Inf"
-            found.append(_Finding(_ACTIVATION, order, f"{what} in the output of {name}"))
+            value = "NaN" if math.isnan(peak) else "Inf"
+            text = f"{value} in the output of {entry.name}"
+            findings.append(_Finding(_ACTIVATION, entry.order, text))
     note = f", summed over data-parallel ranks ({summed_by})," if summed_by else ""
-    for (layer, position), name, _, gradient in _parameters(models):
+    for weight in _weights(models):
+        gradient = weight.gradient
         if gradient is not None and not torch.isfinite(gradient).all():
-            text = f"{_count(gradient)} the gradient of {name}{note}"
-            found.append(_Finding(_GRADIENT, (-layer, -position), text))
-    return min(found, default=None)
+            text = f"{_count(gradient)} the gradient of {weight.name}{note}"
+            layer, position = weight.order
+            findings.append(_Finding(_GRADIENT, (-layer, -position), text))
+    return min(findings, default=None)
 
 
-def _parameters(
-    models: Iterable[_Model],
-) -> Iterator[tuple[tuple[float, int], str, Tensor, Tensor | None]]:
-    """Iterate over ``(order, checkpoint name, parameter, gradient)`` with local shards."""
+def _weights(models: Iterable[_Model]) -> Iterator[_Weight]:
     for model in models:
         layers = model.decoder.layers
         offset = layers[0].layer_number - 1 if len(layers) else 0
         for position, (name, parameter) in enumerate(model.named_parameters()):
             order = _FIRST if name.startswith("embedding.") else _LAST
-            if local := re.match(r"decoder\.layers\.(\d+)\.", name):
-                order = int(local[1]) + offset
-                name = f"decoder.layers.{order}.{name[local.end() :]}"
-            tensors = parameter, gradient_of(parameter)
-            shards = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
-            yield (order, position), name, *shards
+            local_layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+            if local_layer is not None:
+                order = int(local_layer[1]) + offset
+                name = f"decoder.layers.{order}.{name[local_layer.end() :]}"
+            yield _Weight(
+                (order, position),
+                name,
+                _local_shard(parameter),
+                _local_shard(gradient_of(parameter)),
+            )
+
+
+def _local_shard(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _count(tensor: Tensor) -> str:
-    kind = "NaN" if tensor.isnan().any() else "Inf"
-    return f"{kind} in {int((~tensor.isfinite()).sum())} of {tensor.numel()} elements of"
+    value = "NaN" if tensor.isnan().any() else "Inf"
+    count = int((~tensor.isfinite()).sum())
+    return f"{value} in {count} of {tensor.numel()} elements of"

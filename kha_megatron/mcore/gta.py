@@ -72,25 +72,30 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         self.linear_k_rope = RotaryKeyProjection(self.config, self.tp_group)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        rotary = kwargs.get("rotary_pos_emb")
-        rotary = rotary[0] if isinstance(rotary, tuple) else rotary
-        rotated = 0 if rotary is None else rotary.shape[-1]
-        if rotated != self.config.kv_channels // 2:
+        embedding = kwargs.get("rotary_pos_emb")
+        if isinstance(embedding, tuple):
+            embedding = embedding[0]
+        rotary_features = 0 if embedding is None else embedding.shape[-1]
+        expected_features = self.config.kv_channels // 2
+        if rotary_features != expected_features:
             raise ConfigError(
-                f"attention=gta requires {self.config.kv_channels // 2} rotary features, but got "
-                f"{rotated}. Use --position-embedding-type rope --rotary-percent 0.5."
+                f"attention=gta requires {expected_features} rotary features, but got "
+                f"{rotary_features}. Use --position-embedding-type rope --rotary-percent 0.5."
             )
         return super().forward(hidden_states, *args, **kwargs)
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        parts = self._project(hidden_states)
-        tied, rotary = parts["value"], self.linear_k_rope(hidden_states)
-        rotary = rotary.expand(-1, -1, tied.shape[2], -1)
-        key = torch.cat([rotary, tied[..., : rotary.shape[-1]]], dim=-1)
-        query = self._normed(self.q_layernorm, parts["query"])
-        return self._copy_views(query, self._normed(self.k_layernorm, key), tied)
+        heads = self._project(hidden_states)
+        tied = heads["value"]
+        rotary_half = self.linear_k_rope(hidden_states)
+        rotary_half = rotary_half.expand(-1, -1, tied.shape[2], -1)
+        tied_half = tied[..., : rotary_half.shape[-1]]
+        key = torch.cat([rotary_half, tied_half], dim=-1)
+        query = self._normed(self.q_layernorm, heads["query"])
+        key = self._normed(self.k_layernorm, key)
+        return self._copy_views(query, key, tied)
 
 
 def separate_input_norm(layer: TransformerLayerSubmodules) -> TransformerLayerSubmodules:
@@ -100,9 +105,9 @@ def separate_input_norm(layer: TransformerLayerSubmodules) -> TransformerLayerSu
     named ``input_layernorm``.
     """
     attention = layer.self_attention
-    renamed = dict(layer.sharded_state_dict_keys_map or {})
-    renamed.pop("input_layernorm.", None)
-    layer = replace(layer, sharded_state_dict_keys_map=renamed)
+    names = dict(layer.sharded_state_dict_keys_map or {})
+    names.pop("input_layernorm.", None)
+    layer = replace(layer, sharded_state_dict_keys_map=names)
     linear = attention.submodules.linear_qkv
     if HAVE_TE and linear is TELayerNormColumnParallelLinear:
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider

@@ -20,7 +20,9 @@ class ProjectionHook:
     def __init__(
         self, layer: Module, name: str, hook: Callable[[Any], Any], *, before: bool = False
     ) -> None:
-        self._name, self._hook, self._before = name, hook, before
+        self._name = name
+        self._hook = hook
+        self._before = before
         self._module: Module | None = None
         self.follow(layer)
 
@@ -36,5 +38,7 @@ class ProjectionHook:
 
     def _around(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         if self._before:
-            return forward(*self._hook(inputs), **options)
-        return self._hook(forward(*inputs, **options))
+            changed_inputs = self._hook(inputs)
+            return forward(*changed_inputs, **options)
+        outputs = forward(*inputs, **options)
+        return self._hook(outputs)

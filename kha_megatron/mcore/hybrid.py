@@ -1,43 +1,68 @@
 """Hybrid models (``--hybrid-layer-pattern``) with KHA.
 
-The attention (``*``, or ``+`` for latent attention), MLP (``-``) and MoE (``E``) layers are halves
-of our GPT layers. This way, they have the same options as GPT models. Other layer types, such as
-Mamba (``M``), come from Megatron.
+With Transformer Engine, we take Megatron's ``hybrid_stack_spec`` and replace its attention layers:
+``*``, or ``+`` for latent attention. Megatron has no such spec of local modules, so we build one
+with attention, MLP (``-``) and MoE (``E``) layers.
 """
 
-import copy
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
-from kha_megatron.errors import raise_first
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import (
+    MLASelfAttention,
+    MLASelfAttentionSubmodules,
+)
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import L2Norm, LayerNormBuilder
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.mcore.compat import layer_symbols, megatron_imports
+from kha_megatron.mcore import patches
+from kha_megatron.mcore.added_loss import LossScale
+from kha_megatron.mcore.attention import check_config
+from kha_megatron.mcore.compat import layer_symbols
+from kha_megatron.mcore.layers import knock_layer, parallel_module, uses_transformer_engine
 from kha_megatron.mcore.settings import named_config, publish
-from kha_megatron.mcore.specs import kha_layer_spec
 
-with megatron_imports():
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
-    from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.multi_token_prediction import (
-        MultiTokenPredictionBlock,
-        MultiTokenPredictionBlockSubmodules,
-        MultiTokenPredictionLayer,
-        MultiTokenPredictionLayerSubmodules,
-    )
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-    from megatron.core.transformer.transformer_config import TransformerConfig
-    from megatron.core.transformer.transformer_layer import (
-        MoETransformerLayer,
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
+_FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""Names in checkpoints of local norms, which are those of Transformer Engine's fused norms."""
 
-    from kha_megatron.mcore.added_loss import LossScale
+_CAUSAL = {"attn_mask_type": AttnMaskType.causal}
+
+
+def kha_hybrid_stack_spec(kha: HeadsConfig | str) -> ModuleSpec:
+    """Build the ``hybrid_stack_spec`` for a ``HybridModel`` (``kha`` can be a spec name)."""
+    return ModuleSpec(
+        module=KHAHybridStack, submodules=HybridStackSubmodules(), params={"kha": kha}
+    )
 
 
 class KHAHybridStack(HybridStack):
@@ -63,29 +88,37 @@ class KHAHybridStack(HybridStack):
         pp_layer_offset: int = 0,
         **kwargs: Any,
     ) -> None:
-        name, kha = (kha, named_config(kha)) if isinstance(kha, str) else (None, kha)
+        name = kha if isinstance(kha, str) else None
+        kha = named_config(kha) if isinstance(kha, str) else kha
         kha = kha.with_output_gate(config.attention_output_gate)
-        _check(config, kha, layer_symbols(layer_type_list, layer_config_list), pp_layer_offset)
+        symbols = layer_symbols(layer_type_list, layer_config_list)
+        _check_layers(config, kha, symbols, pp_layer_offset)
+        _check_options(config, kha)
+        patches.count_tokens_in_integers()  # before the routers are built
+        patches.build_mtp_without_te()
         if any(mechanism.adds_loss for mechanism in kha.mechanisms):
             LossScale.share(config, layer_config_list or ())
         if layer_config_list is None:
             kwargs["layer_type_list"] = layer_type_list
         else:
             kwargs["layer_config_list"] = layer_config_list
-        layers = _gpt_layers(config, kha)
-        for part, spec in _submodules(layers, config).items():
-            setattr(submodules, part, spec)
+        built = hybrid_submodules(config, kha)
+        for field in fields(built):
+            setattr(submodules, field.name, getattr(built, field.name))
+        is_local = not uses_transformer_engine(config)
         super().__init__(
             config,
             submodules,
-            post_layer_norm=False,  # Megatron's final norm always requires Transformer Engine
+            # Megatron's final norm requires Transformer Engine
+            post_layer_norm=post_layer_norm and not is_local,
             pg_collection=pg_collection,
             pp_layer_offset=pp_layer_offset,
             **kwargs,
         )
         self.post_layer_norm = post_layer_norm
-        if self.post_process and post_layer_norm:
-            self.final_norm = layers.layer_norm(
+        if is_local and self.post_process and post_layer_norm:
+            build_norm: Any = _local_norm(config)
+            self.final_norm = build_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
         if name:
@@ -98,74 +131,248 @@ class KHAHybridStack(HybridStack):
             )
 
     def _fuse_mla_down_proj(self, submodules: HybridStackSubmodules) -> HybridStackSubmodules:
-        return submodules  # our GPT layers are fused already
+        if uses_transformer_engine(self.config):
+            return super()._fuse_mla_down_proj(submodules)
+        return submodules  # there is no fused local module
 
 
-def _check(config: TransformerConfig, kha: HeadsConfig, layers: Sequence[str], offset: int) -> None:
-    attends = [layer in (Symbols.ATTENTION, Symbols.MLA) for layer in layers]
-    alternate = all(a == (n % 2 == 0) for n, a in enumerate(attends, offset))
-    counted = [m for m in kha.mechanisms if m.adds_loss or m.for_layer(0) is not m]
+class KHALatentLayer(TransformerLayer):
+    """``TransformerLayer`` that adds KHA to the latent attention in its submodules.
+
+    KHA cannot be added to the spec, because each ``HybridStack`` overwrites the attention class in
+    the spec of ``+`` layers with ``mla_down_proj_fusion``.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: TransformerLayerSubmodules,
+        *args: Any,
+        kha: HeadsConfig,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(config, knock_layer(submodules, kha), *args, **kwargs)
+
+
+def _check_layers(
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    layers: Sequence[str],
+    offset: int,
+) -> None:
     latent = config.multi_latent_attention
-    wrong = Symbols.ATTENTION if latent else Symbols.MLA
-    others = set(layers) - {Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE}
-    raise_first(
-        {
-            f"{wrong} in --hybrid-layer-pattern requires multi_latent_attention={not latent}.": (
-                wrong in layers  # would be the identity
-            ),
-            "KHA does not support DeepSeek sparse attention (D).": Symbols.DS_ATTENTION in layers,
+    other_attention = Symbols.ATTENTION if latent else Symbols.MLA
+    if other_attention in layers:
+        raise ConfigError(
+            f"{other_attention} in --hybrid-layer-pattern requires "
+            f"multi_latent_attention={not latent}."
+        )
+    if Symbols.DS_ATTENTION in layers:
+        raise ConfigError("KHA does not support DeepSeek sparse attention (D).")
+    if Symbols.MOE in layers and config.num_moe_experts is None:
+        raise ConfigError(f"{Symbols.MOE} in --hybrid-layer-pattern requires --num-experts.")
+    counted = [m for m in kha.mechanisms if m.adds_loss or m.for_layer(0) is not m]
+    if counted and not _alternate(layers, offset):
+        raise ConfigError(
             f"{kha} requires --hybrid-layer-pattern to alternate between attention and MLP layers, "
-            "e.g. *-*E.": counted and not alternate,
-            f"{kha} does not support multi-token prediction.": counted and config.mtp_num_layers,
+            "e.g. *-*E."
+        )
+    if counted and config.mtp_num_layers:
+        raise ConfigError(f"{kha} does not support multi-token prediction.")
+    others = set(layers) - {Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE}
+    if others and config.transformer_impl != "transformer_engine":  # would be the identity
+        raise ConfigError(
             f"Hybrid layers {' '.join(sorted(others))} require "
-            "--transformer-impl transformer_engine.": (
-                others and config.transformer_impl != "transformer_engine"  # would be the identity
-            ),
-        }
+            "--transformer-impl transformer_engine."
+        )
+
+
+def _alternate(layers: Sequence[str], offset: int) -> bool:
+    """Return whether every other layer of a pipeline stage is attention, and the model's first."""
+    for number, layer in enumerate(layers, offset):
+        attends = layer in (Symbols.ATTENTION, Symbols.MLA)
+        if attends != (number % 2 == 0):
+            return False
+    return True
+
+
+_UNSUPPORTED = ("heterogeneous_block_specs", "experimental_attention_variant", "use_kitchen")
+"""Fields of ``TransformerConfig`` that change the layers of a GPTModel only."""
+
+
+def _check_options(config: TransformerConfig, kha: HeadsConfig) -> None:
+    check_config(config, kha)
+    for option in _UNSUPPORTED:
+        value = getattr(config, option)
+        if value:
+            raise ConfigError(
+                f"KHA does not support {option}={value} in hybrid models. Remove it, or use a "
+                "GPTModel."
+            )
+    fuses = config.multi_latent_attention and config.mla_down_proj_fusion
+    if fuses and config.mtp_num_layers and not uses_transformer_engine(config):
+        raise ConfigError(
+            "mla_down_proj_fusion with multi-token prediction requires "
+            "--transformer-impl transformer_engine."
+        )
+
+
+def hybrid_submodules(config: TransformerConfig, kha: HeadsConfig) -> HybridStackSubmodules:
+    """Build the layer specs of a hybrid stack with KHA in its attention layers."""
+    if uses_transformer_engine(config):
+        submodules = _engine_submodules(config)
+    else:
+        submodules = _local_submodules(config)
+    if config.multi_latent_attention:
+        latent = submodules.mla_layer
+        params = {**latent.params, "kha": kha}
+        latent = replace(latent, module=KHALatentLayer, params=params)
+        return replace(submodules, mla_layer=latent)
+    attention = submodules.attention_layer
+    knocked = replace(attention, submodules=knock_layer(attention.submodules, kha))
+    return replace(submodules, attention_layer=knocked)
+
+
+def _engine_submodules(config: TransformerConfig) -> HybridStackSubmodules:
+    """Return Megatron's layers, with options that it supports in a GPTModel only."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+
+    stock = hybrid_stack_spec.submodules
+    backend = TESpecProvider()
+    norm = backend.layer_norm(has_residual=True)  # --fused-residual-rmsnorm
+    layers = {"moe_layer": _moe_layer(config, backend, norm, {})}
+    if config.use_te_activation_func:
+        layers["mlp_layer"] = _mlp_layer(config, backend, IdentityOp, {})  # the norm is fused
+    if config.multi_latent_attention:
+        attention = stock.mla_layer.submodules.self_attention
+        if config.qk_layernorm:
+            up_projection = backend.column_parallel_layer_norm_linear()
+            projections = replace(
+                attention.submodules,
+                linear_q_up_proj=up_projection,
+                linear_kv_up_proj=up_projection,
+            )
+            attention = replace(attention, submodules=projections)
+        layer = replace(stock.mla_layer.submodules, input_layernorm=norm, self_attention=attention)
+        layers["mla_layer"] = replace(stock.mla_layer, submodules=layer)
+    return replace(stock, **layers)
+
+
+def _local_submodules(config: TransformerConfig) -> HybridStackSubmodules:
+    backend = LocalSpecProvider()
+    norm = _local_norm(config)
+    names = {} if config.multi_latent_attention else dict(_FUSED_NORMS)
+    attention = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=_local_attention(config, backend, norm),
+        self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=names,
+    )
+    latent = replace(attention, self_attention=_local_latent_attention(config, backend, norm))
+    return HybridStackSubmodules(
+        attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+        mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent),
+        mlp_layer=_mlp_layer(config, backend, norm, names),
+        moe_layer=_moe_layer(config, backend, norm, names),
+        mtp_block_spec=_local_mtp_block(backend, norm),
     )
 
 
-def _gpt_layers(config: TransformerConfig, kha: HeadsConfig) -> TransformerBlockSubmodules:
-    """Build a GPT block spec with two layers: one dense, one MoE."""
-    both = copy.copy(config)
-    both.num_layers, both.moe_layer_freq = 2, [0, 1]
-    both.pipeline_model_parallel_size, both.pipeline_model_parallel_layout = 1, None
-    both.virtual_pipeline_model_parallel_size = None
-    both.num_layers_in_first_pipeline_stage = both.num_layers_in_last_pipeline_stage = None
-    return kha_layer_spec(both, kha)
+def _local_norm(config: TransformerConfig) -> LayerNormBuilder:
+    is_rms_norm = config.normalization == "RMSNorm"
+    return parallel_module(LocalSpecProvider().layer_norm(rms_norm=is_rms_norm, has_residual=True))
 
 
-def _submodules(layers: TransformerBlockSubmodules, config: TransformerConfig) -> dict[str, Any]:
-    dense, moe = layers.layer_specs
-    mlp = ("pre_mlp_layernorm", "mlp", "mlp_bda")
-    attention = ("input_layernorm", "self_attention", "self_attn_bda")
-    attends = "mla_layer" if config.multi_latent_attention else "attention_layer"
-    parts: dict[str, Any] = {
-        attends: _part(TransformerLayer, dense, *attention),
-        "mlp_layer": _part(MLPLayer, dense, *mlp),
-        "moe_layer": _part(MoETransformerLayer, moe, *mlp),
-    }
-    if config.transformer_impl == "transformer_engine":
-        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+def _local_attention(
+    config: TransformerConfig,
+    backend: BackendSpecProvider,
+    norm: LayerNormBuilder,
+) -> ModuleSpec:
+    query_key_norm: LayerNormBuilder = IdentityOp
+    if config.qk_l2_norm:
+        query_key_norm = L2Norm
+    elif config.qk_layernorm:
+        query_key_norm = norm
+    submodules = SelfAttentionSubmodules(
+        linear_qkv=backend.column_parallel_linear(),
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=query_key_norm,
+        k_layernorm=query_key_norm,
+    )
+    return ModuleSpec(module=SelfAttention, params=_CAUSAL, submodules=submodules)
 
-        stock = hybrid_stack_spec.submodules
-        return {f.name: getattr(stock, f.name) for f in fields(stock)} | parts
-    norm = layers.layer_norm
-    prediction = MultiTokenPredictionLayerSubmodules(
+
+def _local_latent_attention(
+    config: TransformerConfig,
+    backend: BackendSpecProvider,
+    norm: LayerNormBuilder,
+) -> ModuleSpec:
+    latent_norm = norm if config.qk_layernorm else IdentityOp
+    submodules = MLASelfAttentionSubmodules(
+        linear_q_proj=backend.column_parallel_linear(),
+        linear_q_down_proj=backend.column_parallel_linear(),
+        linear_q_up_proj=backend.column_parallel_linear(),
+        linear_kv_down_proj=backend.column_parallel_linear(),
+        linear_kv_up_proj=backend.column_parallel_linear(),
+        core_attention=backend.core_attention(),
+        linear_proj=backend.row_parallel_linear(),
+        q_layernorm=latent_norm,
+        kv_layernorm=latent_norm,
+    )
+    return ModuleSpec(module=MLASelfAttention, params=_CAUSAL, submodules=submodules)
+
+
+def _mlp_layer(
+    config: TransformerConfig,
+    backend: BackendSpecProvider,
+    norm: LayerNormBuilder,
+    names: dict[str, str],
+) -> ModuleSpec:
+    fused_linear = backend.column_parallel_layer_norm_linear()
+    linears = MLPSubmodules(
+        linear_fc1=fused_linear or backend.column_parallel_linear(),
+        linear_fc2=backend.row_parallel_linear(),
+        activation_func=backend.activation_func() if config.use_te_activation_func else None,
+    )
+    submodules = TransformerLayerSubmodules(
+        pre_mlp_layernorm=norm,
+        mlp=partial(MLP.as_mlp_submodule, submodules=linears),
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=names,
+    )
+    return ModuleSpec(module=MLPLayer, submodules=submodules)
+
+
+def _moe_layer(
+    config: TransformerConfig,
+    backend: BackendSpecProvider,
+    norm: LayerNormBuilder,
+    names: dict[str, str],
+) -> ModuleSpec:
+    experts = get_moe_module_spec_for_backend(
+        backend,
+        num_experts=config.num_moe_experts or 1,  # any number, if there are no MoE layers
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
+    submodules = TransformerLayerSubmodules(
+        pre_mlp_layernorm=norm,
+        mlp=experts,
+        mlp_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=names,
+    )
+    return ModuleSpec(module=MoETransformerLayer, submodules=submodules)
+
+
+def _local_mtp_block(backend: BackendSpecProvider, norm: LayerNormBuilder) -> ModuleSpec:
+    submodules = MultiTokenPredictionLayerSubmodules(
         enorm=norm,
         hnorm=norm,
-        eh_proj=LocalSpecProvider().column_parallel_linear(),
+        eh_proj=backend.column_parallel_linear(),
         mtp_model_layer=None,  # built from the other submodules
         layer_norm=norm,
     )
-    layer = ModuleSpec(module=MultiTokenPredictionLayer, submodules=prediction)
-    parts["mtp_block_spec"] = ModuleSpec(
-        module=MultiTokenPredictionBlock,
-        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer]),
-    )
-    return parts
-
-
-def _part(module: type, layer: ModuleSpec, *names: str) -> ModuleSpec:
-    part = {n: getattr(layer.submodules, n) for n in (*names, "sharded_state_dict_keys_map")}
-    return ModuleSpec(module=module, submodules=TransformerLayerSubmodules(**part))
+    layer = ModuleSpec(module=MultiTokenPredictionLayer, submodules=submodules)
+    block = MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
+    return ModuleSpec(module=MultiTokenPredictionBlock, submodules=block)

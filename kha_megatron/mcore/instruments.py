@@ -23,7 +23,7 @@ talking heads.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,36 +68,57 @@ def watch_heads(
     """
     if get_model_config(models[0]).cuda_graph_impl == "full_iteration":
         raise ConfigError("--kha-log-interval does not support --cuda-graph-impl full_iteration.")
-    instruments = _Instruments(models, kha, lambda: iteration() % interval == 0)
+
+    def is_due() -> bool:
+        return iteration() % interval == 0
+
+    instruments = _Instruments(models, kha, is_due)
 
     @contextmanager
     def measured(chunks: list[_Model], groups: Any) -> Iterator[None]:
         yield
-        if iteration() % interval == 0:
+        if is_due():
             write(instruments.read(), iteration())
 
     wrap_grad_finalization(models, measured)
+
+
+class _Metric(NamedTuple):
+    """A metric of one layer."""
+
+    name: str
+    layer: int
+
+
+class _Sum(NamedTuple):
+    """A running total and the number of its terms."""
+
+    total: Tensor
+    terms: float
 
 
 class _Instruments:
     """Hooks that accumulate a sum and a count per metric and layer."""
 
     def __init__(
-        self, models: Sequence[_Model], kha: HeadsConfig, is_due: Callable[[], bool]
+        self,
+        models: Sequence[_Model],
+        kha: HeadsConfig,
+        is_due: Callable[[], bool],
     ) -> None:
         self.config = get_model_config(models[0])
         self.kha = kha
         self.is_due = is_due
-        device = torch.cuda.current_device()
-        self.nothing = torch.zeros((), dtype=torch.float64, device=device), 0.0
-        self.sums: dict[tuple[str, int], tuple[Tensor, float]] = {}  # sums and counts
-        self.measured: set[tuple[int, str]] = set()
-        self.attentions: dict[int, Any] = {
-            layer.layer_number - 1: attention
-            for model in models
-            for layer in model.decoder.layers
-            if isinstance(attention := getattr(layer, "self_attention", None), Attention)
-        }
+        zero = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+        self.empty_sum = _Sum(zero, 0.0)
+        self.sums: dict[_Metric, _Sum] = {}
+        self.measured: set[_Metric] = set()
+        self.attentions: dict[int, Any] = {}
+        for model in models:
+            for layer in model.decoder.layers:
+                attention = getattr(layer, "self_attention", None)
+                if isinstance(attention, Attention):
+                    self.attentions[layer.layer_number - 1] = attention
         if self.config.cuda_graph_impl == "none":
             for number, attention in self.attentions.items():
                 self._watch(number, attention)
@@ -105,8 +126,12 @@ class _Instruments:
     def _watch(self, layer: int, attention: Any) -> None:
         def add_sink(module: _Model, inputs: tuple[Any, ...]) -> None:
             query, key, *_ = inputs
-            if self._has_plain_scores(query) and self._is_first_call(module, layer, _SINK):
-                self._add_sink(layer, attention, query[:, 0], key[:, 0])
+            if not self._has_plain_scores(query):
+                return
+            if self._is_first_call(module, layer, _SINK):
+                sequence_query = query[:, 0]
+                sequence_key = key[:, 0]
+                self._add_sink(layer, attention, sequence_query, sequence_key)
 
         def add_figure(name: str, figure: Callable[[], Tensor]) -> None:
             if self._is_first_call(attention, layer, name):
@@ -122,19 +147,26 @@ class _Instruments:
 
     def _is_first_call(self, module: _Model, layer: int, name: str) -> bool:
         """Whether this is the first microbatch of the step (and not a recomputation)."""
-        if not module.training or not self.is_due() or (layer, name) in self.measured:
+        metric = _Metric(name, layer)
+        if not module.training or not self.is_due() or metric in self.measured:
             return False
-        self.measured.add((layer, name))
+        self.measured.add(metric)
         return True
 
     @torch.no_grad()
     def _add_gate(
-        self, layer: int, projection: str, knocking: KnockingHeads, inputs: Any, output: Tensor
+        self,
+        layer: int,
+        projection: str,
+        knocking: KnockingHeads,
+        inputs: Any,
+        output: Tensor,
     ) -> None:
         if not inputs or not self._is_first_call(knocking, layer, projection):
             return
-        matrix = knocking.weight[MATRICES[knocking.variant].index("gate")]
-        gate = 2 * torch.sigmoid((inputs[0] @ matrix).float())
+        index = MATRICES[knocking.variant].index("gate")
+        logits = inputs[0] @ knocking.weight[index]
+        gate = 2 * torch.sigmoid(logits.float())
         total = gate.sum(dtype=torch.float64)
         squares = gate.square().sum(dtype=torch.float64)
         self._add(layer, f"{_OPENNESS}/{projection}", total, gate.numel())
@@ -149,73 +181,131 @@ class _Instruments:
         )
 
     @torch.no_grad()
-    def _add_sink(self, layer: int, attention: Any, query: Tensor, key: Tensor) -> None:
+    def _add_sink(
+        self,
+        layer: int,
+        attention: Any,
+        query: Tensor,
+        key: Tensor,
+    ) -> None:
         """Add one sequence's attention-sink statistics to the running totals."""
         group = attention.pg_collection.cp
         length = len(query) * group.size()
-        held, at = token_positions(length, group), sink_queries(length, query.device)
-        if not len(at):
+        local_positions = token_positions(length, group)
+        query_positions = sink_queries(length, query.device)
+        if not len(query_positions):
             return
-        is_here = (held == at.unsqueeze(-1)).to(query.dtype)
-        queries = torch.einsum("ns,shd->nhd", is_here, query)
+        is_here = local_positions == query_positions.unsqueeze(-1)
+        queries = torch.einsum("ns,shd->nhd", is_here.to(query.dtype), query)
         dist.all_reduce(queries, group=group)  # zeros except on the rank that has the token
         scale = getattr(attention, "softmax_scale", None) or self.config.softmax_scale
-        first, total = sink_terms(queries, key, scale or query.shape[-1] ** -0.5, at, held)
+        scale = scale or query.shape[-1] ** -0.5
+        first, local_total = sink_terms(queries, key, scale, query_positions, local_positions)
         dist.all_reduce(first, group=group)
-        parts = [torch.empty_like(total) for _ in range(group.size())]
-        dist.all_gather(parts, total, group=group)
-        shares = (first - torch.stack(parts).logsumexp(0)).exp().mean(-1).double()
-        self._add(layer, f"{_SINK}/mean", shares.sum(), len(shares))
+        totals = [torch.empty_like(local_total) for _ in range(group.size())]
+        dist.all_gather(totals, local_total, group=group)
+        total = torch.stack(totals).logsumexp(0)
+        shares = (first - total).exp()
+        head_shares = shares.mean(-1).double()
+        self._add_shares(layer, head_shares, attention.tp_group.rank())
+
+    def _add_shares(self, layer: int, shares: Tensor, tp_rank: int) -> None:
+        """Add the average attention to the first token of each head on this rank."""
+        local_heads = len(shares)
+        first_head = tp_rank * local_heads
+        self._add(layer, f"{_SINK}/mean", shares.sum(), local_heads)
         # the names must be the same on all ranks, so other ranks' heads get a count of zero
-        first_head = attention.tp_group.rank() * len(shares)
         for head in range(self.config.num_attention_heads):
-            is_own = 0 <= head - first_head < len(shares)
-            share = shares[head - first_head] if is_own else shares.new_zeros(())
-            self._add(layer, f"{_SINK}/head-{head}", share, float(is_own))
+            local_head = head - first_head
+            name = f"{_SINK}/head-{head}"
+            if 0 <= local_head < local_heads:
+                self._add(layer, name, shares[local_head], 1)
+            else:
+                self._add(layer, name, shares.new_zeros(()), 0)
 
     @torch.no_grad()
-    def _add_figure(self, layer: int, name: str, figure: Callable[[], Tensor]) -> None:
-        value = figure().double()
-        for head, of_head in enumerate(value.view(-1)):
-            self._add(layer, f"{name}/head-{head}" if value.dim() else name, of_head, 1)
+    def _add_figure(
+        self,
+        layer: int,
+        name: str,
+        figure: Callable[[], Tensor],
+    ) -> None:
+        values = figure().double()
+        if not values.dim():
+            self._add(layer, name, values, 1)
+            return
+        for head, value in enumerate(values.view(-1)):
+            self._add(layer, f"{name}/head-{head}", value, 1)
 
-    def _add(self, layer: int, name: str, total: Tensor, count: float) -> None:
-        before, counted = self.sums.get((name, layer), self.nothing)
-        self.sums[name, layer] = before + total, counted + count
+    def _add(self, layer: int, name: str, total: Tensor, terms: float) -> None:
+        metric = _Metric(name, layer)
+        previous = self.sums.get(metric, self.empty_sum)
+        self.sums[metric] = _Sum(
+            previous.total + total,
+            previous.terms + terms,
+        )
 
     @torch.no_grad()
     def read(self) -> dict[str, float]:
         """Average the metrics over all ranks and reset the running totals."""
         for layer, attention in self.attentions.items():
             for projection, knocking in _knockings(attention):
-                weight = knocking.weight.detach()
-                weight = weight.full_tensor() if isinstance(weight, DTensor) else weight
-                distances = measure(weight, knocking.variant)[:, 2]
-                for matrix, distance in zip(MATRICES[knocking.variant], distances, strict=True):
-                    self._add(layer, f"{_DISTANCE}/{projection}-{matrix}", distance, 1)
+                self._add_distances(layer, projection, knocking)
         self.measured.clear()
-        # only pipeline stages can have different names
+        metrics = self._gather_metrics()
+        if not metrics:  # layers without matrices in a CUDA graph
+            return {}
+        local_sums = [self.sums.get(metric, self.empty_sum) for metric in metrics]
+        totals = torch.stack([local_sum.total for local_sum in local_sums])
+        counts = totals.new_tensor([local_sum.terms for local_sum in local_sums])
+        sums = torch.stack([totals, counts], dim=-1)
+        dist.all_reduce(sums)  # replicas add equal values, so means do not change
+        self.sums.clear()
+        means = {}
+        for metric, (total, count) in zip(metrics, sums.tolist(), strict=True):
+            if count != 0:
+                means[f"{metric.name}/layer-{metric.layer}"] = total / count
+        return _with_spreads(means)
+
+    def _add_distances(
+        self,
+        layer: int,
+        projection: str,
+        knocking: KnockingHeads,
+    ) -> None:
+        weight = knocking.weight.detach()
+        if isinstance(weight, DTensor):
+            weight = weight.full_tensor()
+        distances = measure(weight, knocking.variant)[:, 2]
+        matrices = MATRICES[knocking.variant]
+        for matrix, distance in zip(matrices, distances, strict=True):
+            name = f"{_DISTANCE}/{projection}-{matrix}"
+            self._add(layer, name, distance, 1)
+
+    def _gather_metrics(self) -> list[_Metric]:
+        """Return all metrics in the same order on all ranks.
+
+        Only pipeline stages can have different ones.
+        """
         stages: list[Any] = [None] * mpu.get_pipeline_model_parallel_world_size()
         group = mpu.get_pipeline_model_parallel_group()
         dist.all_gather_object(stages, list(self.sums), group=group)
-        names = sorted({name for stage in stages for name in stage}, key=lambda key: key[::-1])
-        if not names:  # layers without matrices in a CUDA graph
-            return {}
-        totals, counts = zip(*(self.sums.get(name, self.nothing) for name in names), strict=True)
-        sums = torch.stack([torch.stack(totals), totals[0].new_tensor(counts)], dim=-1)
-        dist.all_reduce(sums)  # replicas add equal values, so means do not change
-        self.sums.clear()
-        means = {
-            f"{name}/layer-{layer}": total / count
-            for (name, layer), (total, count) in zip(names, sums.tolist(), strict=True)
-            if count != 0
-        }
-        for name in means:
-            if name.startswith(_SPREAD):  # still the mean of squares
-                variance = means[name] - means[name.replace(_SPREAD, _OPENNESS)] ** 2
-                means[name] = max(variance, 0.0) ** 0.5  # rounding may make it negative
-        return means
+        metrics: set[_Metric] = set()
+        for stage_metrics in stages:
+            metrics.update(stage_metrics)
+        return sorted(metrics)
+
+
+def _with_spreads(means: dict[str, float]) -> dict[str, float]:
+    """Turn the mean squares of gates into standard deviations."""
+    for name in means:
+        if name.startswith(_SPREAD):
+            openness = means[name.replace(_SPREAD, _OPENNESS)]
+            variance = means[name] - openness**2
+            means[name] = max(variance, 0.0) ** 0.5  # rounding may make it negative
+    return means
 
 
 def _knockings(attention: Attention) -> list[tuple[Projection, KnockingHeads]]:
-    return list(getattr(attention, "knockings", {}).items())
+    knockings = getattr(attention, "knockings", {})
+    return list(knockings.items())

@@ -34,7 +34,7 @@ from torch import Tensor
 from kha_megatron.heads import Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import fold
-from kha_megatron.mcore.attention import KnockedAttention, check_config
+from kha_megatron.mcore.attention import KnockedAttention, Output, check_config
 from kha_megatron.mcore.hooks import ProjectionHook
 from kha_megatron.mcore.knocking import parameter_device
 
@@ -51,17 +51,24 @@ class LatentUpProjection(ColumnParallelLinear):
     ) -> None:
         super().__init__(latent_features // latent_heads, output_size, **kwargs)
         self.latent_heads = latent_heads
-        ranks, rank = self.tp_group.size(), self.tp_group.rank()
-        self.mine = slice(rank * latent_heads // ranks, -(-(rank + 1) * latent_heads // ranks))
+        ranks = self.tp_group.size()
+        rank = self.tp_group.rank()
+        # with fewer latent heads than ranks, several ranks use the same one
+        first = rank * latent_heads // ranks
+        stop = -(-(rank + 1) * latent_heads // ranks)
+        self.local_heads = slice(first, stop)
 
     def forward(self, latent: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         if self.sequence_parallel:
             latent = gather_from_sequence_parallel_region(latent, group=self.tp_group)
         else:
             latent = copy_to_tensor_model_parallel_region(latent, group=self.tp_group)
-        heads = latent.unflatten(-1, (self.latent_heads, -1))[..., self.mine, :]
-        weights = self.weight.unflatten(0, (heads.shape[-2], -1))
-        return torch.einsum("...gc,grc->...gr", heads, weights).flatten(-2), None
+        all_heads = latent.unflatten(-1, (self.latent_heads, -1))
+        heads = all_heads[..., self.local_heads, :]
+        local_heads = heads.shape[-2]
+        weights = self.weight.unflatten(0, (local_heads, -1))
+        output = torch.einsum("...gc,grc->...gr", heads, weights)
+        return output.flatten(-2), None
 
 
 class LatentNorm(MegatronModule):
@@ -76,7 +83,8 @@ class LatentNorm(MegatronModule):
         latent_heads: int,
     ) -> None:
         super().__init__(config)
-        self.latent_heads, self.eps = latent_heads, eps
+        self.latent_heads = latent_heads
+        self.eps = eps
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config))
         )
@@ -84,27 +92,23 @@ class LatentNorm(MegatronModule):
 
     def forward(self, latent: Tensor) -> Tensor:
         heads = latent.unflatten(-1, (self.latent_heads, -1))
-        wide = heads.float() if heads.dtype in (torch.bfloat16, torch.float16) else heads
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return ((wide * scale).flatten(-2) * self.weight).to(latent.dtype)
+        if heads.dtype in (torch.bfloat16, torch.float16):
+            heads = heads.float()
+        mean_square = heads.square().mean(-1, keepdim=True)
+        normed = heads * torch.rsqrt(mean_square + self.eps)
+        scaled = normed.flatten(-2) * self.weight
+        return scaled.to(latent.dtype)
 
 
 def use_grouped_latents(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
     """Turn an MLA spec into a GLA spec, by replacing the KV norm and up-projection."""
-    up = submodules.linear_kv_up_proj
     norm = submodules.kv_layernorm
-    if norm not in (None, IdentityOp) or "LayerNorm" in getattr(up, "__name__", ""):
+    stock_projection = getattr(submodules.linear_kv_up_proj, "__name__", "")
+    is_norm_fused = "LayerNorm" in stock_projection
+    if is_norm_fused or norm not in (None, IdentityOp):
         norm = partial(LatentNorm, latent_heads=latent_heads)
-    return replace(
-        submodules,
-        linear_kv_up_proj=ModuleSpec(
-            module=LatentUpProjection, params={"latent_heads": latent_heads}
-        ),
-        kv_layernorm=norm,
-    )
-
-
-_Hooked = tuple[Tensor, Tensor | None]
+    up_projection = ModuleSpec(module=LatentUpProjection, params={"latent_heads": latent_heads})
+    return replace(submodules, linear_kv_up_proj=up_projection, kv_layernorm=norm)
 
 
 class _KnockedLatentAttention(KnockedAttention):
@@ -120,37 +124,43 @@ class _KnockedLatentAttention(KnockedAttention):
         super().__init__(config, *args, **kwargs)
         self._add_knocking(kha)
         self.kind = "gla" if isinstance(self.linear_kv_up_proj, LatentUpProjection) else None
-        query_up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
-        for name, hook, projections in (
-            (query_up, self._knock_query, {"query"}),
-            ("linear_kv_up_proj", self._knock_key_value, {"key", "value"}),
-        ):
-            if projections & self.knockings.keys():
-                self.projection_hooks.append(ProjectionHook(self, name, hook))
+        if "query" in self.knockings:
+            query_up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
+            hook = ProjectionHook(self, query_up, self._knock_query)
+            self.projection_hooks.append(hook)
+        if "key" in self.knockings or "value" in self.knockings:
+            hook = ProjectionHook(self, "linear_kv_up_proj", self._knock_key_value)
+            self.projection_hooks.append(hook)
         self._count_query_norm_once()
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        found = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+        projections = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         self._read_input(hidden_states, {})
-        return found
+        return projections
 
-    def _knock_query(self, output: _Hooked) -> _Hooked:
-        nope, position = self._heads(output[0]).split(
-            [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1
-        )
-        return torch.cat([self._knock("query", nope), position], dim=-1).flatten(-2), output[1]
+    def _knock_query(self, projected: Output) -> Output:
+        output, bias = projected
+        widths = [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim]
+        heads = self._unflatten_heads(output)
+        nope, position = heads.split(widths, dim=-1)
+        knocked_nope = self._knock("query", nope)
+        knocked = torch.cat([knocked_nope, position], dim=-1)
+        return knocked.flatten(-2), bias
 
-    def _knock_key_value(self, output: _Hooked) -> _Hooked:
-        key, value = self._heads(output[0]).split(
-            [self.config.qk_head_dim, self.config.v_head_dim], dim=-1
-        )
-        heads = self._knock("key", key), self._knock("value", value)
-        return torch.cat(heads, dim=-1).flatten(-2), output[1]
+    def _knock_key_value(self, projected: Output) -> Output:
+        output, bias = projected
+        widths = [self.config.qk_head_dim, self.config.v_head_dim]
+        heads = self._unflatten_heads(output)
+        key, value = heads.split(widths, dim=-1)
+        knocked_key = self._knock("key", key)
+        knocked_value = self._knock("value", value)
+        knocked = torch.cat([knocked_key, knocked_value], dim=-1)
+        return knocked.flatten(-2), bias
 
-    def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+    def _unflatten_heads(self, features: Tensor) -> Tensor:
+        return features.unflatten(-1, (self.num_attention_heads_per_partition, -1))
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Same as in Megatron, except that gradients of the rotary key are summed over TP ranks.
@@ -161,14 +171,14 @@ class _KnockedLatentAttention(KnockedAttention):
         query, latent = super()._qkv_down_projection(hidden_states)
         if self.tp_group.size() == 1:
             return query, latent
-        rank, position = self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim
-        if latent.size(-1) != rank + position:
+        widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
+        if latent.size(-1) != sum(widths):
             latent = gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
             if self.config.sequence_parallel:
                 latent = scatter_to_sequence_parallel_region(latent, group=self.tp_group)
         if self.config.sequence_parallel:
             return query, latent  # Megatron's all-gather of the key sums its gradient
-        latent, key = latent.split([rank, position], dim=-1)
+        latent, key = latent.split(widths, dim=-1)
         key = copy_to_tensor_model_parallel_region(key, group=self.tp_group)
         return query, torch.cat([latent, key], dim=-1)
 
@@ -186,15 +196,19 @@ class _KnockedLatentAttention(KnockedAttention):
     def prepare_for_absorption(self) -> None:
         """Fold the matrices into the up-projection, since Megatron is about to delete it."""
         if not hasattr(self, "up_k_weight"):
-            nope, rows = self.config.qk_head_dim, self.config.qk_head_dim + self.config.v_head_dim
-            weight = self.linear_kv_up_proj.weight
-            starts: dict[Projection, int] = {"key": 0, "value": nope}
-            with torch.no_grad():
-                for projection in starts.keys() & self.knockings.keys():
-                    matrix = self.knockings[projection].weight
-                    start = starts[projection]
-                    weight.copy_(fold(weight, matrix, head_rows=rows, start=start))
+            self._fold_up_projection()
         super().prepare_for_absorption()
+
+    @torch.no_grad()
+    def _fold_up_projection(self) -> None:
+        weight = self.linear_kv_up_proj.weight
+        head_rows = self.config.qk_head_dim + self.config.v_head_dim
+        first_rows: dict[Projection, int] = {"key": 0, "value": self.config.qk_head_dim}
+        for projection, first_row in first_rows.items():
+            if projection in self.knockings:
+                matrix = self.knockings[projection].weight
+                folded = fold(weight, matrix, head_rows=head_rows, start=first_row)
+                weight.copy_(folded)
 
 
 class KHAMLASelfAttention(_KnockedLatentAttention, MLASelfAttention):

@@ -48,7 +48,8 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = 1 + self.weight.to(wide.dtype)
-        return torch.nn.functional.rms_norm(wide, scale.shape, scale, self.eps).to(x.dtype)
+        normed = torch.nn.functional.rms_norm(wide, scale.shape, scale, self.eps)
+        return normed.to(x.dtype)
 
 
 class GatheredDotProductAttention(DotProductAttention):
@@ -81,8 +82,8 @@ class GatheredDotProductAttention(DotProductAttention):
         self.config = config
         if v_channels is not None:
             self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
-        given = getattr(pg_collection, "cp", None)
-        self.cp_group: Any = given or parallel_state.get_context_parallel_group()
+        cp_group = getattr(pg_collection, "cp", None)
+        self.cp_group: Any = cp_group or parallel_state.get_context_parallel_group()
         # undoes the scaling of --apply-query-key-layer-scaling, as Megatron's softmax does
         self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
 
@@ -95,22 +96,32 @@ class GatheredDotProductAttention(DotProductAttention):
         attn_mask_type: AttnMaskType | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        key, value = self._gather(key), self._gather(value)
+        key = self._gather(key)
+        value = self._gather(value)
         if self.cp_group.size() > 1 and attention_mask is None:
             attention_mask = self._causal_mask(len(query), len(key))
         options = [attention_mask, *kwargs.values()]  # mask, bias and packed sequences
-        if self._is_plain(query, key, value) and all(option is None for option in options):
-            query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-            output = torch.nn.functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                is_causal=True,
-                scale=self.logit_scale,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-            return output.permute(2, 0, 1, 3).flatten(2)
+        has_options = any(option is not None for option in options)
+        if not has_options and self._is_plain(query, key, value):
+            return self._attend_causally(query, key, value)
         return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
+
+    def _attend_causally(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        """Use PyTorch's attention, which needs ``[batch, heads, sequence, head_dim]``."""
+        output = torch.nn.functional.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            is_causal=True,
+            scale=self.logit_scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return output.permute(2, 0, 1, 3).flatten(2)
 
     def _is_plain(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         softmax = self.scale_mask_softmax
@@ -126,16 +137,20 @@ class GatheredDotProductAttention(DotProductAttention):
 
     def _causal_mask(self, queries: int, keys: int) -> Tensor:
         """Build the mask of this rank's last queries, ``[1, 1, queries, keys]``."""
-        positions = token_positions(keys, self.cp_group)[-queries:]
-        return (torch.arange(keys, device=positions.device) > positions[:, None])[None, None]
+        query_positions = token_positions(keys, self.cp_group)[-queries:]
+        key_positions = torch.arange(keys, device=query_positions.device)
+        is_future = key_positions > query_positions[:, None]
+        return is_future[None, None]
 
     def _gather(self, x: Tensor) -> Tensor:
         """All-gather keys or values over context-parallel ranks, in the order of the sequence."""
         if self.cp_group.size() == 1:
             return x
-        ranks = gather_from_sequence_parallel_region(x, group=self.cp_group)
-        chunks = ranks.unflatten(0, (self.cp_group.size(), 2, -1))
-        return torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)
+        gathered = gather_from_sequence_parallel_region(x, group=self.cp_group)
+        chunks = gathered.unflatten(0, (self.cp_group.size(), 2, -1))
+        first_half = chunks[:, 0]
+        second_half = chunks[:, 1].flip(0)
+        return torch.cat([first_half, second_half]).flatten(0, 1)
 
 
 def token_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Tensor:
@@ -145,7 +160,10 @@ def token_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Te
     and ``2 * cp - 1 - i`` to rank ``i``.
     """
     positions = torch.arange(length, device=torch.cuda.current_device())
-    rank, size = cp_group.rank(), cp_group.size()
+    rank = cp_group.rank()
+    size = cp_group.size()
     if size == 1:
         return positions
-    return positions.view(2 * size, -1)[[rank, 2 * size - 1 - rank]].flatten()
+    chunks = positions.view(2 * size, -1)
+    local_chunks = chunks[[rank, 2 * size - 1 - rank]]
+    return local_chunks.flatten()

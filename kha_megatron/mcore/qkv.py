@@ -41,10 +41,13 @@ class QKVSplit:
         blocks = list(groups.split(widths, dim=3))
         del blocks[layout.parts_before_padding]
         tensors = {}
-        for (name, part), heads in zip(layout.parts.items(), blocks, strict=True):
+        for name, heads in zip(layout.parts, blocks, strict=True):
+            part = layout.parts[name]
             if part.heads > 1:
-                heads = heads.reshape(*heads.shape[:2], -1, part.features)
+                sequence_and_batch = heads.shape[:2]
+                heads = heads.reshape(*sequence_and_batch, -1, part.features)
             if self.is_group_shared:
-                heads = heads[:, :, self.local_heads[name]]
+                local_heads = self.local_heads[name]
+                heads = heads[:, :, local_heads]
             tensors[name] = heads
         return tensors

@@ -295,7 +295,7 @@ def _build(kha: HeadsConfig, layout: Layout) -> Any:
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from kha_megatron.mcore.specs import kha_layer_spec
+    from kha_megatron.mcore.gpt import kha_layer_spec
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -500,9 +500,9 @@ def main() -> None:
     os.environ |= cpu.ENVIRONMENT
     cpu.install(despite_cuda=True, quiet=True)
     torch.set_num_threads(1)
-    from kha_megatron.mcore import compat, specs  # noqa: F401, so that forked ranks do not have to
+    from kha_megatron.mcore import gpt, patches  # noqa: F401, so that forked ranks do not have to
 
-    compat.use_forked_writers()
+    patches.use_forked_writers()
     gc.freeze()  # so that no garbage collection of a rank visits what torch and Megatron hold
     kha = HeadsConfig.from_dict(request["kha"])
     mistakes = find_mistakes(kha, Path(request["scratch"]), request["smooth"])

@@ -13,7 +13,8 @@ from kha_megatron.heads.config import ATTENTIONS, CONFIG_VARIABLE, PRESETS, Head
 from kha_megatron.heads.knock import INITS, MATRICES, PROJECTIONS
 from kha_megatron.heads.registry import mechanism_types, use_files
 from kha_megatron.mcore import cpu
-from kha_megatron.mcore.compat import LLAMA3_ROPE, cuda_versions, lacks_te_extension
+from kha_megatron.mcore.compat import cuda_versions, lacks_te_extension
+from kha_megatron.mcore.patches import LLAMA3_ROPE
 from kha_megatron.model.fields import rows
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.rules import check_arguments, check_optimizer_package
@@ -183,7 +184,7 @@ def _prepare_for_cuda(argv: list[str], layers: str) -> None:
             "Transformer Engine is installed without its compiled extension. Run "
             f"{install_command('te', '--no-build-isolation ')}, or add --transformer-impl local."
         )
-    unfused = layers == "local" or "--use-torch-fsdp2" in argv  # TE does not need apex, see compat
+    unfused = layers == "local" or "--use-torch-fsdp2" in argv  # TE does not need apex, see patches
     missing = find_spec("fused_weight_gradient_mlp_cuda") is None
     if missing and unfused and _UNFUSED not in argv:
         argv.append(_UNFUSED)

@@ -36,9 +36,8 @@ from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.checkpoint.tracker import is_object_store
 from kha_megatron.errors import DataError
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.mcore import compat, cpu
+from kha_megatron.mcore import cpu, patches
 from kha_megatron.mcore.attention import describe_model
-from kha_megatron.mcore.backends import load_from_either
 from kha_megatron.mcore.balancing import balance_experts
 from kha_megatron.mcore.building import model_config
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
@@ -83,25 +82,25 @@ _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 def run(program_start: float) -> None:
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     protect_children()
-    compat.use_shipped_dataset_helpers()
-    compat.let_distributed_optimizer_resume()
-    compat.load_latent_gpt_checkpoints()
-    compat.fix_saved_padding()
-    compat.share_embedding_with_mtp()
-    compat.let_adams_exchange_states()
-    compat.share_saved_steps()
-    compat.let_fsdp2_resume()
-    compat.match_fsdp2_parameters()
-    compat.ignore_saved_strides()
-    compat.log_first_iteration_once()
-    compat.build_output_layer_without_apex()
+    patches.use_shipped_dataset_helpers()
+    patches.let_distributed_optimizer_resume()
+    patches.load_latent_gpt_checkpoints()
+    patches.fix_saved_padding()
+    patches.share_embedding_with_mtp()
+    patches.let_adams_exchange_states()
+    patches.share_saved_steps()
+    patches.let_fsdp2_resume()
+    patches.match_fsdp2_parameters()
+    patches.ignore_saved_strides()
+    patches.log_first_iteration_once()
+    patches.build_output_layer_without_apex()
     if cpu.is_installed():
-        compat.use_forked_writers()
-        compat.skip_fusion_warm_up()
+        patches.use_forked_writers()
+        patches.skip_fusion_warm_up()
 
     early = parse_args(add_kha_arguments)
     check_args(early)
-    compat.let_learning_rate_change(keep=early.use_checkpoint_opt_param_scheduler)
+    patches.let_learning_rate_change(keep=early.use_checkpoint_opt_param_scheduler)
     ownership: Ownership | None = None
 
     def prepare_directories() -> dict[str, Any]:
@@ -115,7 +114,7 @@ def run(program_start: float) -> None:
         repair_tracker(early)
     make_saves_safe(ownership)
     kha = restored_kha(start, early) or kha_from_args(early)
-    load_from_either(scales=loads_fp8_scales(start, early))
+    patches.load_from_either(scales=loads_fp8_scales(start, early))
     pattern_is_saved = not early.hybrid_layer_pattern
 
     def complete(args: argparse.Namespace) -> None:
@@ -123,7 +122,7 @@ def run(program_start: float) -> None:
         check_model_class(start, args)
         check_restored_sizes(args, kha)
 
-    compat.change_arguments(complete)
+    patches.change_arguments(complete)
 
     defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
     args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)

@@ -23,7 +23,6 @@ from kha_megatron.checkpoint.tracker import (
 )
 from kha_megatron.errors import CheckpointError, ConfigError, show_value
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.mcore import compat
 from kha_megatron.model.recorded import (
     check_same_heads,
     check_same_optimizer,
@@ -223,8 +222,10 @@ def check_model_class(start: Start, args: Namespace) -> None:
         return
     if args.gpt_model:
         return
+    from megatron.core.dist_checkpointing import gpt_checkpoint_interop
+
     try:
-        compat.check_loads_gpt_checkpoint(args.hybrid_layer_pattern)
+        gpt_checkpoint_interop.gpt_compatible_layer_maps(args.hybrid_layer_pattern)
     except ValueError as error:
         raise CheckpointError(
             f"{start.path} contains a GPTModel, which does not fit this HybridModel. {error} "

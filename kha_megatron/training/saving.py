@@ -18,11 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
-from megatron.training import checkpointing, get_args
+from megatron.training import get_args
 from megatron.training.global_vars import get_tensorboard_writer
 
 from kha_megatron.announcements import announce
@@ -39,7 +36,7 @@ from kha_megatron.checkpoint.tracker import (
     record_commit,
 )
 from kha_megatron.errors import ConfigError
-from kha_megatron.mcore.patching import patch
+from kha_megatron.mcore import patches
 
 
 def make_saves_safe(ownership: Ownership | None) -> None:
@@ -61,8 +58,6 @@ def make_saves_safe(ownership: Ownership | None) -> None:
     """
     os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)
-    serialization.save_integrity_manifest = write_hashes
-    serialization.verify_integrity_manifest = verify_hashes
 
     def check_owner() -> None:
         if ownership is not None:
@@ -73,13 +68,11 @@ def make_saves_safe(ownership: Ownership | None) -> None:
         with staged_file(file) as staged, staged.open("w") as stream:
             yield stream
 
-    @patch(checkpointing.maybe_msc, "open")
     def open_atomically(open_file: Any, file: Any, mode: str = "r", **options: Any) -> Any:
         if mode != "w" or Path(file).name != TRACKER or is_object_store(file):
             return open_file(file, mode, **options)
         return open_staged(Path(file))
 
-    @patch(dist_checkpointing, "save")
     def save_and_publish(
         save: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -104,14 +97,12 @@ def make_saves_safe(ownership: Ownership | None) -> None:
             request.add_finalize_fn(finish)
         return request
 
-    @patch(serialization, "save_config")
     def commit(write_marker: Any, config: Any, checkpoint_dir: Any) -> None:
         check_owner()
         if not is_object_store(checkpoint_dir):
             record_commit(Path(checkpoint_dir))
         write_marker(config, checkpoint_dir)
 
-    @patch(TorchDistSaveShardedStrategy, "async_save")
     def save_safely(
         async_save: Any, self: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -123,6 +114,11 @@ def make_saves_safe(ownership: Ownership | None) -> None:
         if request.async_fn is None or not is_hashed:
             return request
         return request._replace(async_fn=partial(write_and_hash, request.async_fn))
+
+    patches.replace_integrity_manifest(write_hashes, verify_hashes)
+    patches.wrap_checkpoint_files(
+        open_tracker=open_atomically, save=save_and_publish, commit=commit, write=save_safely
+    )
 
 
 def check_optimizer_of_experts(models: list[torch.nn.Module], args: Namespace) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-from megatron.training import get_args, one_logger_utils, training
+from megatron.training import get_args, training
 
-from kha_megatron.mcore.patching import patch
+from kha_megatron.mcore import patches
 from kha_megatron.training.scalars import write_scalars
 
 _PEAKS = {
@@ -28,26 +28,26 @@ _PEAKS = {
 
 def log_speed() -> None:
     """Log the speed whenever Megatron computes its throughput, every ``--log-interval``."""
+    patches.wrap_throughput_report(_report)
 
-    @patch(one_logger_utils, "track_e2e_metrics")
-    def log(original: Any, is_logged: bool = False, throughput: float | None = None) -> None:
-        original(is_logged, throughput)
-        args = get_args()
-        iteration = args.curr_iteration + 1
-        if throughput is None:  # called before a save
-            return
-        if iteration % args.log_interval:  # Megatron also logs the first iteration
-            return
-        flops_per_second = throughput * 10**12  # per GPU
-        batch_size = get_current_global_batch_size()
-        flops = training.num_floating_point_operations(args, batch_size)
-        values = {
-            "tokens-per-second-per-gpu": flops_per_second / flops * batch_size * args.seq_length
-        }
-        peak = find_peak(torch.cuda.get_device_name()) if args.device == "cuda" else None
-        if peak is not None:
-            values["mfu"] = flops_per_second / peak
-        write_scalars(values, iteration)
+
+def _report(original: Any, is_logged: bool = False, throughput: float | None = None) -> None:
+    original(is_logged, throughput)
+    args = get_args()
+    iteration = args.curr_iteration + 1
+    if throughput is None:  # called before a save
+        return
+    if iteration % args.log_interval:  # Megatron also logs the first iteration
+        return
+    flops_per_second = throughput * 10**12  # per GPU
+    batch_size = get_current_global_batch_size()
+    flops = training.num_floating_point_operations(args, batch_size)
+    tokens_per_second = flops_per_second / flops * batch_size * args.seq_length
+    values = {"tokens-per-second-per-gpu": tokens_per_second}
+    peak = find_peak(torch.cuda.get_device_name()) if args.device == "cuda" else None
+    if peak is not None:
+        values["mfu"] = flops_per_second / peak
+    write_scalars(values, iteration)
 
 
 def find_peak(device_name: str) -> float | None:

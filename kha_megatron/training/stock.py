@@ -67,7 +67,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     """Build the layer spec that ``--spec`` selects."""
     from megatron.training import get_args
 
-    from kha_megatron.mcore.specs import kha_layer_spec
+    from kha_megatron.mcore.gpt import kha_layer_spec
 
     args = get_args()
     kha = resolved(args)

@@ -11,7 +11,7 @@ from megatron.training import get_args, training
 
 from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, is_object_store, read_tracker
-from kha_megatron.mcore.patching import patch
+from kha_megatron.mcore import patches
 
 
 def save_by_time(minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -21,13 +21,11 @@ def save_by_time(minutes: float, clock: Callable[[], float] = time.monotonic) ->
     """
     last_save = clock()
 
-    @patch(training, "save_checkpoint_and_time")
     def save(original: Any, *args: Any, **settings: Any) -> None:
         nonlocal last_save
         original(*args, **settings)
         last_save = clock()
 
-    @patch(training, "checkpoint_and_decide_exit")
     def save_if_due(original: Any, *args: Any) -> bool:
         *state, train_data_iterator = args
         model, optimizer, scheduler, iteration, *progress = state
@@ -47,6 +45,8 @@ def save_by_time(minutes: float, clock: Callable[[], float] = time.monotonic) ->
                 train_data_iterator=train_data_iterator,
             )
         return False
+
+    patches.wrap_save_intervals(save=save, decide=save_if_due)
 
 
 def keep_release(args: argparse.Namespace) -> None:

@@ -4,12 +4,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from megatron.training import training
-
 from kha_megatron.checkpoint.tracker import newest
 from kha_megatron.errors import CheckpointError, NonFiniteError
+from kha_megatron.mcore import patches
 from kha_megatron.mcore.finite import find_non_finite_optimizer_state, find_non_finite_parameter
-from kha_megatron.mcore.patching import patch
 from kha_megatron.training.resume import path_to_load
 
 
@@ -25,7 +23,6 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
         models (list): Model chunks on this rank, not wrapped yet. Must be called on all ranks.
     """
 
-    @patch(training, "save_checkpoint")
     def save_finite(
         save: Any, iteration: int, model: Any, optimizer: Any, *arguments: Any, **options: Any
     ) -> Any:
@@ -36,7 +33,6 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
             )
         return save(iteration, model, optimizer, *arguments, **options)
 
-    @patch(training, "load_checkpoint")
     def load_finite(load: Any, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
         result = load(model, optimizer, *arguments, **options)
         found = find_non_finite_parameter(models) or find_non_finite_optimizer_state(optimizer)
@@ -48,10 +44,6 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
             )
         return result
 
-    if not args.fp16 or args.loss_scale:
-        return
-
-    @patch(training, "train_step")
     def step_with_limit(
         train_step: Any,
         forward: Any,
@@ -73,6 +65,10 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
                 f"{args.min_loss_scale:g}, so every step would be skipped. {_remedy(args)}"
             )
         return result
+
+    patches.wrap_checkpoints(save=save_finite, load=load_finite)
+    if args.fp16 and not args.loss_scale:
+        patches.wrap_training_step(step_with_limit)
 
 
 def _remedy(args: Namespace) -> str:

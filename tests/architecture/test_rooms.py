@@ -229,6 +229,67 @@ def test_config_options_are_read_without_default():
     assert defaulted.search("getattr(self.config, 'cuda_graph_impl', 'none')")
 
 
+def root_name(node):
+    """Return ``a`` for ``a.b.c``."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def replaced_attributes(source):
+    """Return the attributes of Megatron's modules and classes that a module assigns."""
+    tree = ast.parse(source)
+    megatron = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "megatron":
+            megatron |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names = {alias.asname or alias.name.split(".")[0] for alias in node.names}
+            megatron |= {name for name in names if name == "megatron"}
+    replaced = set()
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        if isinstance(node, ast.Call) and root_name(node.func) in ("setattr", "patch"):
+            targets = [node.args[0]]
+        for target in targets:
+            is_attribute = isinstance(target, ast.Attribute) or isinstance(node, ast.Call)
+            if is_attribute and root_name(target) in megatron:
+                replaced.add(ast.unparse(target))
+    return replaced
+
+
+def test_functions_of_megatron_are_replaced_in_patches_only():
+    for path in MODULES:
+        name = path.relative_to(PACKAGE).as_posix()
+        if name != "mcore/patches.py":
+            assert not replaced_attributes(path.read_text()), name
+        patches = "kha_megatron.mcore.patching" in imports(path)
+        assert not patches or name.startswith("mcore/cpu/") or name == "mcore/patches.py", name
+
+
+def test_replaced_functions_are_detected():
+    source = (PACKAGE / "mcore" / "patches.py").read_text()
+    assert len(replaced_attributes(source)) > 15
+    for mutation in (
+        "from megatron.training import training\ntraining.train_step = print",
+        "from megatron.core import optimizer\noptimizer.optimizer.Adam.step = print",
+        "from megatron.core.utils import a as b\nsetattr(b, 'c', print)",
+        "import megatron.core\nmegatron.core.mpu.is_initialized = print",
+        "from megatron.training import training\n@patch(training, 'train')\ndef f(): pass",
+    ):
+        assert replaced_attributes(mutation), mutation
+    assert not replaced_attributes("from megatron.core import mpu\nconfig.value = mpu.size")
+
+
+def test_patches_say_why_and_until_when():
+    tree = ast.parse((PACKAGE / "mcore" / "patches.py").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+            lines = ast.get_docstring(node).splitlines()
+            assert any(line.startswith("Upstream: ") for line in lines), node.name
+            assert any(line.startswith("Remove: ") for line in lines), node.name
+
+
 MECHANISM_NAMES = re.compile(
     r"\b(moh|talking|collaborative)\b|\b(moh|talking|collaborative|gate)_(router|norms|pre|post)\b"
     r"|\bgate[._](output|value|key|query)\b|moh-"
@@ -239,7 +300,7 @@ MAY_NAME = {
     "heads/registry.py",
     "heads/config.py",  # Megatron's own output gate
     *(f"heads/{name}.py" for name in ("gate", "moh", "talking", "collaborative")),
-    "conversion/rows.py",  # Qwen3-Next stores the output gate inside q_proj
+    "conversion/file_format.py",  # Qwen3-Next stores the output gate inside q_proj
     "conversion/hf_families.py",  # architectures with an output gate
     # examples
     *("cli/compare.py", "cli/convert.py", "cli/quickstart.py", "training/arguments.py"),

@@ -35,7 +35,7 @@ def load_and_run(
     from megatron.core.dist_checkpointing.validation import StrictHandling
 
     from kha_megatron.conversion.megatron_model import build_model
-    from kha_megatron.mcore.compat import ignore_saved_strides
+    from kha_megatron.mcore.patches import ignore_saved_strides
     from tests.distributed import models
 
     ignore_saved_strides()

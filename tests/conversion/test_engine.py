@@ -28,7 +28,7 @@ BESIDE = 256 * 2**20
 
 def read(slot, *, meta=False):
     """Return meta tensors, the largest of 800 MB."""
-    return slot.row.split(torch.empty(slot.row.shape(MODEL), device="meta"), MODEL)
+    return slot.mapping.split(torch.empty(slot.mapping.shape(MODEL), device="meta"), MODEL)
 
 
 def described():

@@ -40,9 +40,8 @@ MOH = HeadsConfig(MixtureOfHeads(shared=3, active=[2, 3, 1, 2], balance=5.0))
 """Each layer has a different number of heads. At the paper's balance weight of 0.01, a loss that
 counts twice changes no gradient by more than 1e-4."""
 SPLIT = RANDOM.updated(moh=MixtureOfHeads(shared=3, active=[2, 3, 1], balance=5.0))
-QUANTIZED = replace(
-    LINEAR,
-    moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0),
+QUANTIZED = LINEAR.updated(
+    moh=MixtureOfHeads(shared=3, active=2, router="query_norm", quantized=True, balance=5.0)
 )
 
 ZERO = {"use_distributed_optimizer": True}

@@ -45,9 +45,9 @@ class Training(_Run):
     """A run that is saved and loaded as in ``megatron.training.checkpointing``."""
 
     def __init__(self, case, *, filled=True):
-        from kha_megatron.mcore import compat
+        from kha_megatron.mcore import patches
 
-        compat.let_distributed_optimizer_resume()
+        patches.let_distributed_optimizer_resume()
         initialize(case.layout)
         super().__init__(case, case.khas[0], filled=filled)
         self.args = Namespace(

@@ -12,7 +12,7 @@ import torch
 import kha_megatron
 from kha_megatron import announcements
 from kha_megatron.errors import VersionError
-from kha_megatron.mcore import compat
+from kha_megatron.mcore import compat, patches
 
 PYPROJECT = Path(kha_megatron.__file__).parents[1] / "pyproject.toml"
 
@@ -105,7 +105,7 @@ def test_torchs_adam_continues_at_the_step_of_transformer_engines(monkeypatch):
     """Transformer Engine saves the step of each group of parameters, torch that of a parameter."""
     adam = torch.optim.Adam
     monkeypatch.setattr(adam, "load_state_dict", adam.load_state_dict)  # patched until the end
-    compat.let_adams_exchange_states()
+    patches.let_adams_exchange_states()
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     trained = torch.optim.AdamW([weight])

@@ -55,10 +55,10 @@ def second_outcome(model):
 
 def errors(kind, *scalings, look=None, **given):
     """Return ``models.errors`` of logits and gradients, or of what ``look`` returns, by scaling."""
-    from kha_megatron.mcore import compat
+    from kha_megatron.mcore import patches
     from tests.gpu import models
 
-    compat.build_output_layer_without_apex()
+    patches.build_output_layer_without_apex()
     kha, sizes = KINDS[kind]
     every = {"delayed": second_outcome} if look is None else {}
     return {

@@ -112,6 +112,9 @@ def refuse_stacks(own_configs):
         ({}, MIXED, "+-"),
         ({}, MIXTURE, "**-"),
         ({"mtp_num_layers": 1}, MIXTURE, "*-/*-"),
+        ({}, MIXED, "*E"),
+        ({"heterogeneous_block_specs": True}, MIXED, "*-"),
+        ({"use_kitchen": True}, MIXED, "*-"),
     ):
         config = models.transformer_config(num_layers=2, is_hybrid_model=True)
         for name, value in overrides.items():
@@ -125,12 +128,16 @@ def refuse_stacks(own_configs):
 
 @pytest.mark.parametrize("own_configs", [False, True], ids=["", "own-configs"])
 def test_stacks_that_cannot_be_built_are_refused(ranks, own_configs):
-    mamba, sparse, latent, unordered, predicting = ranks(refuse_stacks, 1, own_configs)[0]
+    messages = ranks(refuse_stacks, 1, own_configs)[0]
+    mamba, sparse, latent, unordered, predicting, experts, *options = messages
     assert "Hybrid layers G M require --transformer-impl transformer_engine" in mamba
     assert "does not support DeepSeek sparse attention (D)" in sparse
     assert "+ in --hybrid-layer-pattern requires multi_latent_attention=True" in latent
     assert "requires --hybrid-layer-pattern to alternate" in unordered
     assert "does not support multi-token prediction" in predicting
+    assert "E in --hybrid-layer-pattern requires --num-experts" in experts
+    for option, message in zip(("heterogeneous_block_specs", "use_kitchen"), options, strict=True):
+        assert f"KHA does not support {option}=True in hybrid models" in message
 
 
 def build_with_unknown_layers():
@@ -199,18 +206,17 @@ def test_auxiliary_losses_are_scaled_if_layers_have_their_own_configs(ranks):
 
 
 def build_megatrons_stack():
-    from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+    from megatron.core.models.hybrid.hybrid_block import HybridStack
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from kha_megatron.mcore.hybrid import _gpt_layers, _submodules
+    from kha_megatron.mcore.hybrid import hybrid_submodules
     from tests.distributed import models
     from tests.mcore.layer_configs import own_layer_configs
 
     models.initialize()
     config = models.transformer_config(is_hybrid_model=True)
-    submodules = HybridStackSubmodules(**_submodules(_gpt_layers(config, MIXTURE), config))
-    stack = ModuleSpec(module=HybridStack, submodules=submodules)
+    stack = ModuleSpec(module=HybridStack, submodules=hybrid_submodules(config, MIXTURE))
     with own_layer_configs(), pytest.raises(ConfigError, match="kha_hybrid_stack_spec"):
         HybridModel(config, stack, models.VOCAB, models.SEQUENCE, hybrid_layer_pattern="*-")
 
@@ -223,25 +229,69 @@ def test_auxiliary_losses_in_megatrons_stack_are_refused(ranks):
 def build_submodules():
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
-    from kha_megatron.mcore.hybrid import _gpt_layers, _submodules
+    from kha_megatron.mcore.hybrid import hybrid_submodules
     from tests.distributed import models
 
     models.initialize()
     config = models.transformer_config(transformer_impl="transformer_engine")
-    parts, stock = _submodules(_gpt_layers(config, MIXED), config), hybrid_stack_spec.submodules
-    stocks = [parts[name] is getattr(stock, name) for name in ("mamba_layer", "gdn_layer")]
-    return stocks, parts["attention_layer"].submodules.self_attention.module.__name__
+    submodules, stock = hybrid_submodules(config, MIXED), hybrid_stack_spec.submodules
+    names = "mamba_layer", "gdn_layer", "mlp_layer", "mtp_block_spec"
+    unchanged = [getattr(submodules, name) is getattr(stock, name) for name in names]
+    return unchanged, submodules.attention_layer.submodules.self_attention.module.__name__
 
 
 @pytest.mark.te
-def test_mamba_and_delta_net_layers_next_to_kha_are_megatrons(ranks_with_engine):
-    assert ranks_with_engine(build_submodules, 1)[0] == ([True, True], "KHASelfAttention")
+def test_layers_next_to_kha_are_megatrons(ranks_with_engine):
+    assert ranks_with_engine(build_submodules, 1)[0] == ([True] * 4, "KHASelfAttention")
+
+
+def fused_attention_classes():
+    """Return the class of each latent attention in a decoder and in multi-token prediction."""
+    from megatron.core.transformer.attention import Attention
+
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(
+        num_layers=2,
+        is_hybrid_model=True,
+        multi_latent_attention=True,
+        mla_down_proj_fusion=True,
+        mtp_num_layers=1,
+        hidden_size=64,
+        transformer_impl="transformer_engine",
+    )
+    kha = HeadsConfig(Knock(value="linear"))
+    model = models.hybrid_model(config, kha, pattern="+-/+-")
+    attentions = [module for module in model.modules() if isinstance(module, Attention)]
+    return [(type(attention).__name__, attention.kha == kha) for attention in attentions]
+
+
+@pytest.mark.te
+def test_latent_attention_is_fused_in_multi_token_prediction(ranks_with_engine):
+    """Megatron overwrites the attention class in the layer specs of multi-token prediction."""
+    fused = ("KHAFusedMLASelfAttention", True)
+    assert ranks_with_engine(fused_attention_classes, 1)[0] == [fused, fused]
+
+
+def build_local_fused_prediction():
+    from tests.distributed import models
+
+    models.initialize()
+    latent = {"multi_latent_attention": True, "mla_down_proj_fusion": True}
+    config = models.transformer_config(mtp_num_layers=1, is_hybrid_model=True, **latent)
+    with pytest.raises(ConfigError, match="requires --transformer-impl transformer_engine"):
+        models.hybrid_model(config, HeadsConfig(Knock(value="linear")), pattern="+-/+-")
+
+
+def test_fused_latent_attention_in_multi_token_prediction_requires_te(ranks):
+    ranks(build_local_fused_prediction, 1)
 
 
 def latent_frequencies():
     from argparse import Namespace
 
-    from kha_megatron.mcore.compat import scale_rope
+    from kha_megatron.mcore.patches import scale_rope
     from tests.distributed import models
 
     models.initialize()

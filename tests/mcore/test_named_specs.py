@@ -7,6 +7,8 @@ hands the object to ``GPTModel`` as it is, must both make what :func:`kha_layer_
 import contextlib
 import io
 import os
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -142,6 +144,24 @@ def module_names():
 
     named = {name for name, value in vars(specs).items() if isinstance(value, ModuleSpec)}
     return {name for name in named if "+" not in name}  # added when a test asks for them
+
+
+IMPORT_BUILDERS = """
+import sys
+from kha_megatron.mcore import cpu
+cpu.install(despite_cuda=True, quiet=True)
+from kha_megatron.mcore import building, gpt, hybrid
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+assert transformer_block.LayerNormImpl is WrappedTorchNorm
+"""
+
+
+def test_building_models_without_spec_has_no_import_side_effects():
+    """Only the module that ``--spec`` imports replaces Megatron's final norm and reads argv."""
+    command = [sys.executable, "-W", "ignore", "-c", IMPORT_BUILDERS, "--spec", SPECS, "no-preset"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def refusals(cases):

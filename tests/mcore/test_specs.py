@@ -2,6 +2,7 @@
 
 import pytest
 
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.config import HeadsConfig
 
@@ -32,6 +33,33 @@ def rewritten_spec():
 
 def test_with_kha_replaces_the_attention_in_a_copy_of_the_spec(ranks):
     ranks(rewritten_spec, 1)
+
+
+def refuse_specs():
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from kha_megatron.mcore.layers import knock_layer
+    from kha_megatron.mcore.specs import with_kha
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(num_layers=2)
+    block = get_gpt_decoder_block_spec(config, False, normalization="RMSNorm")
+    layer = block.layer_specs[0]
+    layer.submodules.self_attention = IdentityOp
+    kha = HeadsConfig(Knock(value="mlp"))
+    for spec in (block, layer, ModuleSpec(module=IdentityOp)):
+        with pytest.raises(ConfigError, match="no attention module that supports KHA"):
+            with_kha(spec, kha)
+    with pytest.raises(ConfigError, match="no attention module that supports KHA"):
+        knock_layer(layer.submodules, kha)
+
+
+def test_specs_without_attention_are_refused(ranks):
+    """They would be trained without KHA."""
+    ranks(refuse_specs, 1)
 
 
 def transformer_engine_layer(kha, changes):

@@ -76,11 +76,7 @@ def mixed_among_own_heads():
         "_shard_queries": lambda self, x: x,
         "_shard_heads": lambda self, x, queries: x.flatten(2),
         "_all_heads": lambda self, x: x,
-        "_mask": lambda self, given, causal, queries, keys: torch.ones(
-            queries,
-            keys,
-            dtype=torch.bool,
-        ).triu(1),
+        "_shard_mask": lambda self, mask, queries: mask,
     }
     with (
         mock.patch.object(TalkingHeads, "attend", of_own),

@@ -29,8 +29,8 @@ RECORDED = """
 import sys
 import megatron.core.distributed
 finalize = sys.modules["megatron.core.distributed.finalize_model_grads"]  # hidden by a function
-from kha_megatron.mcore import specs
-specs.count_tokens_in_integers = lambda: None  # the patch must suffice
+from kha_megatron.mcore import patches
+patches.count_tokens_in_integers = lambda: None  # the patch must suffice
 updates, update = [], finalize.get_updated_expert_bias
 def recorded(loads, bias, *rest, **named):
     local = loads.tolist()

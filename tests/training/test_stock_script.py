@@ -26,9 +26,9 @@ from kha_megatron.mcore import cpu
 os.environ.update(cpu.ENVIRONMENT)
 cpu.install(despite_cuda=True)
 sys.argv += [word for item in cpu.MEGATRON_FLAGS.items() for word in item if word]
-from kha_megatron.mcore import compat
-compat.use_shipped_dataset_helpers()
-compat.use_forked_writers()
+from kha_megatron.mcore import patches
+patches.use_shipped_dataset_helpers()
+patches.use_forked_writers()
 from megatron.core.enums import ModelType
 from megatron.training import pretrain, set_startup_timestamps
 from megatron.training import argument_utils

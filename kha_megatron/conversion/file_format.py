@@ -1,0 +1,97 @@
+"""How the safetensors files of an architecture differ from those of the ``kha`` architecture."""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.tensor_mappings import TensorSlot
+from kha_megatron.conversion.tensor_names import EMBEDDING, LM_HEAD
+
+_GATE = "self_attn.gate_output.weight"
+
+
+class FileFormat(NamedTuple):
+    """How an architecture stores the tensors of a slot."""
+
+    layer_names: Mapping[str, str] = {}
+    """Tensors in a layer that have another name."""
+    prediction_names: Mapping[str, str] = {}
+    """Tensors in a multi-token prediction (MTP) layer that are not stored with the layer."""
+    prediction_prefix: str | None = None
+    """Prefix of the other tensors in an MTP layer (default: same as in all layers)."""
+    gate_in_query: Literal["head", "group"] | None = None
+    """Set if ``q_proj`` includes the output gate, either after each query head or after each
+    group."""
+    predictions: int = 0
+    """Maximum number of MTP layers."""
+    shared: bool = False
+    """MTP layers have copies of the embedding and LM head. Megatron always shares them."""
+
+    def names(self, slot: TensorSlot, model: Architecture) -> list[str]:
+        """Return the names of the tensors in the files."""
+        is_prediction = slot.layer is not None and slot.layer >= model.num_layers
+        names = []
+        for name in slot.names_in_layer(model):
+            if self.gate_in_query and name == _GATE:
+                continue
+            if is_prediction and name in self.prediction_names:
+                names.append(self.prediction_names[name])
+                continue
+            prefix = slot.layer_prefix
+            if is_prediction and self.prediction_prefix is not None:
+                prefix = self.prediction_prefix
+            file_name = self.layer_names.get(name, name)
+            names.append(prefix + file_name)
+        return names
+
+    def copies(self, model: Architecture) -> dict[str, str]:
+        """Map the copies of the embedding and LM head in MTP layers to their originals."""
+        if not self.shared:
+            return {}
+        head = EMBEDDING if model.tied_embeddings else LM_HEAD
+        copies = {}
+        layers = model.num_layers + model.predictions
+        for layer in range(model.num_layers, layers):
+            copies[f"model.layers.{layer}.embed_tokens.weight"] = EMBEDDING.hf
+            copies[f"model.layers.{layer}.shared_head.head.weight"] = head.hf
+        return copies
+
+    def write(self, slot: TensorSlot, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
+        """Convert the tensors of a slot to the format of the files."""
+        if not self._fuses_gate(slot, model):
+            return list(parts)
+        query, gate, *others = parts
+        blocks = self._count_blocks(model)
+        query_blocks = query.unflatten(0, (blocks, -1))
+        gate_blocks = gate.unflatten(0, (blocks, -1))
+        fused = torch.cat([query_blocks, gate_blocks], dim=1)
+        return [fused.flatten(0, 1), *others]
+
+    def read(self, slot: TensorSlot, model: Architecture, stored: Sequence[Tensor]) -> list[Tensor]:
+        """Inverse of :meth:`write`."""
+        if not self._fuses_gate(slot, model):
+            return list(stored)
+        fused, *others = stored
+        blocks = self._count_blocks(model)
+        query_rows = model.num_attention_heads * model.kv_channels
+        fused_blocks = fused.unflatten(0, (blocks, -1))
+        query, gate = fused_blocks.tensor_split([query_rows // blocks], dim=1)
+        return [query.flatten(0, 1), gate.flatten(0, 1), *others]
+
+    def _fuses_gate(self, slot: TensorSlot, model: Architecture) -> bool:
+        """Return True if the files store query and gate, the first two tensors, as one."""
+        if self.gate_in_query is None:
+            return False
+        return _GATE in slot.names_in_layer(model)
+
+    def _count_blocks(self, model: Architecture) -> int:
+        """Return the number of alternating blocks of query and gate in ``q_proj``."""
+        if self.gate_in_query == "head":
+            return model.num_attention_heads
+        return model.num_query_groups
+
+
+STANDARD = FileFormat()

@@ -1,0 +1,139 @@
+"""Where Megatron checkpoints store tensors.
+
+In GPTModel, a layer consists of attention and MLP. HybridModel counts them as separate layers. If
+all layers of a GPTModel have the same tensors, each tensor is stacked over the layers.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kha_megatron.checkpoint.megatron import LAYERS
+from kha_megatron.checkpoint.torch_dist import StoredTensor
+from kha_megatron.conversion.architecture import Architecture
+from kha_megatron.conversion.tensor_mappings import TensorSlot
+from kha_megatron.conversion.tensor_names import tensor_slots
+
+_SINGLE_LAYER = re.compile(re.escape(LAYERS) + r"\d+\.")
+_IN_ATTENTION = ("self_attention.", "input_layernorm.")
+_IN_PREDICTION = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")
+"""Tensors of MTP layers that are not part of an ordinary layer."""
+
+
+def checkpoint_key(name: str, layer: int | None, model: Architecture) -> str:
+    """Return the key of a tensor that is not stacked."""
+    if layer is None:
+        if name == "decoder.final_layernorm.weight" and not model.gpt_model:
+            return "decoder.final_norm.weight"
+        return name
+    if layer < model.num_layers:
+        index = _layer_index(name, layer, model)
+        return f"{LAYERS}{index}.{name}"
+    prediction = f"mtp.layers.{layer - model.num_layers}"
+    if name.startswith(_IN_PREDICTION):
+        return f"{prediction}.{name}"
+    if model.gpt_model:
+        return f"{prediction}.transformer_layer.{name}"
+    index = _layer_index(name, 0, model)
+    return f"{prediction}.mtp_model_layer.layers.{index}.{name}"
+
+
+def _layer_index(name: str, layer: int, model: Architecture) -> int:
+    if model.gpt_model:
+        return layer
+    if name.startswith(_IN_ATTENTION):
+        return 2 * layer
+    return 2 * layer + 1
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """Where a checkpoint stores a tensor."""
+
+    key: str
+    index: tuple[int, ...]
+    """Index of the layer, of the expert, or of both if tensors are stacked."""
+
+
+@dataclass(frozen=True)
+class LocatedTensors:
+    """Result of :func:`locate_tensors`."""
+
+    slots: dict[TensorSlot, TensorLocation]
+    missing: list[str]
+    """Keys of the slots that the checkpoint lacks."""
+    unexpected: set[str]
+    """Keys of tensors that belong to no slot."""
+
+
+def locate_tensors(infos: Mapping[str, StoredTensor], model: Architecture) -> LocatedTensors:
+    """Find out where each slot is stored in a Megatron checkpoint."""
+    stored = _unstack_layers(infos)
+    unexpected = set(stored)
+    slots = {}
+    missing = []
+    for slot in tensor_slots(model):
+        keys = slot.mapping.megatron_names
+        if slot.layer is not None:
+            keys = [checkpoint_key(name, slot.layer, model) for name in keys]
+        present = [key for key in keys if key in stored]
+        unexpected.difference_update(present)
+        if not present:
+            missing.append(keys[0])
+            continue
+        location = stored[present[0]]
+        if slot.expert is not None:
+            index = (*location.index, slot.expert)
+            location = TensorLocation(location.key, index)
+        slots[slot] = location
+    return LocatedTensors(slots, missing, unexpected)
+
+
+def _unstack_layers(infos: Mapping[str, StoredTensor]) -> dict[str, TensorLocation]:
+    """Locate the tensors of each layer by the keys that they would have without stacking."""
+    locations = {}
+    for key, info in infos.items():
+        is_stacked = key.startswith(LAYERS) and not _SINGLE_LAYER.match(key)
+        if not is_stacked or not info.shape:
+            locations[key] = TensorLocation(key, ())
+            continue
+        name = key.removeprefix(LAYERS)
+        for layer in range(info.shape[0]):
+            layer_key = f"{LAYERS}{layer}.{name}"
+            locations[layer_key] = TensorLocation(key, (layer,))
+    return locations
+
+
+def is_stacked(slot: TensorSlot, model: Architecture) -> bool:
+    """Return whether we write the tensors of all layers as one."""
+    in_decoder = slot.layer is not None and slot.layer < model.num_layers
+    return in_decoder and model.gpt_model and model.is_uniform
+
+
+def written_key(name: str, slot: TensorSlot, model: Architecture) -> str:
+    """Return the key that we write ``name`` to."""
+    if is_stacked(slot, model):
+        return LAYERS + name
+    return checkpoint_key(name, slot.layer, model)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Dimensions along which Megatron stacks the tensors of several layers or experts."""
+
+    shape: tuple[int, ...]
+    index: tuple[int, ...]
+    """Position of a slot in the stack."""
+
+
+def stack_of(slot: TensorSlot, model: Architecture) -> Stack:
+    """Return the stack that we write a slot to (without dimensions if there is none)."""
+    shape = []
+    index = []
+    if slot.layer is not None and is_stacked(slot, model):
+        shape.append(model.num_layers)
+        index.append(slot.layer)
+    if slot.expert is not None:
+        shape.append(model.num_experts)
+        index.append(slot.expert)
+    return Stack(tuple(shape), tuple(index))
