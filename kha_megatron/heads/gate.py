@@ -153,7 +153,7 @@ class Gate(Mechanism):
         """Compute gates with per-head scores as part of ``linear_qkv``."""
         if not self.reads_input or sizes.latent:
             return ()
-        rows = []
+        rows: list[HeadRows] = []
         for position in self.positions:
             if not self._has_head_scores(position):
                 continue
