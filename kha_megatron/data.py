@@ -121,13 +121,15 @@ class DataReport:
     def read(cls, folder: Path) -> Self:
         """Load ``data.json`` from a prepared directory."""
         try:
-            values = json.loads(read_regular(folder / REPORT, MAX_JSON_BYTES))
+            content = read_regular(folder / REPORT, MAX_JSON_BYTES)
+            values = json.loads(content)
             if values.pop("format") != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}")
             for item in fields(cls):
-                expected_type = item.type if item.type in (int, str) else object
-                if not isinstance(values.get(item.name), expected_type):
-                    raise TypeError(f"{item.name} is missing or has the wrong type")
+                value = values.get(item.name)
+                for expected_type in (int, str):
+                    if item.type is expected_type and not isinstance(value, expected_type):
+                        raise TypeError(f"{item.name} is missing or has the wrong type")
             return cls(**values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"Could not read {folder / REPORT} ({error}). {_PREPARE}") from error
@@ -150,7 +152,11 @@ def verify(folder: Path, on_progress: "OnProgress" = lambda step: None) -> DataR
         "eod_id": tokenizer.eos_token_id,
     }
     try:
-        actual_values["file_sha256"] = _hash_files(folder, report.file_bytes, on_progress)
+        actual_values["file_sha256"] = _hash_files(
+            folder,
+            report.file_bytes,
+            on_progress,
+        )
     except OSError as error:
         raise DataError(f"Could not open the dataset in {name} ({error}). {_PREPARE}") from error
     for field_name, actual in actual_values.items():
@@ -176,7 +182,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
         if not folder.is_dir():  # transformers would look for the name in its cache of the Hub
             raise FileNotFoundError("no such directory")
         tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=False, local_files_only=True
+            str(folder),
+            trust_remote_code=False,
+            local_files_only=True,
         )
         if not tokenizer.is_fast or tokenizer.eos_token_id is None:
             raise ValueError("it needs a tokenizer.json, and an eos_token in tokenizer_config.json")
@@ -192,17 +200,21 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
     """Return the IDs of the special tokens that a tokenizer adds before and after each text."""
     encoded = tokenizer(string.ascii_letters, return_special_tokens_mask=True)
     ids = encoded["input_ids"]
-    is_special = encoded["special_tokens_mask"]
-    if 0 not in is_special:
+    positions_of_text = []
+    for position, is_special in enumerate(encoded["special_tokens_mask"]):
+        if not is_special:
+            positions_of_text.append(position)
+    if not positions_of_text:
         raise DataError("The tokenizer has no tokens for ASCII letters. Pass another one.")
-    start = is_special.index(0)
-    end = len(ids) - is_special[::-1].index(0)
+    start = positions_of_text[0]
+    end = positions_of_text[-1] + 1
     return ids[:start], ids[end:]
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
     """Return the largest token id plus one, or ``len(tokenizer)`` if that is larger."""
-    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
+    largest_id = max(tokenizer.get_vocab().values())
+    return max(len(tokenizer), largest_id + 1)
 
 
 def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
@@ -212,9 +224,12 @@ def vocabulary_hash(vocabulary: Mapping[str, int]) -> str:
 
 
 def _hash_files(
-    folder: Path, sizes: Mapping[str, int], on_progress: "OnProgress"
+    folder: Path,
+    sizes: Mapping[str, int],
+    on_progress: "OnProgress",
 ) -> dict[str, str]:
-    advance = _meter(on_progress, "hashing", sum(sizes.values()))
+    total_size = sum(sizes.values())
+    advance = _meter(on_progress, "hashing", total_size)
     digests = {}
     for name, size in sizes.items():
         digests[name] = hash_file(folder / name)
@@ -289,12 +304,15 @@ def prepare(
         DataError: If there is no text, or if a source or the tokenizer cannot be read.
         OutputError: If we cannot write to ``out``.
     """
+    if exclude is None:
+        exclude = DEFAULT_EXCLUDE
+        if sources is None:
+            exclude = (*DEFAULT_EXCLUDE, "test", "tests", "idle_test")
     if sources is None:
         sources = [standard_library()]
         globs = globs or ("*.py",)
-        exclude = (*DEFAULT_EXCLUDE, "test", "tests", "idle_test") if exclude is None else exclude
-    exclude = DEFAULT_EXCLUDE if exclude is None else exclude
-    workers = len(os.sched_getaffinity(0)) if workers is None else workers
+    if workers is None:
+        workers = len(os.sched_getaffinity(0))
     sources = [Path(source).absolute() for source in sources]
     out = Path(os.path.realpath(out))
     if vocab_size is not None and tokenizer:
@@ -309,18 +327,27 @@ def prepare(
     fast = load_tokenizer(Path(tokenizer)) if tokenizer else None
 
     skipped = empty_skipped()
-    files = find_files(sources, globs=globs, exclude=exclude, output=out, skipped=skipped)
-    checking = _meter(on_progress, "checking", sum(files.values()))
+    files = find_files(
+        sources,
+        globs=globs,
+        exclude=exclude,
+        output=out,
+        skipped=skipped,
+    )
+    total_size = sum(files.values())
+    checking = _meter(on_progress, "checking", total_size)
     reader = Reader(max_file_bytes, json_key)
-    texts = select_sources(files, reader, given=sources, skipped=skipped, advance=checking)
+    texts = select_sources(
+        files,
+        reader,
+        given=sources,
+        skipped=skipped,
+        advance=checking,
+    )
     names = [printable(source) for source in sources]
     if not texts:
-        counts = []
-        for reason, skipped_files in skipped.items():
-            if skipped_files["count"]:
-                counts.append(f"{skipped_files['count']} {reason}")
-        listed = ", ".join(counts) or "no files"
-        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({listed}).")
+        reasons = _count_reasons(skipped)
+        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({reasons}).")
     size_of_text = sum(file.bytes for file in texts)
     on_progress(Progress("loading Megatron"))
     indexed_dataset_module()  # so that a broken installation fails early
@@ -329,12 +356,25 @@ def prepare(
         sampled = None
         if fast is None:
             fast, sampled = _train_tokenizer(
-                texts, json_key, vocab_size or DEFAULT_VOCAB_SIZE, tokenizer_sample, on_progress
+                texts,
+                json_key,
+                vocab_size or DEFAULT_VOCAB_SIZE,
+                tokenizer_sample,
+                on_progress,
             )
         fast.save_pretrained(str(staged / TOKENIZER))
         tokenizing = _meter(on_progress, "tokenizing", size_of_text)
-        written = _write_corpus(staged / CORPUS, texts, fast, workers, reader, tokenizing)
-        sizes = {file.name: file.stat().st_size for file in sorted(staged.glob(f"{CORPUS}.*"))}
+        corpus_fields = _write_corpus(
+            staged / CORPUS,
+            texts,
+            fast,
+            workers,
+            reader,
+            tokenizing,
+        )
+        sizes = {}
+        for file in sorted(staged.glob(f"{CORPUS}.*")):
+            sizes[file.name] = file.stat().st_size
         report = DataReport(
             sources=names,
             globs=list(globs or ("*",)),
@@ -344,7 +384,7 @@ def prepare(
             files=len(texts),
             split_files=sum(file.is_split for file in texts),
             bytes=size_of_text,
-            **written,
+            **corpus_fields,
             file_bytes=sizes,
             file_sha256=_hash_files(staged, sizes, on_progress),
             tokenizer=printable(Path(tokenizer).absolute()) if tokenizer else "trained",
@@ -363,8 +403,18 @@ def prepare(
                 "transformers": version_of("transformers"),
             },
         )
-        (staged / REPORT).write_text(json.dumps(report.to_dict(), indent=2) + "\n")
+        content = json.dumps(report.to_dict(), indent=2)
+        (staged / REPORT).write_text(f"{content}\n")
     return report
+
+
+def _count_reasons(skipped: Skipped) -> str:
+    """List why files were skipped, e.g. ``3 empty, 1 hidden``."""
+    counts = []
+    for reason, skipped_files in skipped.items():
+        if skipped_files["count"]:
+            counts.append(f"{skipped_files['count']} {reason}")
+    return ", ".join(counts) or "no files"
 
 
 def standard_library() -> Path:
@@ -377,14 +427,23 @@ def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
 
     def advance(size: int, files: int = 1) -> None:
         nonlocal step
-        step = step._replace(files=step.files + files, bytes=step.bytes + size)
+        step = Progress(
+            stage,
+            files=step.files + files,
+            bytes=step.bytes + size,
+            total_bytes=total,
+        )
         on_progress(step)
 
     return advance
 
 
 def _train_tokenizer(
-    texts: Sequence[Source], json_key: str, vocab_size: int, sample: int, on_progress: OnProgress
+    texts: Sequence[Source],
+    json_key: str,
+    vocab_size: int,
+    sample: int,
+    on_progress: OnProgress,
 ) -> "tuple[PreTrainedTokenizerFast, int]":
     """Train a byte-level BPE tokenizer on a sample of about ``sample`` bytes.
 
@@ -398,7 +457,8 @@ def _train_tokenizer(
     share = min(1.0, sample / total)
     reader = Reader(_TRAINER_PIECE, json_key)
     advance = _meter(on_progress, "training tokenizer", total)
-    passed = taken = 0
+    passed = 0
+    taken = 0
 
     def pieces() -> Iterator[str]:
         nonlocal passed, taken
@@ -432,7 +492,8 @@ def _train_tokenizer(
     # run in a thread, because the main thread cannot handle Ctrl-C inside the library
     with ThreadPoolExecutor(1) as pool:
         try:
-            pool.submit(tokenizer.train_from_iterator, pieces(), trainer).result()
+            training = pool.submit(tokenizer.train_from_iterator, pieces(), trainer)
+            training.result()
         finally:
             stop.set()
     fast = PreTrainedTokenizerFast(
@@ -461,7 +522,8 @@ class _EncodedDocument(NamedTuple):
 def _read_documents(texts: Sequence[Source], reader: Reader) -> Iterator[_Document]:
     for file in texts:
         for number, text in enumerate(reader.read(file), 1):
-            yield _Document(text, ends_file=number == file.documents)
+            is_last = number == file.documents
+            yield _Document(text, ends_file=is_last)
 
 
 def _write_corpus(
@@ -497,15 +559,17 @@ def _write_corpus(
     def encode(document: _Document) -> _EncodedDocument:
         (encoded,) = plain.encode_batch_fast([document.text], add_special_tokens=False)
         (decoded,) = plain.decode_batch([encoded.ids], skip_special_tokens=False)
+        token_ids = [*first_ids, *encoded.ids, *last_ids]
         return _EncodedDocument(
-            token_ids=np.array([*first_ids, *encoded.ids, *last_ids], dtype=dtype),
+            token_ids=np.array(token_ids, dtype=dtype),
             is_altered=decoded != document.text,
             bytes=len(document.text.encode()),
             ends_file=document.ends_file,
         )
 
     builder = datasets.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
-    tokens = altered = 0
+    tokens = 0
+    altered = 0
     pool = ThreadPoolExecutor(workers)  # the library releases Python's lock
     try:
         for batch in batched(_read_documents(texts, reader), 4 * workers):
@@ -532,7 +596,8 @@ def _write_corpus(
 def lacks_data(arguments: Mapping[str, Any]) -> bool:
     """Return whether Megatron's arguments name no training data."""
     names = ["mock_data", "data_args_path", "per_split_data_args_path"]
-    names += [_argument_name(flag) for flag in BLENDS]
+    for flag in BLENDS:
+        names.append(_argument_name(flag))
     return not any(arguments.get(name) for name in names)
 
 
@@ -561,20 +626,23 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
         )
     if not look:
         return
+    split = arguments.get("split") or USUAL[0]
     for flag in BLENDS:
-        for prefix in _prefixes(arguments.get(_argument_name(flag)) or ()):
+        blend = arguments.get(_argument_name(flag)) or ()
+        for prefix in _prefixes(blend):
             if "://" in prefix:  # in an object store
                 continue
             documents = count_documents(prefix)
             _check_tokenizer(Path(prefix), arguments)
             if flag == "--data-path":
-                check_split(arguments.get("split") or USUAL[0], documents, prefix)
+                check_split(split, documents, prefix)
 
 
 def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
     """Raise DataError if a dataset was tokenized with another tokenizer (extra tokens are fine)."""
     folder = prefix.parent
-    if prefix.name != CORPUS or not (folder / REPORT).is_file():
+    has_report = (folder / REPORT).is_file()
+    if prefix.name != CORPUS or not has_report:
         return  # written by other tools, which do not record their tokenizer
     report = DataReport.read(folder)
     fact = f"{prefix} was tokenized with a vocabulary of {report.vocab_size} tokens"
@@ -589,7 +657,8 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
         return
     used_tokenizer = Path(tokenizer_model)
     data_tokenizer = folder / TOKENIZER
-    if not used_tokenizer.is_dir() or used_tokenizer.resolve() == data_tokenizer.resolve():
+    is_same = used_tokenizer.resolve() == data_tokenizer.resolve()
+    if is_same or not used_tokenizer.is_dir():
         return
     used_vocabulary = load_tokenizer(used_tokenizer).get_vocab()
     data_vocabulary = load_tokenizer(data_tokenizer).get_vocab()
@@ -602,7 +671,9 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
 
 
 def check_same_tokenizer(
-    path: Path, saved: Mapping[str, Any], arguments: Mapping[str, Any]
+    path: Path,
+    saved: Mapping[str, Any],
+    arguments: Mapping[str, Any],
 ) -> None:
     """Raise DataError if a run is resumed with another tokenizer (extra tokens are fine)."""
     saved_tokenizer = Path(saved.get("tokenizer_model") or "")
@@ -622,9 +693,12 @@ def check_same_tokenizer(
 
 
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
-    has_no_tokenizer = arguments.get("tokenizer_type") in (None, "NullTokenizer")
+    if not arguments.get("mock_data"):
+        return False
+    if arguments.get("tokenizer_type") not in (None, "NullTokenizer"):
+        return False
     has_size = arguments.get("vocab_size") or arguments.get("use_checkpoint_args")
-    return bool(arguments.get("mock_data") and has_no_tokenizer and not has_size)
+    return not has_size
 
 
 def _prefixes(blend: Sequence[str]) -> Sequence[str]:
@@ -642,8 +716,9 @@ def _prefixes(blend: Sequence[str]) -> Sequence[str]:
 def count_documents(prefix: str | Path) -> int:
     try:
         with open(f"{prefix}.idx", "rb") as stream:
-            _, _, _, documents = _HEADER.unpack(stream.read(_HEADER.size))
-            return documents
+            header = stream.read(_HEADER.size)
+        _, _, _, documents = _HEADER.unpack(header)
+        return documents
     except (OSError, struct.error) as error:
         raise DataError(f"Could not read the index {prefix}.idx ({error}). {_PREPARE}") from error
 
@@ -656,25 +731,30 @@ def documents_of(split: str, documents: int) -> list[int | None]:
 
     The result is None for sets with weight 0.
     """
-    weights = [float(weight) for weight in re.findall(r"\d+\.?\d*|\.\d+", split)]
+    numbers = re.findall(r"\d+\.?\d*|\.\d+", split)
+    weights = [float(number) for number in numbers]
+    missing = len(PARTS) - len(weights)
     total = sum(weights)
-    if not 0 < len(weights) <= len(PARTS) or not 0 < total < math.inf:
+    if missing < 0 or not 0 < total < math.inf:
         raise ConfigError(f"--split must consist of one to three weights, got {split!r}.")
-    weights += [0.0] * (len(PARTS) - len(weights))
+    weights += [0.0] * missing
     counts: list[int | None] = []
     start = 0.0
     for weight in weights:
         end = start + weight / total
-        count = round(end * documents) - round(start * documents)
-        counts.append(count if end > start else None)
+        first = round(start * documents)
+        last = round(end * documents)
+        counts.append(last - first if end > start else None)
         start = end
     return counts
 
 
 def check_split(split: str, documents: int, name: str) -> None:
     """Raise DataError if a set in ``split`` would be empty despite its positive weight."""
-    counts = documents_of(split, documents)
-    empty = [part for part, count in zip(PARTS, counts, strict=True) if count == 0]
+    empty = []
+    for part, count in zip(PARTS, documents_of(split, documents), strict=True):
+        if count == 0:
+            empty.append(part)
     if empty:
         raise DataError(
             f"--split {split} leaves no document for {' and '.join(empty)} (number of documents in "

@@ -147,7 +147,7 @@ def attention(
 
     def project(weight: Tensor, head: int, name: str) -> Tensor:
         x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
-        return gated(knock_head(x, matrices.get(name), getattr(kha, name)), name, head)
+        return gated(knock_head(x, matrices.get(name), kha.variants.get(name)), name, head)
 
     outputs = []
     queries = [project(w_query, head, "query") for head in range(heads)]
@@ -275,7 +275,7 @@ def tied_attention(
 
     def project(weight: Tensor, head: int, name: str) -> Tensor:
         x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
-        return knock_head(x, matrices.get(name), getattr(kha, name))
+        return knock_head(x, matrices.get(name), kha.variants.get(name))
 
     def normed_and_rotated(x: Tensor, norm: Tensor | None) -> Tensor:
         x = rms_norm(x, norm, eps)
@@ -347,7 +347,7 @@ def latent_attention(
     rotary_key = rotate_pairs(hidden @ w_rotary, rotary_base)
 
     def knocked(x: Tensor, name: str) -> Tensor:
-        return knock_head(x, matrices.get(name), getattr(kha, name))
+        return knock_head(x, matrices.get(name), kha.variants.get(name))
 
     outputs = []
     for head in range(heads):

@@ -19,10 +19,10 @@ from megatron.bridge.models.conversion.param_mapping import (
 from torch import Tensor, nn
 
 from kha_megatron.conversion import tensor_mappings, tensor_names
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.conversion.tensor_mappings import HeadMapping, TensorMapping, head_mapping
 from kha_megatron.hf import KHAModelConfig
+from kha_megatron.model.config import ModelConfig
 
 MEGATRON = "decoder.layers.*."
 HF = "model.layers.*."
@@ -83,7 +83,7 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
         megatron_param (str): Megatron parameter name.
         hf_param (dict[str, str]): Hugging Face tensor names, in the order they are packed.
         mapping (TensorMapping): Splits and joins the tensors.
-        model (Architecture): Model architecture, needed for the shapes.
+        model (ModelConfig): Model architecture, needed for the shapes.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
         megatron_param: str,
         hf_param: dict[str, str],
         mapping: TensorMapping,
-        model: Architecture,
+        model: ModelConfig,
     ) -> None:
         super().__init__(megatron_param, hf_param)
         self._mapping = mapping
@@ -177,14 +177,14 @@ def _expert_mappings(mapping: TensorMapping) -> list[MegatronParamMapping[Any]]:
     ]
 
 
-def _is_packed(mapping: TensorMapping, model: Architecture) -> bool:
+def _is_packed(mapping: TensorMapping, model: ModelConfig) -> bool:
     """Return True for a QKV tensor that does not just consist of queries, keys and values."""
     if not isinstance(mapping, tensor_mappings.QKVMapping):
         return False
     return list(model.qkv.parts) != ["query", "key", "value"]
 
 
-def _packed_mapping(mapping: TensorMapping, model: Architecture) -> PackedMapping:
+def _packed_mapping(mapping: TensorMapping, model: ModelConfig) -> PackedMapping:
     hf_param = {}
     for name in mapping.hf_names(model):
         hf_param[name] = HF + name

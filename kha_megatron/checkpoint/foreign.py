@@ -97,14 +97,18 @@ _WEIGHTS = (
         "save_pretrained.",
     ),
     _Format(
-        "a NeMo checkpoint", ("*.nemo", "model_config.yaml", "context/model.yaml"), _SAVE_AS_HF
+        "a NeMo checkpoint",
+        ("*.nemo", "model_config.yaml", "context/model.yaml"),
+        _SAVE_AS_HF,
     ),
     _Format("an ONNX model", ("*.onnx", "onnx/*.onnx"), "Download the original model."),
     _Format("an OpenVINO model", ("openvino_model.xml",), "Download the original model."),
     _Format("a pickle file of PyTorch", ("*.ckpt", "*.pth", "model*.pt"), _SAVE_AS_HF),
 )
 _NO_CONFIG = _Format(
-    "safetensors files but no config.json", ("model*.safetensors",), "Add the model's config.json."
+    "safetensors files but no config.json",
+    ("model*.safetensors",),
+    "Add the model's config.json.",
 )
 _SUBDIRECTORIES = _Format(
     "Hugging Face models in subdirectories",
@@ -117,7 +121,9 @@ _MEGATRON_FSDP = _Format(
     "Only --ckpt-format torch_dist can be converted.",
 )
 _TORCH_DCP = _Format(
-    "a distributed checkpoint of PyTorch (DCP), e.g. of torchtitan", (METADATA,), _SAVE_AS_HF
+    "a distributed checkpoint of PyTorch (DCP), e.g. of torchtitan",
+    (METADATA,),
+    _SAVE_AS_HF,
 )
 
 
@@ -146,20 +152,26 @@ def refuse_foreign_checkpoint(path: Path) -> None:
 
 
 def _refuse_file(path: Path) -> None:
-    for known in _WEIGHTS if path.is_file() else ():
-        if any(fnmatchcase(path.name, pattern) for pattern in known.files):
-            raise CheckpointError(f"{path} is {known.name}. {known.remedy}")
+    if not path.is_file():
+        return
+    for known in _WEIGHTS:
+        for pattern in known.files:
+            if fnmatchcase(path.name, pattern):
+                raise CheckpointError(f"{path} is {known.name}. {known.remedy}")
 
 
 def _with_iterations(path: Path) -> Iterator[Path]:
     yield path
-    yield from sorted(child for child in path.iterdir() if iteration_of(child) is not None)
+    for child in sorted(path.iterdir()):
+        if iteration_of(child) is not None:
+            yield child
 
 
 def _refuse(path: Path, known: _Format) -> None:
     for pattern in known.files:
-        if found := sorted(path.glob(pattern)):
-            name = found[0].relative_to(path)
+        files = sorted(path.glob(pattern))
+        if files:
+            name = files[0].relative_to(path)
             raise CheckpointError(f"{path} contains {known.name} ({name}). {known.remedy}")
 
 
@@ -173,5 +185,6 @@ def _refuse_distributed(path: Path) -> None:
         return
     if "checkpoint_version" in folder.objects:
         _refuse(path, _MEGATRON_FSDP)
-    if iteration_of(path) is None and not any("/shard_" in key for key in folder.objects):
+    is_written_by_megatron = any("/shard_" in key for key in folder.objects)
+    if not is_written_by_megatron and iteration_of(path) is None:
         _refuse(path, _TORCH_DCP)

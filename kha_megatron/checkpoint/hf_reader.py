@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,11 +41,19 @@ def is_hf_folder(path: Path) -> bool:
     return (path / CONFIG).is_file()
 
 
+class _FileEntry(NamedTuple):
+    file: Path
+    entry: TensorEntry
+
+
 class HFCheckpoint:
     """An open Hugging Face model. ``config`` is the parsed ``config.json``."""
 
     def __init__(
-        self, path: Path, config: dict[str, Any], tensors: dict[str, tuple[Path, TensorEntry]]
+        self,
+        path: Path,
+        config: dict[str, Any],
+        tensors: dict[str, _FileEntry],
     ) -> None:
         self.path = path
         self.config = config
@@ -70,24 +78,26 @@ class HFCheckpoint:
         refuse_adapter(path)  # transformers would load it on top of the model
         config = json_object(path / CONFIG)
         files = dict.fromkeys(_weight_map(path).values()) or (WEIGHTS,)
-        tensors: dict[str, tuple[Path, TensorEntry]] = {}
+        tensors: dict[str, _FileEntry] = {}
         for name in files:
+            file = path / name
             if not has_file(path, name):
-                raise CheckpointError(f"{path / name} not found. Copy the model again.")
-            for key, entry in read_header(path / name).items():  # not just those in the index
+                raise CheckpointError(f"{file} not found. Copy the model again.")
+            for key, entry in read_header(file).items():  # not just those in the index
                 if key in tensors:
-                    other_file, _ = tensors[key]
+                    other_file = tensors[key].file
                     raise CheckpointError(
                         f"Duplicate tensor {key} in {other_file.name} and {name} of {path}. Remove "
                         "one of them, because libraries differ in which one they load."
                     )
-                tensors[key] = (path / name, entry)
+                tensors[key] = _FileEntry(file, entry)
         return cls(path, config, tensors)
 
     def identity(self) -> dict[str, Any]:
         digest = hashlib.sha256(read_regular(self.path / CONFIG))
-        if (self.path / INDEX).is_file():
-            digest.update(read_regular(self.path / INDEX))
+        index = self.path / INDEX
+        if index.is_file():
+            digest.update(read_regular(index))
         return {
             "format": "huggingface",
             "path": str(self.path),
@@ -97,14 +107,17 @@ class HFCheckpoint:
 
     def keys(self) -> dict[str, TensorEntry]:
         """Return the metadata of all tensors, sorted by name."""
-        return {key: entry for key, (_, entry) in sorted(self._tensors.items())}
+        entries = {}
+        for key in sorted(self._tensors):
+            entries[key] = self._tensors[key].entry
+        return entries
 
     def tensor(self, key: str) -> Tensor:
         """Load a tensor to CPU. Can be called from multiple threads.
 
         If there is a ``manifest.json``, this also verifies the SHA-256 of the tensor.
         """
-        file, _ = self._tensors[key]
+        file = self._tensors[key].file
         tensor = read_tensor(file, key)
         if self._digests:
             expected = self._digests[key]
@@ -124,12 +137,13 @@ def json_object(file: Path) -> dict[str, Any]:
     """Like ``json.loads``, but raises CheckpointError unless the file is a JSON object."""
     refuse_lfs_pointer(file, CheckpointError)
     try:
-        return {**json.loads(read_regular(file, MAX_JSON_BYTES))}
+        content = json.loads(read_regular(file, MAX_JSON_BYTES))
+        return {**content}
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"Could not read {file} as a JSON object: {error}.") from error
 
 
-def _read_digests(path: Path, tensors: dict[str, tuple[Path, TensorEntry]]) -> dict[str, str]:
+def _read_digests(path: Path, tensors: dict[str, _FileEntry]) -> dict[str, str]:
     """Load the checksums from the manifest, and check that it matches the tensors."""
     manifest = read_manifest(path)
     if not manifest:
@@ -138,17 +152,17 @@ def _read_digests(path: Path, tensors: dict[str, tuple[Path, TensorEntry]]) -> d
         expected: Any = "absent"
         actual: Any = "absent"
         if key in manifest:
-            dtype, shape, _ = manifest[key]
-            expected = (dtype, shape)
+            listed = manifest[key]
+            expected = (listed.dtype, listed.shape)
         if key in tensors:
-            _, entry = tensors[key]
+            entry = tensors[key].entry
             actual = (NAMES[entry.dtype], list(entry.shape))
         if actual != expected:
             raise CheckpointError(
                 f"{path} does not match its {MANIFEST}: {key} should be {expected}, but is "
                 f"{actual}. {_REMEDY}"
             )
-    return {key: digest for key, (_, _, digest) in manifest.items()}
+    return {key: listed.sha256 for key, listed in manifest.items()}
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -166,13 +180,18 @@ def _weight_map(path: Path) -> dict[str, str]:
             "safe_serialization=True."
         )
     weight_map: Any = json_object(path / INDEX).get("weight_map")
-    files = list(weight_map.values()) if isinstance(weight_map, dict) else []
-    if not files or not all(map(is_file_name, files)):
+    if not _is_weight_map(weight_map):
         raise CheckpointError(
             f"Invalid weight_map in {path / INDEX}: it must map tensors to files in the same "
             "directory."
         )
     return dict(weight_map)
+
+
+def _is_weight_map(weight_map: Any) -> bool:
+    if not isinstance(weight_map, dict) or not weight_map:
+        return False
+    return all(is_file_name(name) for name in weight_map.values())
 
 
 def has_file(folder: Path, name: str) -> bool:
@@ -181,9 +200,13 @@ def has_file(folder: Path, name: str) -> bool:
     Raises CheckpointError for symlinks, unless they stay within the directory or point to the blobs
     of the Hugging Face cache.
     """
-    path, home = (Path(os.path.realpath(place)) for place in (folder / name, folder))
-    in_cache = home.parent.name == "snapshots" and path.parent == home.parent.parent / "blobs"
-    if not in_cache and not path.is_relative_to(home):
+    path = Path(os.path.realpath(folder / name))
+    real_folder = Path(os.path.realpath(folder))
+    is_in_blobs = False
+    if real_folder.parent.name == "snapshots":
+        blobs = real_folder.parent.parent / "blobs"
+        is_in_blobs = path.parent == blobs
+    if not is_in_blobs and not path.is_relative_to(real_folder):
         raise CheckpointError(
             f"{folder / name} is a symbolic link to {path}, outside of the model directory. "
             "Replace the link by a copy of the file."

@@ -36,37 +36,48 @@ class HFWriter:
     """
 
     def __init__(
-        self, folder: Path, tensors: Sequence[TensorEntry], *, max_shard_bytes: int
+        self,
+        folder: Path,
+        tensors: Sequence[TensorEntry],
+        *,
+        max_shard_bytes: int,
     ) -> None:
         self.folder = folder
         self._entries = {entry.name: entry for entry in tensors}
-        self._places: dict[str, tuple[str, int]] = {}  # file name, byte offset
+        self._files: dict[str, str] = {}
+        self._starts: dict[str, int] = {}  # byte offsets
         self._digests: dict[str, str] = {}
-        check_room(folder, sum(entry.nbytes for entry in tensors))
-        self._shards = split_state_dict_into_shards_factory(
+        total_size = sum(entry.nbytes for entry in tensors)
+        check_room(folder, total_size)
+        split = split_state_dict_into_shards_factory(
             self._entries,
             get_storage_size=lambda entry: entry.nbytes,
             filename_pattern=WEIGHTS.replace(".safetensors", "{suffix}.safetensors"),
             max_shard_size=max_shard_bytes,
-        ).filename_to_tensors
+        )
+        self._shards = split.filename_to_tensors
         for file, names in self._shards.items():
             entries = [self._entries[name] for name in names]
             header_bytes, starts = header(entries)
-            for name, start in starts.items():
-                self._places[name] = (file, start)
+            self._starts |= starts
+            self._files |= dict.fromkeys(names, file)
+            data_size = sum(entry.nbytes for entry in entries)
             with (folder / file).open("wb") as shard:
                 shard.write(header_bytes)
-                shard.truncate(len(header_bytes) + sum(entry.nbytes for entry in entries))
+                shard.truncate(len(header_bytes) + data_size)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor (thread-safe). It does not have to be contiguous."""
-        assert self._entries[name] == (name, tensor.dtype, tensor.shape), name
-        file, start = self._places[name]
+        entry = self._entries[name]
+        assert entry.dtype == tensor.dtype, name
+        assert entry.shape == tensor.shape, name
         data = bytes_of(tensor)
-        with (self.folder / file).open("r+b") as shard:
-            shard.seek(start)
+        path = self.folder / self._files[name]
+        with path.open("r+b") as shard:
+            shard.seek(self._starts[name])
             shard.write(data)
-        self._digests[name] = hashlib.sha256(data).hexdigest()
+        digest = hashlib.sha256(data)
+        self._digests[name] = digest.hexdigest()
 
     def close(self, source: Mapping[str, Any]) -> int:
         """Write the manifest and (if there is more than one shard) the index.
@@ -83,9 +94,8 @@ class HFWriter:
             self._write_index()
         tensors = {}
         for name, entry in sorted(self._entries.items()):
-            file, _ = self._places[name]
             tensors[name] = {
-                "file": file,
+                "file": self._files[name],
                 "dtype": NAMES[entry.dtype],
                 "shape": list(entry.shape),
                 "sha256": self._digests[name],
@@ -94,13 +104,14 @@ class HFWriter:
         return len(self._shards)
 
     def _write_index(self) -> None:
-        entries = self._entries.values()
+        parameters = 0
+        size = 0
+        for entry in self._entries.values():
+            parameters += math.prod(entry.shape)
+            size += entry.nbytes
         index = {
-            "metadata": {
-                "total_parameters": sum(math.prod(entry.shape) for entry in entries),
-                "total_size": sum(entry.nbytes for entry in entries),
-            },
-            "weight_map": {name: file for name, (file, _) in self._places.items()},
+            "metadata": {"total_parameters": parameters, "total_size": size},
+            "weight_map": self._files,
         }
         content = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (self.folder / INDEX).write_text(content, encoding="utf-8")

@@ -27,7 +27,13 @@ _THREADS_TO_WRITE = 16
 _THREADS_TO_VERIFY = 2  # per rank; all ranks on a node do this at the same time
 
 
-def write_and_hash(write: Callable, rank: int, buckets: Any, *args: Any, **kwargs: Any) -> None:
+def write_and_hash(
+    write: Callable,
+    rank: int,
+    buckets: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Write the shards of a rank, and store their hashes for :func:`write_hashes`.
 
     This is a function of the module so that it can be sent to another process.
@@ -37,7 +43,9 @@ def write_and_hash(write: Callable, rank: int, buckets: Any, *args: Any, **kwarg
         buckets: Sequence of tuples that start with the path of a shard.
     """
     write(rank, buckets, *args, **kwargs)
-    shards = [Path(bucket[0]) for bucket in buckets]
+    shards = []
+    for path, *_ in buckets:
+        shards.append(Path(path))
     digests = _hash_files(shards)
     target = shards[0].with_name(f"{_RANK_HASHES}{rank}.json")
     unfinished = target.with_suffix(".tmp")
@@ -49,26 +57,29 @@ def write_hashes(folder: str | Path) -> None:
     """Write ``integrity.json``. Hashes all files that :func:`write_and_hash` has not hashed."""
     folder = Path(folder)
     digests: dict[str, str] = {}
-    collected = list(folder.glob(f"{_RANK_HASHES}*.json"))
-    for file in collected:
+    rank_files = list(folder.glob(f"{_RANK_HASHES}*.json"))
+    for file in rank_files:
         digests |= json.loads(read_regular(file, MAX_JSON_BYTES))
         file.unlink()
-    files = []
+    not_hashed = []
     for file in folder.iterdir():
-        if file.is_file() and file.name != INTEGRITY and file.name not in digests:
-            files.append(file)
-    digests |= _hash_files(files)
+        is_hashed = file.name in digests or file.name == INTEGRITY
+        if file.is_file() and not is_hashed:
+            not_hashed.append(file)
+    digests |= _hash_files(not_hashed)
+    sorted_digests = dict(sorted(digests.items()))
+    content = {"algorithm": "sha256", "files": sorted_digests}
     with staged_file(folder / INTEGRITY) as staged:
-        content = {"algorithm": "sha256", "files": dict(sorted(digests.items()))}
         staged.write_text(json.dumps(content, indent=2))
 
 
 def _hash_files(files: Sequence[Path]) -> dict[str, str]:
     """Return the hex digests of files by name."""
-    names = [file.name for file in files]
+    digests = {}
     with ThreadPoolExecutor(_THREADS_TO_WRITE) as pool:
-        digests = pool.map(hash_file, files)
-        return dict(zip(names, digests, strict=True))
+        for file, digest in zip(files, pool.map(hash_file, files), strict=True):
+            digests[file.name] = digest
+    return digests
 
 
 def read_hashes(folder: Path) -> dict[str, str] | None:
@@ -78,17 +89,23 @@ def read_hashes(folder: Path) -> dict[str, str] | None:
         return None
     try:
         content = json.loads(read_regular(file, MAX_JSON_BYTES))
-        files: dict[str, str] = content["files"]
-        if content["algorithm"] != "sha256" or not all(map(is_file_name, files)):
+        if content["algorithm"] != "sha256":
             raise ValueError
-        return {name: str(digest) for name, digest in files.items()}
+        digests = {}
+        for name, digest in content["files"].items():
+            if not is_file_name(name):
+                raise ValueError
+            digests[name] = str(digest)
+        return digests
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is corrupted. {_REMEDY}") from error
 
 
 def is_file_name(name: Any) -> bool:
     """Return True for plain file names. Guards against paths like ``../x``."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+    if not isinstance(name, str) or name in ("", ".", ".."):
+        return False
+    return not set(name) & set("/\\\0")
 
 
 def check_file(file: Path, digest: str) -> None:
@@ -119,11 +136,16 @@ class FileChecks:
         """Verify a file. If another thread is already doing that, wait for it."""
         if name not in self._digests:
             return
+        digest = self._digests[name]
         with self._lock:
             if name not in self._checks:
-                file = self._folder / name
-                self._checks[name] = self._pool.submit(check_file, file, self._digests[name])
-        self._checks[name].result()
+                self._checks[name] = self._pool.submit(
+                    check_file,
+                    self._folder / name,
+                    digest,
+                )
+            check = self._checks[name]
+        check.result()
 
 
 def verify_hashes(folder: str | Path) -> None:
@@ -154,7 +176,8 @@ def verify_hashes(folder: str | Path) -> None:
     if digests is None:
         announce(f"Skipping verification of {folder} because it has no {INTEGRITY}.")
         return
-    error_on_this_rank = _verify_files(folder, digests, list(digests)[rank::ranks])
+    names = list(digests)
+    error_on_this_rank = _verify_files(folder, digests, names[rank::ranks])
     errors = [error_on_this_rank] * ranks
     if ranks > 1:
         dist.all_gather_object(errors, error_on_this_rank)
@@ -163,7 +186,11 @@ def verify_hashes(folder: str | Path) -> None:
         raise CheckpointError(messages[0])
 
 
-def _verify_files(folder: Path, digests: Mapping[str, str], names: Sequence[str]) -> str | None:
+def _verify_files(
+    folder: Path,
+    digests: Mapping[str, str],
+    names: Sequence[str],
+) -> str | None:
     """Verify some of the files. Return the error message if one is missing or corrupted."""
 
     def verify(name: str) -> None:
@@ -182,8 +209,10 @@ def _hashes_by_size(folder: Path) -> dict[str, str] | None:
     digests = read_hashes(folder)
     if digests is None:
         return None
-    sizes = {file.name: file.stat().st_size for file in folder.iterdir()}
-    names = sorted(digests, key=lambda name: sizes.get(name, 0), reverse=True)
+    sizes = dict.fromkeys(digests, 0)
+    for file in folder.iterdir():
+        sizes[file.name] = file.stat().st_size
+    names = sorted(digests, key=sizes.__getitem__, reverse=True)
     return {name: digests[name] for name in names}
 
 

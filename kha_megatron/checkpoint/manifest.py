@@ -7,7 +7,7 @@ model) instead.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.errors import CheckpointError
@@ -18,7 +18,9 @@ _FORMAT = 1
 
 
 def write_manifest(
-    folder: Path, source: Mapping[str, Any], tensors: Mapping[str, Mapping[str, Any]]
+    folder: Path,
+    source: Mapping[str, Any],
+    tensors: Mapping[str, Mapping[str, Any]],
 ) -> None:
     """Write ``manifest.json`` to a Hugging Face model directory.
 
@@ -27,11 +29,18 @@ def write_manifest(
         tensors: Dicts with ``file``, ``dtype``, ``shape`` and ``sha256``, by tensor name.
     """
     content = {"format": _FORMAT, "source": dict(source), "tensors": dict(tensors)}
-    (folder / MANIFEST).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    serialized = json.dumps(content, indent=2) + "\n"
+    (folder / MANIFEST).write_text(serialized, encoding="utf-8")
 
 
-def read_manifest(folder: Path) -> dict[str, tuple[str, list[int], str]]:
-    """Read ``(dtype, shape, sha256)`` for each tensor, or an empty dict if there is no manifest.
+class ManifestEntry(NamedTuple):
+    dtype: str
+    shape: list[int]
+    sha256: str
+
+
+def read_manifest(folder: Path) -> dict[str, ManifestEntry]:
+    """Read the entries of all tensors, or an empty dict if there is no manifest.
 
     Raises:
         CheckpointError: If the manifest is corrupted or was not written by us.
@@ -43,10 +52,11 @@ def read_manifest(folder: Path) -> dict[str, tuple[str, list[int], str]]:
         content = json.loads(read_regular(file, MAX_JSON_BYTES))
         if content["format"] != _FORMAT:
             raise ValueError
-        return {
-            key: (entry["dtype"], entry["shape"], str(entry["sha256"]))
-            for key, entry in content["tensors"].items()
-        }
+        entries = {}
+        for key, entry in content["tensors"].items():
+            digest = str(entry["sha256"])
+            entries[key] = ManifestEntry(entry["dtype"], entry["shape"], digest)
+        return entries
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is corrupted or was not written by kha_megatron. Copy it again, or delete it "

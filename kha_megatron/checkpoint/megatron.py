@@ -55,7 +55,8 @@ def other_names(key: str) -> list[str]:
     prefix, norm, suffix = match.groups()
     for names in NORMS:
         if norm in names:
-            return [prefix + name + suffix for name in names if name != norm]
+            others = [name for name in names if name != norm]
+            return [prefix + name + suffix for name in others]
     return []
 
 
@@ -91,14 +92,16 @@ class MegatronCheckpoint:
         checks = FileChecks(path, hashes or {})
         for name in (METADATA, COMMIT_MARK, LEGACY_COMMON):
             checks.check(name)
-        return cls(path, TorchDistFolder(path, checks))
+        folder = TorchDistFolder(path, checks)
+        return cls(path, folder)
 
     def identity(self) -> dict[str, Any]:
+        metadata = read_regular(self.path / METADATA)
         return {
             "format": "torch_dist",
             "path": str(self.path),
             "iteration": self.iteration,
-            "sha256": hashlib.sha256(read_regular(self.path / METADATA)).hexdigest(),
+            "sha256": hashlib.sha256(metadata).hexdigest(),
         }
 
     def keys(self) -> dict[str, StoredTensor]:
@@ -119,16 +122,18 @@ class MegatronCheckpoint:
 
     def layer_tensors(self, suffix: str) -> list[Tensor]:
         """Load ``decoder.layers.*.{suffix}`` of all layers that have it, in order."""
-        stacked = self._folder.tensors.get(LAYERS + suffix)
+        stacked_key = LAYERS + suffix
+        stacked = self._folder.tensors.get(stacked_key)
         if stacked is not None:
-            layers = range(stacked.shape[0])
-            return [self._folder.read(LAYERS + suffix, (layer,)) for layer in layers]
-        one_layer = re.compile(re.escape(LAYERS) + r"(\d+)\." + re.escape(suffix))
+            layers, *_ = stacked.shape
+            return [self.tensor(stacked_key, (layer,)) for layer in range(layers)]
         keys = {}
         for key in self._folder.tensors:
-            if match := one_layer.fullmatch(key):
-                keys[int(match[1])] = key
-        return [self._folder.read(key) for _, key in sorted(keys.items())]
+            if key.startswith(LAYERS):
+                layer, _, name = key.removeprefix(LAYERS).partition(".")
+                if name == suffix and layer.isdecimal():
+                    keys[int(layer)] = key
+        return [self.tensor(keys[layer]) for layer in sorted(keys)]
 
     @cached_property
     def _common(self) -> dict[str, Any]:
@@ -136,7 +141,8 @@ class MegatronCheckpoint:
         try:
             if legacy.is_file():
                 return dict(load_plain(read_regular(legacy)))
-            return dict(self._folder.read_object("common_state/shard_0_1")[0])
+            common = self._folder.read_object("common_state/shard_0_1")
+            return dict(common[0])
         except CheckpointError:
             raise
         except Exception as error:  # a damaged pickle can raise anything
@@ -148,7 +154,9 @@ class MegatronCheckpoint:
     @property
     def iteration(self) -> int | None:
         iteration = self._common.get("iteration")
-        return iteration if type(iteration) is int else None
+        if type(iteration) is not int:
+            return None
+        return iteration
 
     @cached_property
     def args(self) -> dict[str, Any]:

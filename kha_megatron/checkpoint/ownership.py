@@ -38,21 +38,36 @@ HEARTBEAT_TIMEOUT = 180
 
 _MAX_OWNER_BYTES = 2**16
 
+_NOT_REGULAR = (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+"""Error codes for links, directories and devices."""
+
 
 class Ownership:
     """Returned by :func:`claim`. Call :meth:`check` to see if we still own the directory."""
 
-    def __init__(self, directory: Path, descriptor: int, run_id: str, is_locked: bool) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        descriptor: int,
+        run_id: str,
+        is_locked: bool,
+    ) -> None:
         self.directory = directory
         self.run_id = run_id
         self._descriptor = descriptor
         self._is_released = threading.Event()
         if not is_locked:
-            threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
+            thread = threading.Thread(
+                target=self._send_heartbeats,
+                name="heartbeat",
+                daemon=True,
+            )
+            thread.start()
 
     def check(self) -> None:
         """Raise OutputError if another run has taken over the directory in the meantime."""
-        if (owner := self._other_owner()) is not None:
+        owner = self._other_owner()
+        if owner is not None:
             raise OutputError(
                 f"{self.directory} was taken over by {_describe(owner)}. This run stops so that "
                 "the two runs do not overwrite each other's checkpoints. Use another directory."
@@ -71,11 +86,14 @@ class Ownership:
     def _other_owner(self) -> dict[str, Any] | None:
         """Return the run that has taken over the directory, or None."""
         owner = self._read_owner()
-        return owner if owner and owner["run_id"] != self.run_id else None
+        if not owner or owner["run_id"] == self.run_id:
+            return None
+        return owner
 
     def _read_owner(self) -> dict[str, Any]:
+        file = self.directory / OWNER
         try:
-            descriptor = open_regular(self.directory / OWNER, os.O_RDONLY | os.O_NOFOLLOW)
+            descriptor = open_regular(file, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:
             return {}
         try:
@@ -110,9 +128,9 @@ def claim(directory: Path) -> Ownership:
         owner = _read_owner(descriptor)
         _refuse_running_owner(directory, descriptor, owner, is_locked)
         run_id = uuid.uuid4().hex
-        content = {"run_id": run_id, **_this_process()}
+        content = json.dumps({"run_id": run_id, **_this_process()})
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(content).encode(), 0)
+        os.pwrite(descriptor, content.encode(), 0)
         os.fsync(descriptor)
     except BaseException:
         os.close(descriptor)
@@ -121,7 +139,10 @@ def claim(directory: Path) -> Ownership:
 
 
 def _refuse_running_owner(
-    directory: Path, descriptor: int, owner: dict[str, Any], is_locked: bool | None
+    directory: Path,
+    descriptor: int,
+    owner: dict[str, Any],
+    is_locked: bool | None,
 ) -> None:
     """Raise OutputError if another process still writes to ``directory``."""
     if is_locked or _is_requeued(owner):
@@ -152,7 +173,9 @@ def owned(directory: Path) -> Iterator[Ownership]:
 
 def has_files(directory: Path) -> bool:
     """Return True if the directory contains any files besides ``.owner.json``."""
-    return directory.is_dir() and any(path.name != OWNER for path in directory.iterdir())
+    if not directory.is_dir():
+        return False
+    return any(path.name != OWNER for path in directory.iterdir())
 
 
 def try_lock(descriptor: int, target: Path) -> bool | None:
@@ -195,10 +218,11 @@ def open_for_locking(file: Path) -> int:
         OutputError: If it is a link, a directory or a device. Whoever placed a link there could
             make us overwrite any file.
     """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     try:
-        return open_regular(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+        return open_regular(file, flags)
     except OSError as error:
-        if error.errno in (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO):
+        if error.errno in _NOT_REGULAR:
             raise OutputError(f"{file} is not a regular file. Delete it.") from error
         raise
 
@@ -206,10 +230,12 @@ def open_for_locking(file: Path) -> int:
 def _read_owner(descriptor: int) -> dict[str, Any]:
     """Parse an owner file. Returns an empty dictionary if it has no valid content."""
     try:
-        owner = dict(json.loads(os.pread(descriptor, _MAX_OWNER_BYTES, 0)))
+        content = os.pread(descriptor, _MAX_OWNER_BYTES, 0)
+        owner = dict(json.loads(content))
     except (OSError, ValueError, TypeError):
         return {}
-    return owner if owner.keys() >= _this_process().keys() else {}
+    is_valid = owner.keys() >= _this_process().keys()
+    return owner if is_valid else {}
 
 
 def _is_requeued(owner: dict[str, Any]) -> bool:
@@ -222,20 +248,25 @@ def _is_requeued(owner: dict[str, Any]) -> bool:
 
 
 def _is_on_another_host(owner: dict[str, Any]) -> bool:
-    return bool(owner) and owner["host"] != socket.gethostname()
+    if not owner:
+        return False
+    return bool(owner["host"] != socket.gethostname())
 
 
 def _runs_on_this_host(owner: dict[str, Any]) -> bool:
     if not owner or _is_on_another_host(owner):
         return False
     try:
-        return abs(psutil.Process(owner["pid"]).create_time() - owner["created"]) < 1
+        created = psutil.Process(owner["pid"]).create_time()
     except psutil.NoSuchProcess:
         return False
+    return abs(created - owner["created"]) < 1
 
 
 def _describe(owner: dict[str, Any]) -> str:
     if not owner:
         return "another process"
-    job = f" (Slurm job {owner['slurm_job']})" if owner.get("slurm_job") else ""
-    return f"process {owner['pid']} on {owner['host']}{job}, started {owner['started']}"
+    process = f"process {owner['pid']} on {owner['host']}"
+    if owner.get("slurm_job"):
+        process += f" (Slurm job {owner['slurm_job']})"
+    return f"{process}, started {owner['started']}"

@@ -19,8 +19,10 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
     Raises:
         OSError: If it is anything but a regular file, e.g. a FIFO, a device or a directory.
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK
+    descriptor = os.open(path, flags, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return descriptor

@@ -68,21 +68,30 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
             tensor.
     """
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts = {}
+    data_starts = {}
     start = 0
-    for entry in sorted(entries, key=lambda entry: (_ORDER[entry.dtype], entry.name)):
+    for entry in sorted(entries, key=_file_order):
         end = start + entry.nbytes
         content[entry.name] = {
             "dtype": NAMES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": (start, end),
         }
-        starts[entry.name] = start
+        data_starts[entry.name] = start
         start = end
     encoded = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    header_bytes = len(encoded).to_bytes(8, "little") + encoded
-    return header_bytes, {name: len(header_bytes) + start for name, start in starts.items()}
+    padding = -len(encoded) % 8
+    encoded += b" " * padding
+    size = len(encoded).to_bytes(8, "little")
+    header_bytes = size + encoded
+    starts = {}
+    for name, start in data_starts.items():
+        starts[name] = len(header_bytes) + start
+    return header_bytes, starts
+
+
+def _file_order(entry: TensorEntry) -> tuple[int, str]:
+    return _ORDER[entry.dtype], entry.name
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -95,7 +104,8 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
             for name in opened.keys():  # noqa: SIM118
                 stored = opened.get_slice(name)
                 dtype = DTYPES[stored.get_dtype()]
-                entries[name] = TensorEntry(name, dtype, tuple(stored.get_shape()))
+                shape = tuple(stored.get_shape())
+                entries[name] = TensorEntry(name, dtype, shape)
         return entries
     except (OSError, KeyError, SafetensorError) as error:
         raise CheckpointError(f"Could not read {file}: {error}. Copy the file again.") from error
@@ -116,4 +126,5 @@ def read_tensor(file: Path, name: str) -> Tensor:
 
 def bytes_of(tensor: Tensor) -> np.ndarray:
     """Return the raw bytes of a CPU tensor in row-major order."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy()

@@ -41,30 +41,29 @@ def check_output_folder(
     if not folder.exists():
         _check_parents(target)
         return
-    held = sorted(path for path in folder.iterdir() if path.name != OWNER)
-    foreign = [path.name for path in held if only and not any(map(path.match, only))]
     if not inside and os.path.ismount(target):  # a mount point cannot be renamed
-        problem = f"{folder} is a mount point and cannot be replaced. Use a directory inside it."
-    elif not held:
+        raise OutputError(
+            f"{folder} is a mount point and cannot be replaced. Use a directory inside it."
+        )
+    existing = sorted(path for path in folder.iterdir() if path.name != OWNER)
+    if not existing:
         return
-    elif not overwrite:
-        problem = (
-            f"{folder} is not empty ({len(held)} entries). Choose another directory, or add "
+    if not overwrite:
+        raise OutputError(
+            f"{folder} is not empty ({len(existing)} entries). Choose another directory, or add "
             "--overwrite to replace it."
         )
-    elif mark and not (folder / mark).is_file():
-        problem = (
+    if mark and not (folder / mark).is_file():
+        raise OutputError(
             f"{folder} contains no {mark}, so it was not written by this command and is not "
             "overwritten. Choose another directory."
         )
-    elif foreign:
-        problem = (
-            f"{folder} contains {foreign[0]}, which was not written by this command. Move it to "
-            "another directory."
-        )
-    else:
-        return
-    raise OutputError(problem)
+    for path in existing:
+        if only and not any(map(path.match, only)):
+            raise OutputError(
+                f"{folder} contains {path.name}, which was not written by this command. Move it "
+                "to another directory."
+            )
 
 
 def _check_parents(target: Path) -> None:
@@ -78,7 +77,8 @@ def _check_parents(target: Path) -> None:
 
 def check_room(folder: Path, needed: int) -> None:
     """Raise OutputError if there is less free disk space than ``needed`` (in bytes)."""
-    if (free := shutil.disk_usage(folder).free) < needed:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
         raise OutputError(
             f"Not enough disk space for {folder}: {needed:,} bytes are required, but only {free:,} "
             "are free."
@@ -126,13 +126,15 @@ def staged_folder(target: Path) -> Iterator[Path]:
 
 def _temporary_name(target: Path, suffix: str) -> Path:
     """Return a hidden sibling of ``target`` that no other process uses, on any host."""
-    return target.with_name(f".{target.name}.{suffix}-{secrets.token_hex(4)}")
+    token = secrets.token_hex(4)
+    return target.with_name(f".{target.name}.{suffix}-{token}")
 
 
 def _leftovers(target: Path, suffix: str) -> list[Path]:
     """List the temporary siblings that killed processes have left, the oldest first."""
     token = "[0-9a-f]" * 8
-    paths = target.parent.glob(f".{glob.escape(target.name)}.{suffix}-{token}")
+    name = glob.escape(target.name)
+    paths = target.parent.glob(f".{name}.{suffix}-{token}")
     return sorted(paths, key=lambda path: path.stat().st_mtime)
 
 
@@ -199,9 +201,10 @@ def _open_locked(file: Path, target: Path) -> tuple[int, bool]:
 def _is_file_of(path: Path, descriptor: int) -> bool:
     """Whether ``path`` still names the file that ``descriptor`` has open."""
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        status = os.stat(path)
     except FileNotFoundError:
         return False
+    return os.path.samestat(status, os.fstat(descriptor))
 
 
 @contextmanager
@@ -234,10 +237,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(content) for key, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(element) for element in value]
     if isinstance(value, Path):
         return str(value)
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+    return value
 
 
 def flush(path: Path) -> None:

@@ -78,6 +78,10 @@ _SAFE_GLOBALS_LOCK = threading.Lock()  # `compare` reads checkpoints in several 
 
 _MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
 
+Shape = tuple[int, ...]
+Index = tuple[int, ...]
+"""Position in the first (or all) dimensions of a tensor."""
+
 
 class RefusedNameError(Exception):
     """Raised if a pickle contains a class or function that is not on the allow-list."""
@@ -120,25 +124,30 @@ def reason(error: BaseException) -> str:
 class Chunk:
     """Part of a global tensor, and where to find it in the shards."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: Index
+    sizes: Shape
     file: str
     start: int
     length: int
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        pairs = zip(self.offsets, self.sizes, strict=True)
-        return tuple(offset + size for offset, size in pairs)
+    def ends(self) -> Index:
+        ends = []
+        for offset, size in zip(self.offsets, self.sizes, strict=True):
+            ends.append(offset + size)
+        return tuple(ends)
 
 
 @dataclass(frozen=True)
 class StoredTensor:
     """A global tensor, which may be split into several chunks."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
+
+
+ChunksByIndex = dict[Index, list[Chunk]]
 
 
 class TorchDistFolder:
@@ -156,10 +165,11 @@ class TorchDistFolder:
     def __init__(self, path: Path, checks: FileChecks) -> None:
         self.path = path
         self.checks = checks
-        self._by_index: dict[tuple[str, int], dict[tuple[int, ...], list[Chunk]]] = {}
+        self._by_index: dict[tuple[str, int], ChunksByIndex] = {}
         refuse_lfs_pointer(path / METADATA, CheckpointError)
         try:
-            self.tensors, self.objects = _index(_unpickle(read_regular(path / METADATA)))
+            pickled = read_regular(path / METADATA)
+            self.tensors, self.objects = _parse_metadata(_unpickle(pickled))
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(
                 f"Could not read {path / METADATA} ({reason(error)}). The file is missing, "
@@ -173,18 +183,21 @@ class TorchDistFolder:
             chunks += tensor.chunks
         expected_sizes: dict[str, int] = defaultdict(int)
         for chunk in chunks:
-            expected_sizes[chunk.file] = max(expected_sizes[chunk.file], chunk.start + chunk.length)
+            end = chunk.start + chunk.length
+            expected_sizes[chunk.file] = max(expected_sizes[chunk.file], end)
         for name, expected_size in sorted(expected_sizes.items()):
             shard = self.path / name
             refuse_lfs_pointer(shard, CheckpointError)
-            size = shard.stat().st_size if shard.is_file() else 0
+            size = 0
+            if shard.is_file():
+                size = shard.stat().st_size
             if size < expected_size:
                 raise CheckpointError(
                     f"{shard} is missing or truncated: expected at least {expected_size} bytes, "
                     f"got {size}. Copy it again, or load another checkpoint."
                 )
 
-    def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
+    def read(self, key: str, index: Index = ()) -> Tensor:
         """Load a tensor to CPU and assemble its chunks. Thread-safe.
 
         Args:
@@ -200,31 +213,29 @@ class TorchDistFolder:
         shape = stored.shape[depth:]
         assembled = None
         for chunk in self._chunks_at(key, index):
-            index_in_chunk = []
+            tensor = self._load(key, chunk, stored.dtype)
             for position, offset in zip(index, chunk.offsets, strict=False):
-                index_in_chunk.append(position - offset)
-            tensor = self._load(key, chunk, stored.dtype)[tuple(index_in_chunk)]
+                tensor = tensor[position - offset]
             if tensor.shape == shape:
                 return tensor
             if assembled is None:
                 assembled = torch.empty(shape, dtype=stored.dtype)
-            slices = map(slice, chunk.offsets[depth:], chunk.ends[depth:])
+            slices = []
+            for offset, end in zip(chunk.offsets[depth:], chunk.ends[depth:], strict=True):
+                slices.append(slice(offset, end))
             assembled[tuple(slices)] = tensor
         if assembled is None:
             return torch.empty(shape, dtype=stored.dtype)
         return assembled
 
-    def _chunks_at(self, key: str, index: tuple[int, ...]) -> list[Chunk]:
+    def _chunks_at(self, key: str, index: Index) -> list[Chunk]:
         """Find all chunks that overlap with ``tensor[index]``."""
         depth = len(index)
         if (key, depth) not in self._by_index:
-            chunks_by_index: dict[tuple[int, ...], list[Chunk]] = defaultdict(list)
-            for chunk in self.tensors[key].chunks:
-                ranges = map(range, chunk.offsets[:depth], chunk.ends[:depth])
-                for covered_index in itertools.product(*ranges):
-                    chunks_by_index[covered_index].append(chunk)
-            self._by_index[key, depth] = chunks_by_index
-        return self._by_index[key, depth].get(index, [])
+            stored = self.tensors[key]
+            self._by_index[key, depth] = _group_by_index(stored.chunks, depth)
+        chunks_by_index = self._by_index[key, depth]
+        return chunks_by_index.get(index, [])
 
     def read_object(self, key: str) -> Any:
         with self._opened(key, self.objects[key]) as archive:
@@ -232,24 +243,44 @@ class TorchDistFolder:
 
     def _load(self, key: str, chunk: Chunk, dtype: torch.dtype) -> Tensor:
         with self._opened(key, chunk) as archive:
-            tensor = torch.load(archive, map_location="cpu", weights_only=True).detach()
-            if (tensor.shape, tensor.dtype) != (chunk.sizes, dtype):
+            tensor = torch.load(archive, map_location="cpu", weights_only=True)
+            if tensor.shape != chunk.sizes or tensor.dtype != dtype:
                 raise ValueError(f"expected {dtype} {chunk.sizes}")
-            return tensor
+            return tensor.detach()
 
     @contextmanager
     def _opened(self, key: str, chunk: Chunk) -> Iterator[IO[bytes]]:
         """Open a chunk for reading. Errors in the block are converted to CheckpointError."""
         self.checks.check(chunk.file)
+        path = self.path / chunk.file
         try:
-            with open(self.path / chunk.file, "rb", opener=open_regular) as shard:
-                view = _create_file_view(cast(io.IOBase, shard), chunk.start, chunk.length)
+            with open(path, "rb", opener=open_regular) as shard:
+                view = _create_file_view(
+                    cast(io.IOBase, shard),
+                    chunk.start,
+                    chunk.length,
+                )
                 yield cast(IO[bytes], view)
         except Exception as error:
             raise CheckpointError(
-                f"Could not read {key} at byte {chunk.start} of {self.path / chunk.file} "
-                f"({reason(error)}). The file is corrupted or malicious. Load another checkpoint."
+                f"Could not read {key} at byte {chunk.start} of {path} ({reason(error)}). The file "
+                "is corrupted or malicious. Load another checkpoint."
             ) from error
+
+
+def _group_by_index(
+    chunks: Sequence[Chunk],
+    depth: int,
+) -> ChunksByIndex:
+    """Map each index of the first ``depth`` dimensions to the chunks that overlap with it."""
+    chunks_by_index: ChunksByIndex = defaultdict(list)
+    for chunk in chunks:
+        ranges = []
+        for offset, end in zip(chunk.offsets[:depth], chunk.ends[:depth], strict=True):
+            ranges.append(range(offset, end))
+        for index in itertools.product(*ranges):
+            chunks_by_index[index].append(chunk)
+    return chunks_by_index
 
 
 def load_plain(source: bytes) -> Any:
@@ -261,17 +292,26 @@ def load_plain(source: bytes) -> Any:
         trusted = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
         try:
-            records: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = []
-            for name in torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source)):
-                if name.split(".", 1)[0] not in _OBJECT_PACKAGES:
-                    raise RefusedNameError(name)
-                class_name = name.rsplit(".", 1)[-1]
-                records.append((type(class_name, (Record,), {"name": name}), name))
-            torch.serialization.add_safe_globals(records)
+            names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(source))
+            placeholders = [_placeholder(name) for name in names]
+            torch.serialization.add_safe_globals(placeholders)
             return torch.load(io.BytesIO(source), map_location="cpu", weights_only=True)
         finally:
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals(trusted)
+
+
+_SafeGlobal = Callable[..., Any] | tuple[Callable[..., Any], str]
+
+
+def _placeholder(name: str) -> _SafeGlobal:
+    """Create a subclass of :class:`Record` for the class or function with this qualified name."""
+    package, _, _ = name.partition(".")
+    if package not in _OBJECT_PACKAGES:
+        raise RefusedNameError(name)
+    _, _, class_name = name.rpartition(".")
+    record_type = type(class_name, (Record,), {"name": name})
+    return record_type, name
 
 
 class _Unpickler(pickle.Unpickler):
@@ -284,46 +324,84 @@ class _Unpickler(pickle.Unpickler):
 
 def _unpickle(pickled: bytes) -> metadata.Metadata:
     for opcode, argument, _ in pickletools.genops(pickled):
+        if opcode.name not in _MEMO:
+            continue
         # otherwise, the unpickler would allocate a memo of this size
-        if opcode.name in _MEMO and not 0 <= int(argument or 0) <= len(pickled):
+        memo_index = int(argument or 0)
+        if memo_index < 0 or memo_index > len(pickled):
             raise ValueError(f"memo index {argument} in {len(pickled)} bytes")
     return _Unpickler(io.BytesIO(pickled)).load()
 
 
-def _index(index: metadata.Metadata) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    """Parse ``.metadata``. If it is malformed, this can raise any kind of error."""
-    locations: dict[Any, tuple[str, int, int]] = {}
-    for stored, info in (index.storage_data or {}).items():
+@dataclass(frozen=True)
+class _Location:
+    """The bytes of a chunk or an object."""
+
+    file: str
+    start: int
+    length: int
+
+    def chunk(self, offsets: Index = (), sizes: Shape = ()) -> Chunk:
+        return Chunk(
+            offsets=offsets,
+            sizes=sizes,
+            file=self.file,
+            start=self.start,
+            length=self.length,
+        )
+
+
+_Locations = dict[tuple[str, torch.Size | None], _Location]
+"""Locations by name and offsets. Objects do not have offsets."""
+
+
+def _parse_metadata(
+    index: metadata.Metadata,
+) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
+    """Return all tensors and objects by name. Can raise any error if ``index`` is malformed."""
+    locations: _Locations = {}
+    storage_data = index.storage_data or {}
+    for stored, info in storage_data.items():
         if not is_file_name(info.relative_path):
             raise ValueError(f"shard {info.relative_path!r} is not a file name")
         start, length = _sizes(torch.Size((info.offset, info.length)))
-        locations[stored.fqn, stored.offset] = (info.relative_path, start, length)
+        location = _Location(info.relative_path, start, length)
+        locations[stored.fqn, stored.offset] = location
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Chunk] = {}
     for key, entry in index.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
-            tensors[key] = _stored_tensor(key, entry, locations)
+            tensors[key] = _parse_tensor(key, entry, locations)
         else:
-            objects[key] = Chunk((), (), *locations[key, None])
+            objects[key] = locations[key, None].chunk()
     return tensors, objects
 
 
-def _stored_tensor(key: str, entry: metadata.TensorStorageMetadata, locations: Any) -> StoredTensor:
+def _parse_tensor(
+    key: str,
+    entry: metadata.TensorStorageMetadata,
+    locations: _Locations,
+) -> StoredTensor:
     """Collect a tensor's chunks and make sure that they cover it exactly."""
     dtype = entry.properties.dtype
     shape = _sizes(entry.size)
     if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no name or dtype")
     chunks = []
+    stored_elements = 0
     for box in entry.chunks:
-        chunk = Chunk(_sizes(box.offsets), _sizes(box.sizes), *locations[key, box.offsets])
-        if any(end > size for end, size in zip(chunk.ends, shape, strict=True)):
-            raise ValueError(f"a chunk of {key} lies outside of {shape}")
+        location = locations[key, box.offsets]
+        offsets = _sizes(box.offsets)
+        sizes = _sizes(box.sizes)
+        chunk = location.chunk(offsets, sizes)
+        for end, size in zip(chunk.ends, shape, strict=True):
+            if end > size:
+                raise ValueError(f"a chunk of {key} lies outside of {shape}")
         chunks.append(chunk)
+        stored_elements += math.prod(chunk.sizes)
     elements = math.prod(shape)
-    stored_elements = sum(math.prod(chunk.sizes) for chunk in chunks)
-    has_duplicates = len({chunk.offsets for chunk in chunks}) != len(chunks)
-    if has_duplicates or stored_elements != elements:
+    unique_offsets = {chunk.offsets for chunk in chunks}
+    if len(unique_offsets) != len(chunks) or stored_elements != elements:
         raise ValueError(f"{key} has {elements} elements, but {stored_elements} are stored")
     if _overlap(chunks):
         raise ValueError(f"chunks of {key} overlap, so that others of its elements are not stored")
@@ -337,7 +415,8 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
     the border. We treat the few patterns that cannot be separated this way (e.g. a pinwheel of five
     chunks) as overlapping. No parallel layout produces them.
     """
-    waiting = [[chunk for chunk in chunks if math.prod(chunk.sizes)]]
+    not_empty = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    waiting = [not_empty]
     while waiting:
         group = waiting.pop()
         if len(group) <= 1:
@@ -357,14 +436,15 @@ def _split(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
     groups: list[list[Chunk]] = []
     end = 0
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets[dimension]):
-        if not groups or chunk.offsets[dimension] >= end:
+        start = chunk.offsets[dimension]
+        if not groups or start >= end:
             groups.append([])
         groups[-1].append(chunk)
-        end = max(end, chunk.ends[dimension])
+        end = max(end, start + chunk.sizes[dimension])
     return groups
 
 
-def _sizes(value: Sequence[int]) -> tuple[int, ...]:
-    if not isinstance(value, torch.Size) or min(value, default=0) < 0:
+def _sizes(value: Sequence[int]) -> Shape:
+    if not isinstance(value, torch.Size) or any(size < 0 for size in value):
         raise TypeError("a size is not a list of numbers")
     return tuple(value)

@@ -58,7 +58,12 @@ class TorchDistWriter:
             shard.close()
 
     def write(
-        self, key: str, tensor: Tensor, *, shape: tuple[int, ...], offsets: tuple[int, ...]
+        self,
+        key: str,
+        tensor: Tensor,
+        *,
+        shape: tuple[int, ...],
+        offsets: tuple[int, ...],
     ) -> None:
         """Write a chunk of a global tensor.
 
@@ -74,12 +79,17 @@ class TorchDistWriter:
         """
         global_shape = torch.Size(shape)
         chunk_offsets = torch.Size(offsets)
-        new_tensor = TensorStorageMetadata(TensorProperties(tensor.dtype), global_shape, [])
+        new_tensor = TensorStorageMetadata(
+            TensorProperties(tensor.dtype),
+            global_shape,
+            [],
+        )
         with self._lock:
             global_tensor = self._tensors.setdefault(key, new_tensor)
             assert global_tensor.size == global_shape, key
             assert global_tensor.properties.dtype == tensor.dtype, key
-            global_tensor.chunks.append(ChunkStorageMetadata(chunk_offsets, tensor.shape))
+            chunk = ChunkStorageMetadata(chunk_offsets, tensor.shape)
+            global_tensor.chunks.append(chunk)
         tensor = tensor.detach().contiguous()
         if tensor.untyped_storage().nbytes() != tensor.nbytes:  # torch.save writes whole storages
             tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -114,8 +124,11 @@ class TorchDistWriter:
             source (Mapping[str, Any]): ``identity()`` of the source checkpoint.
         """
         for key, tensor in self._tensors.items():
-            written = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-            assert written == math.prod(tensor.size), f"{key}: {written} elements of {tensor.size}"
+            written = 0
+            for chunk in tensor.chunks:
+                written += math.prod(chunk.sizes)
+            size = math.prod(tensor.size)
+            assert written == size, f"{key}: {written} elements of {tensor.size}"
         self.write_object(COMMON, dict(common))
         self.__exit__()
         metadata = Metadata(
@@ -124,10 +137,13 @@ class TorchDistWriter:
             storage_meta=StorageMeta(),
             version=CURRENT_DCP_VERSION,
         )
-        (self.folder / METADATA).write_bytes(pickle.dumps(metadata))
+        metadata_file = self.folder / METADATA
+        metadata_file.write_bytes(pickle.dumps(metadata))
+        source_file = self.folder / CONVERTED_FROM
         content = json.dumps({"source": dict(source)}, indent=2) + "\n"
-        (self.folder / CONVERTED_FROM).write_text(content, encoding="utf-8")
-        (self.folder / COMMIT_MARK).write_text(json.dumps(_MARK))
+        source_file.write_text(content, encoding="utf-8")
+        commit_mark = self.folder / COMMIT_MARK
+        commit_mark.write_text(json.dumps(_MARK))
         write_hashes(self.folder)
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
@@ -145,4 +161,6 @@ class TorchDistWriter:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-        self._storage[index] = _StorageInfo(Path(shard.name).name, start, shard.tell() - start)
+        name = Path(shard.name).name
+        length = shard.tell() - start
+        self._storage[index] = _StorageInfo(name, start, length)

@@ -74,7 +74,8 @@ class Selection(NamedTuple):
         if self.problem and self.newest:
             messages.append(f"{doing} {self.newest.name}: {TRACKER} {self.problem}")
         if self.incomplete:
-            messages.append(f"ignoring {', '.join(self.incomplete)}: incomplete checkpoint")
+            names = ", ".join(self.incomplete)
+            messages.append(f"ignoring {names}: incomplete checkpoint")
         if not messages:
             return None
         return f"{self.folder}: {'; '.join(messages)}"
@@ -109,9 +110,11 @@ def select_iteration(folder: Path) -> Selection:
     elif named not in commits:
         problem = f"names {tracker}, which is not a complete checkpoint"
     else:
-        newest = _newest_since_tracker(commits, named, tracker_time=file.stat().st_mtime_ns)
+        tracker_time = file.stat().st_mtime_ns
+        newest = _newest_since_tracker(commits, named, tracker_time=tracker_time)
         if newest != named:
-            problem = f"names {tracker}, but {saves[newest].name} was completed after that"
+            name = saves[newest].name
+            problem = f"names {tracker}, but {name} was completed after that"
     incomplete = []
     for iteration in sorted(saves.keys() - commits.keys()):
         if iteration > (newest or 0):
@@ -140,31 +143,38 @@ def _parse_tracker(tracker: str | None) -> int | None:
     """Return the iteration that a tracker file names (0 for ``release``), or None."""
     if tracker == RELEASE:
         return 0
-    number = re.fullmatch(r"[0-9]{1,19}", tracker or "")
-    return int(number[0]) if number else None
+    if tracker is None or not re.fullmatch(r"[0-9]{1,19}", tracker):
+        return None
+    return int(tracker)
 
 
 def _last_committed(commits: Mapping[int, "_Commit"]) -> int | None:
     def order(iteration: int) -> tuple[int, int]:
         commit = commits[iteration]
-        return commit.time if commit.recorded else 0, iteration
+        recorded_time = commit.time if commit.recorded else 0
+        return recorded_time, iteration
 
     return max(commits, key=order, default=None)
 
 
 def _newest_since_tracker(
-    commits: Mapping[int, "_Commit"], named: int, *, tracker_time: int
+    commits: Mapping[int, "_Commit"],
+    named: int,
+    *,
+    tracker_time: int,
 ) -> int:
     """Return the last iteration that was committed after the tracker file was written.
 
     This is the iteration that the tracker file names, if there is no later one.
     """
-    later = []
-    for iteration, commit in commits.items():
-        is_later = commit.time > tracker_time and commit.time >= commits[named].time
-        if is_later and (commit.recorded or iteration > named):
-            later.append(iteration)
-    return max(later, key=lambda iteration: (commits[iteration].time, iteration), default=named)
+    newest = named
+    newest_time = max(tracker_time + 1, commits[named].time)
+    for iteration, commit in sorted(commits.items()):
+        is_candidate = commit.recorded or iteration > named
+        if is_candidate and commit.time >= newest_time:
+            newest = iteration
+            newest_time = commit.time
+    return newest
 
 
 def read_tracker(file: Path) -> str | None:
@@ -216,11 +226,13 @@ def record_commit(path: Path) -> None:
     latest = 0
     for save in _list_saves(path.parent).values():
         if is_complete(save):
-            latest = max(latest, _commit(save).time)
+            commit = _commit(save)
+            latest = max(latest, commit.time)
     with staged_file(path / COMMIT) as staged:
         staged.touch()
         now = staged.stat().st_mtime_ns  # same clock as for the mtime of the tracker file
-        staged.write_text(json.dumps({"time": max(now, latest + 1)}))
+        commit_time = max(now, latest + 1)
+        staged.write_text(json.dumps({"time": commit_time}))
 
 
 class _Commit(NamedTuple):
@@ -232,15 +244,18 @@ class _Commit(NamedTuple):
 def _commit(path: Path) -> _Commit:
     try:
         content = json.loads(read_regular(path / COMMIT, _MAX_BYTES))
-        return _Commit(int(content["time"]), True)
+        return _Commit(time=int(content["time"]), recorded=True)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         mark = path / COMMIT_MARK
-        return _Commit(mark.stat().st_mtime_ns if mark.exists() else 0, False)
+        time = mark.stat().st_mtime_ns if mark.exists() else 0
+        return _Commit(time=time, recorded=False)
 
 
 def newest(folder: Path) -> Path | None:
     """Return the checkpoint to resume from. None if there is no complete checkpoint."""
-    return select_iteration(folder).newest if folder.is_dir() else None
+    if not folder.is_dir():
+        return None
+    return select_iteration(folder).newest
 
 
 def is_object_store(directory: str | Path | None) -> bool:
@@ -262,15 +277,20 @@ def resolve(path: Path) -> Path:
             f"{path} is not a directory. Pass a Megatron --save directory, one of its iter_* "
             f"directories, or a Hugging Face model directory.{download_hint(path)}"
         )
-    is_checkpoint = (path / COMMIT_MARK).exists() or iteration_of(path) is not None
-    if is_checkpoint and not (path / TRACKER).exists():
-        return path
+    has_commit_mark = (path / COMMIT_MARK).exists()
+    if has_commit_mark or iteration_of(path) is not None:
+        is_save_directory = (path / TRACKER).exists()
+        if not is_save_directory:
+            return path
     selection = select_iteration(path)
     checkpoint = selection.newest or selection.named
     if checkpoint is None:
-        content = "no" if selection.tracker is None else f"{selection.tracker[:20]!r} in"
-        raise CheckpointError(f"{path} has {content} {TRACKER}. {choices(path)}")
-    if line := selection.line("loading"):
+        problem = f"no {TRACKER}"
+        if selection.tracker is not None:
+            problem = f"{selection.tracker[:20]!r} in {TRACKER}"
+        raise CheckpointError(f"{path} has {problem}. {choices(path)}")
+    line = selection.line("loading")
+    if line:
         announce(line, once=line)
     return checkpoint
 
@@ -280,7 +300,8 @@ def repair(selection: Selection) -> None:
     if selection.problem and selection.newest:
         with staged_file(selection.folder / TRACKER) as staged:
             staged.write_text(tracker_word(selection.newest))
-    if line := selection.line("resuming from"):
+    line = selection.line("resuming from")
+    if line:
         announce(line)
 
 
@@ -293,12 +314,16 @@ def iteration_of(path: Path) -> int | None:
     """Parse the iteration from a directory name (0 for ``release``). None for other names."""
     if path.name == RELEASE:
         return 0
-    return int(path.name[5:]) if re.fullmatch(r"iter_[0-9]{7,}", path.name) else None
+    if not re.fullmatch(r"iter_[0-9]{7,}", path.name):
+        return None
+    return int(path.name.removeprefix("iter_"))
 
 
 def tracker_word(path: Path) -> str:
     """What the tracker file should contain for a given checkpoint."""
-    return RELEASE if path.name == RELEASE else str(iteration_of(path))
+    if path.name == RELEASE:
+        return RELEASE
+    return str(iteration_of(path))
 
 
 def is_complete(path: Path) -> bool:
@@ -318,10 +343,14 @@ def is_complete(path: Path) -> bool:
 
 def choices(folder: Path) -> str:
     """List complete checkpoints (at most five), to be appended to an error message."""
-    complete = sorted(path.name for path in folder.iterdir() if is_complete(path))
+    complete = []
+    for path in folder.iterdir():
+        if is_complete(path):
+            complete.append(path.name)
     if not complete:
         return f"There is no complete checkpoint in {folder}."
-    return f"Complete checkpoints in {folder}: {', '.join(complete[-5:])}."
+    last_names = sorted(complete)[-5:]
+    return f"Complete checkpoints in {folder}: {', '.join(last_names)}."
 
 
 def clear_for_overwriting(path: str | Path) -> None:

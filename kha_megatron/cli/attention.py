@@ -24,7 +24,12 @@ TOKENS = 512
 
 
 def measure_attention(
-    checkpoint: Path, text: str, *, tokens: int | None, tokenizer: Path | None, device: str
+    checkpoint: Path,
+    text: str,
+    *,
+    tokens: int | None,
+    tokenizer: Path | None,
+    device: str,
 ) -> "tuple[int, list[LayerStatistics]]":
     """Run a model on the first tokens of a text, and return their number and statistics per layer.
 
@@ -52,69 +57,111 @@ def measure_attention(
             with console.log.status(f"Converting {checkpoint}"):
                 plan.write(folder)
         encode, model = load_model(folder, target)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or TOKENS
-    ids = encode(text, return_tensors="pt").input_ids[:, : tokens or min(TOKENS, limit)]
-    if ids.shape[1] < 2:
-        raise DataError(f"The text must have at least 2 tokens, got {ids.shape[1]}.")
+    config = model.config.get_text_config()
+    max_length = getattr(config, "max_position_embeddings", None) or TOKENS
+    ids = encode(text, return_tensors="pt").input_ids
+    ids = ids[:, : tokens or min(TOKENS, max_length)]
+    length = ids.shape[1]
+    if length < 2:
+        raise DataError(f"The text must have at least 2 tokens, got {length}.")
     check_tokens(ids, model)
-    return ids.shape[1], measure_layers(model, ids.to(target))
+    return length, measure_layers(model, ids.to(target))
 
 
 def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterator[Table]:
     """Yield a table of attention sinks and activations (and one of mechanisms, if present)."""
     columns = ("layer", "sink mean", "sink max", "head", "peak", "feature", "token", "median")
-    table = console.number_table(*columns, title=f"attention over {tokens} tokens", names=0)
-    for x in layers:
-        sinks = ["", "", ""]
-        if x.sinks:
-            most = max(x.sinks)
-            sinks = [f"{sum(x.sinks) / len(x.sinks):.3f}", f"{most:.3f}", str(x.sinks.index(most))]
-        peak = [f"{x.peak:.3g}", str(x.peak_feature), str(x.peak_token), f"{x.median:.3g}"]
-        table.add_row(str(x.layer), *sinks, *peak)
+    table = console.number_table(
+        *columns,
+        title=f"attention over {tokens} tokens",
+        names=0,
+    )
+    for layer in layers:
+        table.add_row(
+            str(layer.layer),
+            *_sink_cells(layer.sinks),
+            f"{layer.peak:.3g}",
+            str(layer.peak_feature),
+            str(layer.peak_token),
+            f"{layer.median:.3g}",
+        )
     yield table
-    rows = [
-        x.means
-        | {f"least {n}": min(values) for n, values in x.per_head.items()}
-        | {f"most {n}": max(values) for n, values in x.per_head.items()}
-        for x in layers
-    ]
-    if names := list(dict.fromkeys(name for row in rows for name in row)):
-        heads = [name.replace("/", "\n") for name in names]
-        table = console.number_table("layer", *heads, title="head mechanisms", names=0)
-        for x, row in zip(layers, rows, strict=True):
-            cells = [f"{row[name]:.3f}" if name in row else "" for name in names]
-            table.add_row(str(x.layer), *cells)
-        yield table
+    figures_by_layer = [_summarize_mechanisms(layer) for layer in layers]
+    names: dict[str, None] = {}
+    for figures in figures_by_layer:
+        names |= dict.fromkeys(figures)
+    if not names:
+        return
+    headings = [name.replace("/", "\n") for name in names]
+    table = console.number_table("layer", *headings, title="head mechanisms", names=0)
+    for layer, figures in zip(layers, figures_by_layer, strict=True):
+        cells = [f"{figures[name]:.3f}" if name in figures else "" for name in names]
+        table.add_row(str(layer.layer), *cells)
+    yield table
 
 
-def plot_attention(layers: "Sequence[LayerStatistics]", out_png: Path, *, title: str) -> None:
+def _sink_cells(sinks: "Sequence[float]") -> tuple[str, str, str]:
+    """Format the mean, the largest sink, and the index of its head."""
+    if not sinks:
+        return "", "", ""
+    mean = sum(sinks) / len(sinks)
+    largest = max(sinks)
+    return f"{mean:.3f}", f"{largest:.3f}", str(sinks.index(largest))
+
+
+def _summarize_mechanisms(layer: "LayerStatistics") -> dict[str, float]:
+    figures = layer.means
+    for name, values in layer.per_head.items():
+        figures[f"least {name}"] = min(values)
+    for name, values in layer.per_head.items():
+        figures[f"most {name}"] = max(values)
+    return figures
+
+
+def plot_attention(
+    layers: "Sequence[LayerStatistics]",
+    out_png: Path,
+    *,
+    title: str,
+) -> None:
     """Plot attention statistics by layer: those of each head as heatmaps, the rest as curves."""
-    maps = {
-        "attention to the first token": [x.sinks for x in layers],
-        **{name: [x.per_head.get(name, []) for x in layers] for name in layers[0].per_head},
-    }
-    maps = {name: rows for name, rows in maps.items() if any(rows)}
-    curves = {
-        "largest activation": {"largest": [x.peak for x in layers]},
-        "mechanisms": {
-            name: [x.means.get(name, math.nan) for x in layers]
-            for name in sorted({name for x in layers for name in x.means})
-        },
-    }
-    curves = {name: lines for name, lines in curves.items() if lines}
-    number = len(maps) + len(curves)
-    figure = require_matplotlib()(figsize=(4.5 * number, 4), layout="constrained")
+    heatmaps = {}
+    if any(layer.sinks for layer in layers):
+        heatmaps["attention to the first token"] = [layer.sinks for layer in layers]
+    for name in layers[0].per_head:
+        heatmaps[name] = [layer.per_head.get(name, []) for layer in layers]
+    mechanism_figures: set[str] = set()
+    for layer in layers:
+        mechanism_figures.update(layer.means)
+    plots = len(heatmaps) + (2 if mechanism_figures else 1)
+    figure = require_matplotlib()(figsize=(4.5 * plots, 4), layout="constrained")
     figure.suptitle(title)
-    axes = iter(figure.subplots(1, number, squeeze=False)[0])
-    for name, rows in maps.items():
-        axis, heads = next(axes), max(map(len, rows))
-        values = [[*row, *[math.nan] * (heads - len(row))] for row in rows]
-        figure.colorbar(axis.imshow(values, vmin=0, vmax=1, aspect="auto"), ax=axis)
-        axis.set(title=name, xlabel="head", ylabel="layer")
-    for name, lines in curves.items():
+    axes = iter(figure.subplots(1, plots, squeeze=False).flat)
+    for name, values_by_layer in heatmaps.items():
         axis = next(axes)
-        for label, points in lines.items():
-            axis.plot([x.layer for x in layers], points, "o-", label=label)
-        axis.set(title=name, xlabel="layer", yscale="linear" if name == "mechanisms" else "log")
+        image = axis.imshow(_pad_rows(values_by_layer), vmin=0, vmax=1, aspect="auto")
+        figure.colorbar(image, ax=axis)
+        axis.set(title=name, xlabel="head", ylabel="layer")
+    indices = [layer.layer for layer in layers]
+    axis = next(axes)
+    axis.plot(indices, [layer.peak for layer in layers], "o-", label="largest")
+    axis.set(title="largest activation", xlabel="layer", yscale="log")
+    axis.legend()
+    if mechanism_figures:
+        axis = next(axes)
+        for name in sorted(mechanism_figures):
+            means = [layer.means.get(name, math.nan) for layer in layers]
+            axis.plot(indices, means, "o-", label=name)
+        axis.set(title="mechanisms", xlabel="layer", yscale="linear")
         axis.legend()
     figure.savefig(out_png, format="png", dpi=120)
+
+
+def _pad_rows(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Pad rows with NaN to the same length."""
+    length = max(len(row) for row in rows)
+    padded = []
+    for row in rows:
+        padding = [math.nan] * (length - len(row))
+        padded.append([*row, *padding])
+    return padded

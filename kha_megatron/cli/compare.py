@@ -95,11 +95,12 @@ def compare(
     """
     require_matplotlib()
     chosen = recipes.get_recipe(recipe)
+    default_output = Path("compare", chosen.name.replace("/", "-"))
     planned = trials.plan_comparison(
         chosen,
         parse_variants(variants),
         seeds,
-        output=output or Path("compare", chosen.name.replace("/", "-")),
+        output=output or default_output,
         data=data,
         overrides=megatron or [],
         ranks=nproc,
@@ -107,13 +108,16 @@ def compare(
         null=null,
         held_out_sequences=held_out,
     )
-    on_gpus = planned.trials[0].config.training.device != "cpu"
-    ranks = nproc or chosen.ranks
-    fitting = 1 if on_gpus else max(1, len(os.sched_getaffinity(0)) // ranks)
+    if jobs is None:
+        jobs = 1
+        if planned.trials[0].config.training.device == "cpu":
+            cores = len(os.sched_getaffinity(0))
+            jobs = max(1, cores // (nproc or chosen.ranks))
+    runs_folder = planned.folder / trials.RUNS
     try:
         with owned(planned.folder):
-            (planned.folder / trials.RUNS).mkdir(exist_ok=True)
-            failures = _train_all(planned, jobs or fitting)
+            runs_folder.mkdir(exist_ok=True)
+            failures = _train_all(planned, jobs)
     except KeyboardInterrupt:
         console.log.print("Stopped. Run the same command again to continue.")
         raise
@@ -122,7 +126,11 @@ def compare(
         raise typer.Exit(1)
 
 
-def _print_report(planned: trials.Comparison, failures: dict[str, str], as_json: bool) -> None:
+def _print_report(
+    planned: trials.Comparison,
+    failures: dict[str, str],
+    as_json: bool,
+) -> None:
     page = planned.folder / REPORT
     if any(trial.result for trial in planned.trials):
         report = json.loads((planned.folder / NUMBERS).read_text())
@@ -152,10 +160,13 @@ def _train_all(planned: trials.Comparison, parallel: int) -> dict[str, str]:
             while waiting or running:
                 while waiting and len(running) < parallel:
                     trial = waiting.popleft()
-                    running[pool.submit(_train, trial, stop)] = trial
-                for ended in wait(running, _POLL_SECONDS, FIRST_COMPLETED).done:
-                    trial = running.pop(ended)
-                    if failure := ended.result():
+                    future = pool.submit(_train, trial, stop)
+                    running[future] = trial
+                ended, _ = wait(running, _POLL_SECONDS, FIRST_COMPLETED)
+                for future in ended:
+                    trial = running.pop(future)
+                    failure = future.result()
+                    if failure is not None:
                         failures[trial.name] = failure
                     if not _write(planned, failures):
                         waiting.clear()
@@ -197,6 +208,7 @@ def _write(planned: trials.Comparison, failures: dict[str, str]) -> bool:
     command = ["kha-megatron", *sys.argv[1:]]
     report = build_report(planned, results, failures=failures, command=command)
     write_json(planned.folder / NUMBERS, report)
+    page = render_page(report, pictures)
     with staged_file(planned.folder / REPORT) as staged:
-        staged.write_text(render_page(report, pictures), encoding="utf-8")
+        staged.write_text(page, encoding="utf-8")
     return True

@@ -33,15 +33,27 @@ def print_json(content: Any) -> None:
 def number_table(*columns: str, title: str | None = None, names: int = 1) -> Table:
     """Create a table for numbers: right-aligned, except for the first ``names`` columns."""
     table = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
     )
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < names else "right", no_wrap=True)
+    for column in columns[:names]:
+        table.add_column(column, justify="left", no_wrap=True)
+    for column in columns[names:]:
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
 def print_facts(facts: Mapping[str, str], title: str | None = None) -> None:
-    table = Table(title=title and escape(title), title_justify="left", show_header=False, box=None)
+    escaped_title = title and escape(title)
+    table = Table(
+        title=escaped_title,
+        title_justify="left",
+        show_header=False,
+        box=None,
+    )
     table.add_column()
     table.add_column(overflow="fold")  # do not truncate paths
     for name, value in facts.items():

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich import progress
@@ -20,10 +20,13 @@ from kha_megatron.mcore.compat import check_version
 from kha_megatron.model.config import ModelConfig
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kha_megatron.conversion.engine import Conversion, Plan
     from kha_megatron.conversion.verify import Verification
 
-_ROWS, _LENGTH = 8, 256
+_ROWS = 8
+_LENGTH = 256
 """Maximum batch size and sequence length for ``--text``."""
 
 convert_app = Commands(
@@ -50,7 +53,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converte
 ArchitectureName = Annotated[
     str | None,
     typer.Option(
-        help="Architecture of the exported model. Use kha for models with KHA or other head "
+        help="ModelConfig of the exported model. Use kha for models with KHA or other head "
         "mechanisms, or the name of a transformers architecture (e.g. qwen3 or deepseek_v3) for "
         "models without them. auto selects an architecture that fits the model. By default, "
         "`convert fold` uses auto, and all other commands use kha."
@@ -228,7 +231,8 @@ def upcycle(
     Examples:
       kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/kha --kha-preset kha_linear
       kha-megatron convert upcycle ckpt/baseline my-kha --to hf --kha-value mlp
-      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated --heads gate.output=element
+      kha-megatron convert upcycle Qwen3-0.6B-Base ckpt/gated \\
+        --heads gate.output=element
     """
     kha = HeadsConfig.from_options(
         {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
@@ -239,34 +243,53 @@ def upcycle(
         announce(f"{kha} drops heads, so that the loss changes. Use --text to print the new loss.")
     from kha_megatron.conversion import to_hf, to_megatron
 
-    options: dict[str, Any] = {"dtype": dtype, "allow_overflow": allow_overflow}
-    options |= {"tokenizer": tokenizer, "upcycle": kha}
     plan: Plan
     if to == "hf":
-        size = parse_size("--max-shard-size", max_shard_size)
-        plan = to_hf.plan_export(model, max_shard_bytes=size, **options)
+        plan = to_hf.plan_export(
+            model,
+            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
+            dtype=dtype,
+            allow_overflow=allow_overflow,
+            tokenizer=tokenizer,
+            upcycle=kha,
+        )
     else:
-        options |= {"divisible_by": divisible_by, "tensor_parallel": tensor_parallel}
-        plan = to_megatron.plan_import(model, gpt_model=gpt_model, **options)
-    tokens = None
-    if text is not None:
-        length = min(_LENGTH, plan.source.model.max_position_embeddings)
-        content = read_beginning(text, _ROWS * _LENGTH)
-        tokens = plan.source.tokenizer.tokenize(content, _ROWS, length)
-        if (largest := int(tokens.max())) >= (size := plan.source.model.vocab_size):
-            raise ConfigError(
-                f"Token ID {largest} from the tokenizer is out of range for the vocabulary size "
-                f"{size}. Pass the model's tokenizer with --tokenizer."
-            )
+        plan = to_megatron.plan_import(
+            model,
+            gpt_model=gpt_model,
+            dtype=dtype,
+            allow_overflow=allow_overflow,
+            tokenizer=tokenizer,
+            upcycle=kha,
+            divisible_by=divisible_by,
+            tensor_parallel=tensor_parallel,
+        )
+    tokens = None if text is None else _tokenize(text, plan)
     written = _write(plan, out, workers, overwrite, verify or text is not None)
     losses: dict[str, float] = {}
     if tokens is not None:
         from kha_megatron.conversion.verify import loss_of
 
         with console.log.status("Running both models on the text"):
-            losses = {"before": loss_of(plan.source.path, tokens), "after": loss_of(out, tokens)}
+            losses["before"] = loss_of(plan.source.path, tokens)
+            losses["after"] = loss_of(out, tokens)
             losses["tokens"] = tokens.numel()
     _finish(plan, written, workers, verify, as_json, losses)
+
+
+def _tokenize(text: Path, plan: "Plan") -> "Tensor":
+    """Tokenize the beginning of a text file with the tokenizer of the source model."""
+    source = plan.source
+    length = min(_LENGTH, source.model.max_position_embeddings)
+    content = read_beginning(text, _ROWS * _LENGTH)
+    tokens = source.tokenizer.tokenize(content, _ROWS, length)
+    largest = int(tokens.max())
+    if largest >= source.model.vocabulary:
+        raise ConfigError(
+            f"Token ID {largest} from the tokenizer is out of range for the vocabulary size "
+            f"{source.model.vocabulary}. Pass the model's tokenizer with --tokenizer."
+        )
+    return tokens
 
 
 @convert_app.command("update-code")
@@ -297,13 +320,17 @@ def update_code(
 
 
 def convert(
-    checkpoint: Path, out: Path, *, overwrite: bool = False
+    checkpoint: Path,
+    out: Path,
+    *,
+    overwrite: bool = False,
 ) -> "tuple[Conversion, Verification]":
     """Run ``convert to-hf`` with default options. Used by the quickstart."""
     from kha_megatron.conversion import to_hf
 
     plan = to_hf.plan_export(checkpoint)
-    return _write(plan, out, None, overwrite, True), _verify(plan, out)
+    conversion = _write(plan, out, workers=None, overwrite=overwrite, verify=True)
+    return conversion, _verify(plan, out)
 
 
 def _verify(plan: "Plan", out: Path, workers: int | None = None) -> "Verification":
@@ -314,32 +341,40 @@ def _verify(plan: "Plan", out: Path, workers: int | None = None) -> "Verificatio
 
 
 def _write(
-    plan: "Plan", out: Path, workers: int | None, overwrite: bool, verify: bool
+    plan: "Plan",
+    out: Path,
+    workers: int | None,
+    overwrite: bool,
+    verify: bool,
 ) -> "Conversion":
     if verify:
         check_version()
     plan.check_target(out, overwrite=overwrite)
-    log = console.log
     with progress.Progress(
         progress.TextColumn("converting"),
         progress.BarColumn(),
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(),
-        console=log,
+        console=console.log,
         transient=True,
-        disable=not log.is_terminal,
+        disable=not console.log.is_terminal,
     ) as bar:
         task = bar.add_task("", total=plan.size)
         written = plan.write(out, workers=workers, on_bytes=partial(bar.advance, task))
-    tokenizer, rows = plan.source.tokenizer, plan.source.model.vocab_size
-    entries = len(tokenizer.loaded) if tokenizer.loaded is not None else rows
+    tokenizer = plan.source.tokenizer
+    embedding_rows = plan.source.model.vocabulary
+    vocab_size = embedding_rows
+    if tokenizer.loaded is not None:
+        vocab_size = len(tokenizer.loaded)
     if tokenizer.origin is None:
-        log.print("No tokenizer was saved, because the source has no Hugging Face tokenizer.")
-    elif rows > entries and not plan.source.padding_arguments:
-        log.print(
-            f"All {rows} embedding rows were kept, although the tokenizer has a vocabulary size of "
-            f"{entries}, because the other rows are not Megatron's padding."
+        console.log.print(
+            "No tokenizer was saved, because the source has no Hugging Face tokenizer."
+        )
+    elif embedding_rows > vocab_size and not plan.source.padding_arguments:
+        console.log.print(
+            f"All {embedding_rows} embedding rows were kept, although the tokenizer has a "
+            f"vocabulary size of {vocab_size}, because the other rows are not Megatron's padding."
         )
     return written
 
@@ -353,29 +388,44 @@ def _finish(
     losses: dict[str, float] | None = None,
 ) -> None:
     verification = _verify(plan, written.path, workers) if verify else None
-    files = f"{written.shards} file{'s' if written.shards > 1 else ''}"
+    size = f"{written.size / 1e6:,.1f} MB of {written.dtype}"
+    files = "1 file" if written.shards == 1 else f"{written.shards} files"
     values = asdict(written)
     facts = {
         "written": str(written.path),
         "architecture": written.architecture,
-        "tensors": f"{written.tensors} ({written.parameters:,} parameters, "
-        f"{written.size / 1e6:,.1f} MB of {written.dtype} in {files})",
+        "tensors": f"{written.tensors} ({written.parameters:,} parameters, {size} in {files})",
         "tokenizer": written.tokenizer or "none",
     }
     if written.arguments:
         facts["train on with"] = " ".join([*written.arguments, "--load RUN --save RUN"])
     facts |= not_finite(written.not_finite)
-    logits = verification and verification.logits
-    if verification and logits and verification.tensors.remark.is_folded:
-        from kha_megatron.conversion.verify import LOGIT_TOLERANCE
-
-        sparse = [m for m in plan.source.model.kha.mechanisms if m.is_sparse]
-        if sparse and logits.limit is None and logits.max_difference >= LOGIT_TOLERANCE:
-            announce(
-                f"Folding rounded the weights to {written.dtype}, so that {sparse[0]} can select "
-                f"other heads. Logits differ by up to {logits.max_difference:.2g}."
-            )
+    if verification is not None:
+        _warn_about_folding(plan, written, verification)
     if losses:
         values["loss"] = losses
-        facts |= {f"loss {when}": f"{losses[when]:.4f} nats" for when in ("before", "after")}
+        facts["loss before"] = f"{losses['before']:.4f} nats"
+        facts["loss after"] = f"{losses['after']:.4f} nats"
     conclude(verification, as_json, facts=facts, values=values)
+
+
+def _warn_about_folding(
+    plan: "Plan",
+    written: "Conversion",
+    verification: "Verification",
+) -> None:
+    """Log a warning if rounding the folded weights changed which heads are selected."""
+    from kha_megatron.conversion.verify import LOGIT_TOLERANCE
+
+    logits = verification.logits
+    if logits is None or not verification.tensors.remark.is_folded:
+        return
+    if logits.limit is not None or logits.max_difference < LOGIT_TOLERANCE:
+        return
+    for mechanism in plan.source.model.kha.mechanisms:
+        if mechanism.is_sparse:
+            announce(
+                f"Folding rounded the weights to {written.dtype}, so that {mechanism} can select "
+                f"other heads. Logits differ by up to {logits.max_difference:.2g}."
+            )
+            return

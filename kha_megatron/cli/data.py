@@ -20,7 +20,11 @@ if TYPE_CHECKING:
     from kha_megatron.data import DataReport
     from kha_megatron.data import Progress as Step
 
-data_app = Commands(name="data", help="Prepare and check training data.", no_args_is_help=True)
+data_app = Commands(
+    name="data",
+    help="Prepare and check training data.",
+    no_args_is_help=True,
+)
 
 
 @data_app.command()
@@ -153,7 +157,8 @@ def progress() -> Iterator[Callable[["Step"], None]]:
                 display.update(previous, total=1, completed=1)
             tasks[step.stage] = display.add_task(step.stage, total=None, detail="")
         if step.total_bytes:
-            done, total = (f"{size / 1e6:,.1f}" for size in (step.bytes, step.total_bytes))
+            done = f"{step.bytes / 1e6:,.1f}"
+            total = f"{step.total_bytes / 1e6:,.1f}"
             display.update(
                 tasks[step.stage],
                 total=step.total_bytes,
@@ -178,10 +183,11 @@ def describe_limitations(report: "DataReport") -> list[str]:
             f"The vocabulary has {report.vocab_size:,} tokens instead of "
             f"{report.vocab_size_asked:,}, because the text is too short."
         )
-    if count := report.skipped.get("metadata", {}).get("count"):
+    skipped_metadata = report.skipped.get("metadata", {}).get("count")
+    if skipped_metadata:
         lines.append(
-            f"Skipped {count:,} files with metadata or text next to JSON Lines, Parquet or Arrow "
-            "files. To read text files, pass --glob."
+            f"Skipped {skipped_metadata:,} files with metadata or text next to JSON Lines, Parquet "
+            "or Arrow files. To read text files, pass --glob."
         )
     if report.altered_documents:
         lines.append(
@@ -198,30 +204,37 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
     from kha_megatron.data import CORPUS, TOKENIZER
     from kha_megatron.documents.files import SKIPPED
 
-    sample = report.tokenizer_sample_bytes
     tokens_after = report.tokens_after or [report.eod_token]  # not in older data.json files
+    bytes_per_token = report.bytes / report.tokens
+    tokenizer = report.tokenizer
+    if report.tokenizer_sample_bytes:
+        tokenizer += f" on {report.tokenizer_sample_bytes:,} bytes of the text"
     rows = {
         "sources": "\n".join(report.sources),
         "files": f"{report.files:,} ({report.split_files:,} split), {report.bytes:,} bytes",
         "documents": f"{report.documents:,}",
         "each document": " ".join([*report.tokens_before, "text", *tokens_after]),
-        "tokens": f"{report.tokens:,} as {report.dtype} "
-        f"({report.bytes / report.tokens:.2f} bytes per token)",
+        "tokens": f"{report.tokens:,} as {report.dtype} ({bytes_per_token:.2f} bytes per token)",
         "vocabulary": f"{report.vocab_size:,}, end of document {report.eod_token} "
         f"({report.eod_id})",
-        "tokenizer": report.tokenizer + (f" on {sample:,} bytes of the text" if sample else ""),
+        "tokenizer": tokenizer,
     }
     for reason, entry in report.skipped.items():
-        count, examples = entry["count"], entry["examples"]
-        if count:
-            more = ["..."] if count > len(examples) else []
-            what = SKIPPED.get(reason, reason)
-            rows[f"skipped: {reason}"] = "\n".join([f"{count:,}, {what}:", *examples, *more])
-    rows = {name: text.translate(console.VISIBLE) for name, text in rows.items()}  # from a file
+        count = entry["count"]
+        examples = entry["examples"]
+        if not count:
+            continue
+        lines = [f"{count:,}, {SKIPPED.get(reason, reason)}:", *examples]
+        if count > len(examples):
+            lines.append("...")
+        rows[f"skipped: {reason}"] = "\n".join(lines)
+    for name, text in rows.items():
+        rows[name] = text.translate(console.VISIBLE)  # from a file
     console.print_facts(rows, title=str(folder))
-    prefix, tokenizer = (shlex.quote(str(folder / name)) for name in (CORPUS, TOKENIZER))
+    data_path = shlex.quote(str(folder / CORPUS))
+    tokenizer_path = shlex.quote(str(folder / TOKENIZER))
     console.out.print(
-        f"Train with --data-path {prefix} --tokenizer-type HuggingFaceTokenizer "
-        f"--tokenizer-model {tokenizer}",
+        f"Train with --data-path {data_path} --tokenizer-type HuggingFaceTokenizer "
+        f"--tokenizer-model {tokenizer_path}",
         markup=False,
     )

@@ -1,7 +1,7 @@
 """``kha-megatron doctor``: check the environment (without importing packages that may crash)."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -48,19 +48,52 @@ REQUIRED = {
 }
 """Required packages and what they are used for."""
 
-OPTIONAL = {
-    "nemo-run": ("launch, compare", "no launch; use torchrun", "launch"),
-    "leptonai": ("imported by NeMo-Run", "import nemo_run fails", "launch"),
-    "matplotlib": ("inspect, compare", "no inspect, compare", "plots"),
-    "triton": ("fused KHA kernels", "KHA runs in torch", None),
-    "flash-attn": ("attention in TE", "not needed to train", "flash"),
-}
-"""Optional packages: (used for, effect if missing, extra that installs the package)."""
+TE_INSTALL = install_command("te", "--no-build-isolation ")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptionalPackage:
+    name: str
+    used_for: str
+    without: str  # what happens if the package is missing
+    install: str
+
+
+OPTIONAL = (
+    OptionalPackage(
+        name="nemo-run",
+        used_for="launch, compare",
+        without="no launch; use torchrun",
+        install=install_command("launch"),
+    ),
+    OptionalPackage(
+        name="leptonai",
+        used_for="imported by NeMo-Run",
+        without="import nemo_run fails",
+        install=install_command("launch"),
+    ),
+    OptionalPackage(
+        name="matplotlib",
+        used_for="inspect, compare",
+        without="no inspect, compare",
+        install=install_command("plots"),
+    ),
+    OptionalPackage(
+        name="triton",
+        used_for="fused KHA kernels",
+        without="KHA runs in torch",
+        install="`pip install triton`",
+    ),
+    OptionalPackage(
+        name="flash-attn",
+        used_for="attention in TE",
+        without="not needed to train",
+        install=install_command("flash", "--no-build-isolation "),
+    ),
+)
 
 USER_EXTRAS = ("megatron", "launch", "plots", "te", "flash")
 """Extras that install the packages above and Transformer Engine."""
-
-TE_INSTALL = install_command("te", "--no-build-isolation ")
 
 
 def doctor(as_json: AsJSON = False) -> None:
@@ -72,35 +105,55 @@ def doctor(as_json: AsJSON = False) -> None:
       kha-megatron doctor
       kha-megatron doctor --json
     """
-    findings = inspect_components()
-    healthy = not any(finding.blocks for finding in findings)
+    components = inspect_components()
+    is_healthy = not any(component.blocks for component in components)
     if as_json:
-        console.print_json({"ok": healthy, "findings": [asdict(finding) for finding in findings]})
+        findings = [asdict(component) for component in components]
+        console.print_json({"ok": is_healthy, "findings": findings})
     else:
-        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for heading in ("component", "installed", "supported", "effect"):
-            table.add_column(heading, no_wrap=heading != "effect", overflow="fold")
-        colours = {"ok": "green", "missing": "yellow", "wrong": "red"}
-        for x in findings:
-            colour = "red" if x.blocks else colours[x.status]
-            table.add_row(x.name, f"[{colour}]{escape(x.found)}[/]", x.supported, x.effect)
-        console.out.print(table)
-        for x in findings:
-            if x.blocks or x.status == "wrong":
-                console.out.print(f"{x.name}: {x.remedy}", markup=False)
-    if not healthy:
+        _print(components)
+    if not is_healthy:
         raise typer.Exit(1)
 
 
+def _print(components: Sequence[Component]) -> None:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("component", no_wrap=True, overflow="fold")
+    table.add_column("installed", no_wrap=True, overflow="fold")
+    table.add_column("supported", no_wrap=True, overflow="fold")
+    table.add_column("effect", no_wrap=False, overflow="fold")
+    colours = {"ok": "green", "missing": "yellow", "wrong": "red"}
+    for component in components:
+        colour = "red" if component.blocks else colours[component.status]
+        table.add_row(
+            component.name,
+            f"[{colour}]{escape(component.found)}[/]",
+            component.supported,
+            component.effect,
+        )
+    console.out.print(table)
+    for component in components:
+        if component.blocks or component.status == "wrong":
+            console.out.print(f"{component.name}: {component.remedy}", markup=False)
+
+
 def inspect_components() -> list[Component]:
-    required = [_package(name, use, f"needed for {use}") for name, use in REQUIRED.items()]
-    findings = [replace(finding, blocks=finding.status != "ok") for finding in required]
-    findings += [find_devices(), find_transformer_engine(), *_find_wrong_apex()]
-    for name, (present, absent, extra) in OPTIONAL.items():
-        options = "--no-build-isolation " * (extra == "flash")
-        install = install_command(extra, options) if extra else f"`pip install {name}`"
-        findings.append(_package(name, present, absent, install))
-    return findings
+    components = []
+    for name, use in REQUIRED.items():
+        component = _package(name, use, f"needed for {use}")
+        components.append(replace(component, blocks=component.status != "ok"))
+    components.append(find_devices())
+    components.append(find_transformer_engine())
+    components += _find_wrong_apex()
+    for package in OPTIONAL:
+        component = _package(
+            package.name,
+            package.used_for,
+            package.without,
+            package.install,
+        )
+        components.append(component)
+    return components
 
 
 def supported_versions() -> dict[str, str]:
@@ -114,66 +167,97 @@ def supported_versions() -> dict[str, str]:
     except metadata.PackageNotFoundError:
         return {}
     versions: dict[str, str] = {}
-    for requirement in map(Requirement, lines):
-        marker = requirement.marker
-        if marker is None or any(marker.evaluate({"extra": extra}) for extra in USER_EXTRAS):
-            versions[canonicalize_name(requirement.name)] = str(requirement.specifier)
+    for line in lines:
+        requirement = Requirement(line)
+        if _is_for_users(requirement):
+            name = canonicalize_name(requirement.name)
+            versions[name] = str(requirement.specifier)
     return versions
 
 
-def _package(name: str, present: str, absent: str, install: str | None = None) -> Component:
+def _is_for_users(requirement: Requirement) -> bool:
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({"extra": extra}) for extra in USER_EXTRAS)
+
+
+def _package(
+    name: str,
+    present: str,
+    absent: str,
+    install: str | None = None,
+) -> Component:
     versions = supported_versions().get(name, "")
     try:  # Megatron may be imported from a source tree instead of the installed package
-        found = installed_version() if name == "megatron-core" else version_of(name)
+        version = installed_version() if name == "megatron-core" else version_of(name)
     except VersionError:
-        found = None
-    # NVIDIA's containers use pre-release versions such as 2.7.0a0+...
-    ok = found and SpecifierSet(versions).contains(Version(found).base_version)
-    return Component(
+        version = None
+    component = Component(
         name=name,
-        status="ok" if ok else "wrong" if found else "missing",
-        found=found or "-",
+        status="missing",
+        found=version or "-",
         supported=versions or "any",
-        effect=present if ok else absent,
-        remedy="" if ok else f"run {install or f"`pip install '{name}{versions}'`"}",
+        effect=absent,
+        remedy=f"run {install or f"`pip install '{name}{versions}'`"}",
     )
+    if not version:
+        return component
+    # NVIDIA's containers use pre-release versions such as 2.7.0a0+...
+    if not SpecifierSet(versions).contains(Version(version).base_version):
+        return replace(component, status="wrong")
+    return replace(component, status="ok", effect=present, remedy="")
 
 
 def find_devices() -> Component:
     """List CUDA devices using nvidia-smi."""
-    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=True)
-        names = done.stdout.splitlines()
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+        names = result.stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         names = []
     if not names:
-        return Component(name="CUDA device", status="missing", effect="train with --device cpu")
+        return Component(
+            name="CUDA device",
+            status="missing",
+            effect="train with --device cpu",
+        )
     found = f"{len(names)} x {names[0]}"
     return Component(name="CUDA device", status="ok", found=found, effect="training")
 
 
 def find_transformer_engine() -> Component:
     """Check that Transformer Engine is installed, including its compiled extension."""
-    present, absent = "fused layers, FP8", "no FP8 and no fused layers"
-    finding = _package("transformer-engine", present, absent, TE_INSTALL)
-    if finding.found == "-" or not lacks_te_extension():
-        return finding
+    component = _package(
+        "transformer-engine",
+        "fused layers, FP8",
+        "no FP8 and no fused layers",
+        TE_INSTALL,
+    )
+    if component.found == "-" or not lacks_te_extension():
+        return component
     effect = "no compiled extension: import megatron.core fails without kha_megatron"
-    return replace(finding, status="wrong", effect=effect, remedy=f"run {TE_INSTALL}")
+    return replace(component, status="wrong", effect=effect, remedy=f"run {TE_INSTALL}")
 
 
 def _find_wrong_apex() -> Iterator[Component]:
     """Detect the unrelated ``apex`` package from PyPI. Megatron needs NVIDIA's Apex or none."""
     spec = find_spec("apex")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    if folders and not (Path(folders[0]) / "optimizers").is_dir():
+    if spec is None or not spec.submodule_search_locations:
+        return
+    folder = next(iter(spec.submodule_search_locations))
+    if not Path(folder, "optimizers").is_dir():
         yield Component(
             name="apex",
             status="wrong",
             found=version_of("apex") or "a directory",
             supported="NVIDIA's",
             effect="import megatron.core fails",
-            remedy=f"run `pip uninstall apex` or remove {folders[0]}",
+            remedy=f"run `pip uninstall apex` or remove {folder}",
             blocks=True,
         )

@@ -33,33 +33,53 @@ def training_progress(job: Job, name: str = "") -> Iterator[Callable[[Step], Non
         MofNCompleteColumn(),
         TextColumn("{task.fields[state]}"),
     )
-    length, start = job.run.arguments.get("seq_length", 0), job.resume and job.stopped_at
     title = name or f"{job.recipe.name} on {job.ranks} ranks"
-    title += f": resuming from iteration {start}" if start else ": starting"
-    previous: Step | None = None
-    shows_lines, printed = bool(name) or not console.log.is_terminal, -math.inf
+    if job.resume and job.stopped_at:
+        title += f": resuming from iteration {job.stopped_at}"
+    else:
+        title += ": starting"
+    prefix = f"{name}: " if name else ""
+    seq_length = job.run.arguments.get("seq_length", 0)
+    shows_lines = bool(name) or not console.log.is_terminal
     if shows_lines:
         console.log.print(title, markup=False)
+    previous: Step | None = None
+    last_print = -math.inf
     with Progress(*columns, console=console.log, disable=shows_lines) as bar:
         task = bar.add_task(title, total=None, state="")
 
         def on_step(step: Step) -> None:
-            nonlocal printed, previous
-            done, total = step.iteration, step.total
-            state = "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
-            speed = compute_tokens_per_second([previous, step], length) if previous else None
-            if speed and step.seconds and done < total:
-                left = timedelta(seconds=round((total - done) * step.seconds))
-                state += f", {speed:,.0f} tokens/s, {left} left"
+            nonlocal last_print, previous
+            state = _describe_step(step, previous, seq_length)
             previous = step
-            bar.update(task, description=job.recipe.name, completed=done, total=total, state=state)
-            is_due = done == total or monotonic() - printed >= _SECONDS_BETWEEN_LINES
-            if is_due and shows_lines:
-                printed = monotonic()
-                prefix = f"{name}: " if name else ""
-                console.log.print(f"{prefix}iteration {done}/{total} {state}", markup=False)
+            bar.update(
+                task,
+                description=job.recipe.name,
+                completed=step.iteration,
+                total=step.total,
+                state=state,
+            )
+            is_last = step.iteration == step.total
+            is_due = is_last or monotonic() - last_print >= _SECONDS_BETWEEN_LINES
+            if shows_lines and is_due:
+                last_print = monotonic()
+                line = f"{prefix}iteration {step.iteration}/{step.total} {state}"
+                console.log.print(line, markup=False)
 
         yield on_step
+
+
+def _describe_step(step: Step, previous: Step | None, seq_length: int) -> str:
+    """Format the loss, the speed since the previous step, and the remaining time."""
+    state = "loss not finite" if step.loss is None else f"loss {step.loss:.4f}"
+    if previous is None or not step.seconds:
+        return state
+    speed = compute_tokens_per_second([previous, step], seq_length)
+    remaining_steps = step.total - step.iteration
+    if speed and remaining_steps > 0:
+        remaining_time = timedelta(seconds=round(remaining_steps * step.seconds))
+        state += f", {speed:,.0f} tokens/s, {remaining_time} left"
+    return state
 
 
 def run_job(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
@@ -79,18 +99,21 @@ def run_job(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
             else:
                 result = recipes.submit(job, detach=detach, on_step=on_step)
     except KeyboardInterrupt:
-        submitted = " Jobs that were already submitted are not canceled." if job.slurm else ""
-        console.log.print(f"Interrupted.{submitted}")
+        message = "Interrupted."
+        if job.slurm is not None:
+            message += " Jobs that were already submitted are not canceled."
+        console.log.print(message)
         _print_how_to_resume(job)
         raise typer.Exit(130) from None
     print_result(result)
-    refused = result.failure is not None and result.failure.exit_code == 2
-    if not refused:
+    was_refused = result.failure is not None and result.failure.exit_code == 2
+    if not was_refused:
         _print_how_to_resume(job)
     if as_json:
-        console.print_json({"succeeded": result.succeeded, "output": job.output, **asdict(result)})
+        content = {"succeeded": result.succeeded, "output": job.output}
+        console.print_json(content | asdict(result))
     if not result.succeeded:
-        raise typer.Exit(2 if refused else 1)
+        raise typer.Exit(2 if was_refused else 1)
 
 
 def _print_dry_run(job: Job, as_json: bool) -> None:
@@ -106,8 +129,9 @@ def _print_dry_run(job: Job, as_json: bool) -> None:
 
 def print_result(result: LaunchResult | SubmitResult) -> None:
     """Report how a run ended. For failures, includes the last lines of the rank's log."""
-    for line in result.failure.lines if result.failure else ():
-        console.log.print(f"  {line}", markup=False, emoji=False)
+    if result.failure is not None:
+        for line in result.failure.lines:
+            console.log.print(f"  {line}", markup=False, emoji=False)
     if isinstance(result, SubmitResult):
         if result.reason is not None:
             console.error(result.reason)
@@ -125,11 +149,13 @@ def print_result(result: LaunchResult | SubmitResult) -> None:
 
 def _print_how_to_resume(job: Job) -> None:
     """Print the current command with ``--resume``, if there is a checkpoint to resume from."""
-    if (iteration := job.stopped_at) is None:
+    iteration = job.stopped_at
+    if iteration is None:
         return
     words = ["kha-megatron", *sys.argv[1:]]
     if "--resume" not in words:
-        words.insert(words.index("--") if "--" in words else len(words), "--resume")
+        end_of_options = words.index("--") if "--" in words else len(words)
+        words.insert(end_of_options, "--resume")
     console.log.print(
         f"The last checkpoint is at iteration {iteration} of {job.run.training.train_iters}. "
         f"To continue, run: {shlex.join(words)}",
@@ -142,12 +168,16 @@ def _as_shell(command: Command) -> str:
     """Format a command to paste into a shell, with one variable or flag per line."""
     lines = [f"cd {shlex.quote(str(command.folder))} &&"]
     for name, value in command.environment.items():
-        tail = ':"$PATH"' if name == "PATH" else ""
-        lines.append(f"{name}={shlex.quote(value)}{tail}")
-    line: list[str] = []
-    for word in command.words:
-        if word.startswith("--") and line:
-            lines.append(" ".join(line))
-            line = []
-        line.append(shlex.quote(word))
-    return " \\\n  ".join([*lines, " ".join(line)])
+        assignment = f"{name}={shlex.quote(value)}"
+        if name == "PATH":
+            assignment += ':"$PATH"'
+        lines.append(assignment)
+    program, *arguments = command.words
+    lines.append(shlex.quote(program))
+    for argument in arguments:
+        quoted = shlex.quote(argument)
+        if argument.startswith("--"):
+            lines.append(quoted)
+        else:
+            lines[-1] += f" {quoted}"
+    return " \\\n  ".join(lines)

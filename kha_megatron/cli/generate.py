@@ -47,18 +47,25 @@ def generate(
 
     class Streamer(TextStreamer):
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            chunks.append(text) if as_json else _write(text)
+            if as_json:
+                chunks.append(text)
+            else:
+                _write(text)
 
-    end = model.generation_config.eos_token_id
-    end = tokenizer.eos_token_id if end is None else end
-    pad = tokenizer.pad_token_id
+    end_token_id = model.generation_config.eos_token_id
+    if end_token_id is None:
+        end_token_id = tokenizer.eos_token_id
+    pad_token_id = tokenizer.pad_token_id
+    if pad_token_id is None:
+        is_list = isinstance(end_token_id, list)
+        pad_token_id = end_token_id[0] if is_list else end_token_id
     settings: dict[str, Any] = {"do_sample": False}
     if not greedy:  # transformers uses top_k=50 by default
         settings = {"do_sample": True, "temperature": temperature, "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        eos_token_id=end,
-        pad_token_id=pad if pad is not None else end[0] if isinstance(end, list) else end,
+        eos_token_id=end_token_id,
+        pad_token_id=pad_token_id,
         **settings,
     )
     torch.manual_seed(seed)
@@ -89,7 +96,8 @@ def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
 
     HFCheckpoint.open(hf_dir)
     with console.log.status(f"Loading {hf_dir}"):
-        tokenizer, model = load_hf_tokenizer(hf_dir), load_hf_model(hf_dir, dtype="auto")
+        tokenizer = load_hf_tokenizer(hf_dir)
+        model = load_hf_model(hf_dir, dtype="auto")
     return tokenizer, model.to(device).eval()
 
 
@@ -98,9 +106,14 @@ def parse_device(name: str) -> "torch.device":
     import torch
 
     count = torch.cuda.device_count()
+    available = ["cpu"]
+    if count:
+        available.append("cuda")
+    for index in range(count):
+        available.append(f"cuda:{index}")
     if name == "auto":
-        return torch.device("cuda" if count else "cpu")
-    if name not in ("cpu", *["cuda"][:count], *(f"cuda:{i}" for i in range(count))):
+        name = "cuda" if count else "cpu"
+    if name not in available:
         raise ConfigError(
             f"--device {name!r} is not available. Choose auto, cpu or one of {count} CUDA devices."
         )
@@ -115,17 +128,20 @@ def check_tokens(ids: "torch.Tensor", model: Any, new_tokens: int = 0) -> None:
             f"Token ID {int(ids.max())} is out of range for the model's vocabulary of size "
             f"{config.vocab_size}. Does the tokenizer belong to this model?"
         )
-    limit = getattr(config, "max_position_embeddings", None) or 2**31
-    if not 0 < (given := ids.shape[1]) <= limit - new_tokens:
+    max_length = getattr(config, "max_position_embeddings", None) or 2**31
+    length = ids.shape[1]
+    if length == 0 or length + new_tokens > max_length:
         more = f" and {new_tokens} new tokens" if new_tokens else ""
         raise ConfigError(
-            f"The model supports 1 to {limit} tokens in total (max_position_embeddings), but the "
-            f"input has {given} tokens{more}."
+            f"The model supports 1 to {max_length} tokens in total (max_position_embeddings), but "
+            f"the input has {length} tokens{more}."
         )
 
 
 def _write(text: str) -> None:
     """Write to stdout. Control characters are replaced if stdout is a terminal."""
     stream = console.out.file
-    stream.write(text.translate(console.VISIBLE) if stream.isatty() else text)
+    if stream.isatty():
+        text = text.translate(console.VISIBLE)
+    stream.write(text)
     stream.flush()

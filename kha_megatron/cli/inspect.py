@@ -67,10 +67,12 @@ def inspect(
     require_matplotlib()
     check_output_folder(out_dir, overwrite=overwrite, only=("*.png",))
     content = None if text is None else read_beginning(text, tokens or TOKENS)
-    opened = (HFCheckpoint if is_hf_folder(checkpoint) else MegatronCheckpoint).open(checkpoint)
+    reader = HFCheckpoint if is_hf_folder(checkpoint) else MegatronCheckpoint
+    opened = reader.open(checkpoint)
     kha = read_kha_config(opened) or HeadsConfig()
-    # models without KHA matrices are only supported with --text
-    weights = {} if content and not kha.variants else read_knock_weights(opened)
+    weights = {}
+    if kha.variants or not content:  # models without KHA matrices require --text
+        weights = read_knock_weights(opened)
     for (layer, projection), weight in weights.items():
         if weight.dtype not in FLOAT_DTYPES.values():
             raise CheckpointError(
@@ -82,13 +84,17 @@ def inspect(
     layers: list[LayerStatistics] = []
     if content is not None:
         used, layers = measure_attention(
-            checkpoint, content, tokens=tokens, tokenizer=tokenizer, device=device
+            checkpoint,
+            content,
+            tokens=tokens,
+            tokenizer=tokenizer,
+            device=device,
         )
-    numbers = [
-        {"layer": layer, "projection": projection} | asdict(diagnostics)
-        for (layer, projection), weight in weights.items()
-        for diagnostics in diagnose(weight, kha.variants[projection])
-    ]
+    numbers = []
+    for (layer, projection), weight in weights.items():
+        for diagnostics in diagnose(weight, kha.variants[projection]):
+            entry = {"layer": layer, "projection": projection}
+            numbers.append(entry | asdict(diagnostics))
     with staged_folder(out_dir) as folder, console.log.status("Drawing"):
         draw_matrices(weights, kha, folder)
         if layers:
@@ -116,14 +122,19 @@ def inspect(
 
 def _print_matrices(kha: HeadsConfig, numbers: list[dict[str, Any]]) -> None:
     for projection, variant in kha.variants.items():
-        columns = [f"{m}\n{what}" for m in MATRICES[variant] for what in _QUANTITIES.values()]
+        columns = []
+        for matrix in MATRICES[variant]:
+            for heading in _QUANTITIES.values():
+                columns.append(f"{matrix}\n{heading}")
         title = f"{projection} heads ({variant})"
         table = console.number_table("\nlayer", *columns, title=title, names=0)
-        rows: dict[int, list[str]] = {}
+        cells_by_layer: dict[int, list[str]] = {}
         for entry in numbers:
-            if entry["projection"] == projection:
-                cells = [f"{entry[quantity]:.3f}" for quantity in _QUANTITIES]
-                rows.setdefault(entry["layer"], []).extend(cells)
-        for layer, cells in sorted(rows.items()):
+            if entry["projection"] != projection:
+                continue
+            cells = cells_by_layer.setdefault(entry["layer"], [])
+            for quantity in _QUANTITIES:
+                cells.append(f"{entry[quantity]:.3f}")
+        for layer, cells in sorted(cells_by_layer.items()):
             table.add_row(str(layer), *cells)
         console.out.print(table, "")

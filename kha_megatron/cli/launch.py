@@ -147,7 +147,10 @@ def _check_memory(job: Job, gpu_memory: int) -> None:
 
 def _pairs(flag: str, words: Sequence[str] | None) -> dict[str, str]:
     """Parse a repeated ``NAME=VALUE`` option."""
+    pairs = {}
     for word in words or ():
-        if word.find("=") < 1:
+        name, equals, value = word.partition("=")
+        if not name or not equals:
             raise ConfigError(f"{flag} must have the format NAME=VALUE, got {word!r}.")
-    return dict(word.split("=", 1) for word in words or ())
+        pairs[name] = value
+    return pairs

@@ -18,8 +18,9 @@ def recipe_names() -> list[tuple[str, str]]:
 
 def preset_names(incomplete: str) -> list[str]:
     """Shell completion for a list of presets, e.g. ``kha_mlp,gate_`` or ``kha_mlp+gate_``."""
-    joined = re.match(r"(.*[,+])?", incomplete)
-    return [f"{joined[0] if joined else ''}{name}" for name in PRESETS]
+    last_separator = max(incomplete.rfind(","), incomplete.rfind("+"))
+    prefix = incomplete[: last_separator + 1]
+    return [prefix + name for name in PRESETS]
 
 
 def megatron_flags() -> list[str]:
@@ -77,10 +78,17 @@ Workers = Annotated[
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{unit}": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for unit, base in (("B", 1000), ("IB", 1024))
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "KB": 1000,
+    "MB": 1000**2,
+    "GB": 1000**3,
+    "TB": 1000**4,
+    "KIB": 1024,
+    "MIB": 1024**2,
+    "GIB": 1024**3,
+    "TIB": 1024**4,
 }
 
 
@@ -90,8 +98,12 @@ def parse_size(flag: str, text: str) -> int:
     >>> parse_size("--gpu-memory", "1.5GiB")
     1610612736
     """
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Z]*)", text.strip().upper(), re.ASCII)
-    size = int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
+    pattern = r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Z]*)"
+    match = re.fullmatch(pattern, text.strip().upper(), re.ASCII)
+    size = 0
+    if match is not None:
+        number, unit = match.groups()
+        size = int(float(number) * _UNITS.get(unit, 0))
     if size < 1:
         raise ConfigError(f"{flag} must be a size such as 1000, 64KiB or 5GB, got {text[:40]!r}.")
     return size

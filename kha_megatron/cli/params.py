@@ -1,15 +1,19 @@
 """``kha-megatron params`` and ``kha-megatron flops``."""
 
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
+from rich.table import Table
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, HeadsFrom, MegatronArguments, RecipeName
 from kha_megatron.heads import Knock
 from kha_megatron.plan.counts import (
+    Counts,
+    Flops,
     compute_flops,
     count_model,
     format_like_paper,
@@ -37,52 +41,100 @@ def params(
     original = recipes.get_recipe(recipe)
     chosen = original.updated(megatron or [])
     model = get_countable_model(chosen.run.model)
-    kha = model.kha
     original_model = get_countable_model(original.run.model)
+    kha = model.kha
     counts = count_model(model)
-    bare = count_model(model.without_heads())
-    is_same = bare == count_model(original_model.without_heads())
-    knock = counts.mechanisms.get(Knock.name, 0)
-    plain = {"total": bare.total, "active": bare.active}
-    printed = {name: str(chosen.paper[name]) for name in plain if is_same and name in chosen.paper}
-    share = compute_flops(model, chosen.run.arguments["seq_length"]).share_of_layers
-    paper = {
-        name: format_like_paper(getattr(counts, name) - knock, x) for name, x in printed.items()
-    }
+    counts_without_kha = count_model(model.without_heads())
+    kha_share = compute_flops(model, chosen.run.arguments["seq_length"]).share_of_layers
+    has_paper_size = counts_without_kha == count_model(original_model.without_heads())
+    paper_counts = {}
+    if has_paper_size:
+        paper_counts = _compare_with_paper(chosen.paper, counts)
     if as_json:
-        beside = {
-            name: {"paper": printed[name], "ours": ours, "how": how}
-            for name, (ours, how) in paper.items()
+        data = {
+            "recipe": recipe,
+            "knocks": str(kha),
+            **asdict(counts),
+            "without_kha": {
+                "total": counts_without_kha.total,
+                "active": counts_without_kha.active,
+            },
+            "printed": {name: asdict(count) for name, count in paper_counts.items()},
+            "kha_share_of_layers": kha_share,
+            "note": chosen.note,
         }
-        data = {"recipe": recipe, "knocks": str(kha), **asdict(counts), "without_kha": plain}
-        data |= {"printed": beside, "kha_share_of_layers": share, "note": chosen.note}
         console.print_json(data)
         return
-    columns = ("with KHA", "without", *["paper"] * is_same)
-    table = console.number_table("parameters", *columns)
-    for name, own in plain.items():
-        ours, how = paper.get(name, ("", ""))
-        if ours and ours != printed[name]:
-            ours, how = printed[name], f"{ours}: {how}"
-        note = f"{ours} ({how})" if ours else "-"
-        table.add_row(name, f"{getattr(counts, name):,}", f"{own:,}", *[note] * is_same)
-    table.add_row("KHA", f"{counts.kha:,}", "0", *["-"] * is_same)
-    if len(counts.mechanisms) > 1 or knock != counts.kha:
-        for name, own in counts.mechanisms.items():
-            table.add_row(f"  {name}", f"{own:,}", "0", *["-"] * is_same)
     console.out.print(f"{chosen.name}: {chosen.description}", markup=False)
-    console.out.print(table)
-    change = counts.cache_per_layer - bare.cache_per_layer
+    console.out.print(_count_table(counts, counts_without_kha, has_paper_size, paper_counts))
+    change = counts.cache_per_layer - counts_without_kha.cache_per_layer
     console.out.print(
         f"KV cache: {counts.cache_bytes:,} bytes per token in bf16 ({model.num_layers} layers x "
         f"{counts.cache_per_layer:,} values, KHA: {change:+,})"
     )
     if kha.mechanisms:
-        linear = set(kha.variants.values()) == {"linear"} and len(kha.mechanisms) == 1
-        folding = " (0 % after `convert fold`)" if linear else ""
-        console.out.print(f"FLOPs: KHA adds {share:.2%} to the layers{folding}")
+        is_linear = set(kha.variants.values()) == {"linear"} and len(kha.mechanisms) == 1
+        folding = " (0 % after `convert fold`)" if is_linear else ""
+        console.out.print(f"FLOPs: KHA adds {kha_share:.2%} to the layers{folding}")
     if chosen.note:
         console.out.print(f"Note: {chosen.note}", markup=False)
+
+
+@dataclass(frozen=True)
+class _PaperCount:
+    """A parameter count in the paper."""
+
+    paper: str
+    ours: str
+    how: str
+    """How our count compares to the one in the paper."""
+
+    def __str__(self) -> str:
+        if self.ours == self.paper:
+            return f"{self.paper} ({self.how})"
+        return f"{self.paper} ({self.ours}: {self.how})"
+
+
+def _compare_with_paper(
+    paper: Mapping[str, str | float],
+    counts: Counts,
+) -> dict[str, _PaperCount]:
+    """Compare the counts that are in the paper, which do not include KHA."""
+    knock = counts.mechanisms.get(Knock.name, 0)
+    numbers = {"total": counts.total - knock, "active": counts.active - knock}
+    compared = {}
+    for name, number in numbers.items():
+        if name in paper:
+            published = str(paper[name])
+            ours, how = format_like_paper(number, published)
+            compared[name] = _PaperCount(published, ours, how)
+    return compared
+
+
+def _count_table(
+    counts: Counts,
+    counts_without_kha: Counts,
+    has_paper_size: bool,
+    paper_counts: Mapping[str, _PaperCount],
+) -> Table:
+    columns = ["with KHA", "without"]
+    if has_paper_size:
+        columns.append("paper")
+    table = console.number_table("parameters", *columns)
+
+    def add_row(name: str, with_kha: int, without_kha: int) -> None:
+        paper = str(paper_counts.get(name, "-"))
+        cells = [f"{with_kha:,}", f"{without_kha:,}", paper]
+        table.add_row(name, *cells[: len(columns)])
+
+    add_row("total", counts.total, counts_without_kha.total)
+    add_row("active", counts.active, counts_without_kha.active)
+    add_row("KHA", counts.kha, 0)
+    knock = counts.mechanisms.get(Knock.name, 0)
+    if len(counts.mechanisms) > 1 or knock != counts.kha:
+        for name, number in counts.mechanisms.items():
+            add_row(f"  {name}", number, 0)
+    return table
 
 
 def count_flops(
@@ -107,41 +159,57 @@ def count_flops(
     chosen = recipes.get_recipe(recipe).updated(megatron or [])
     model = get_countable_model(chosen.run.model)
     length = seq or chosen.run.arguments["seq_length"]
-    result = compute_flops(model, length)
-    shares = {"layers": result.share_of_layers, "attention": result.share_of_attention}
-    saved = {"projections": result.skippable_projections, "scores": result.skippable_scores}
+    flops = compute_flops(model, length)
     if as_json:
-        parts = {name: n for name, n in asdict(result).items() if not name.startswith("skippable_")}
+        terms = asdict(flops)
+        projections = terms.pop("skippable_projections")
+        scores = terms.pop("skippable_scores")
         data = {
             "recipe": recipe,
             "seq": length,
-            "forward": parts | {"total": result.forward},
-            "backward": {"total": 2 * result.forward, "kha": 2 * result.kha},
-            "training": {"total": 3 * result.forward, "kha": 3 * result.kha},
-            "kha_share_of": shares,
-            "spared_on_paper": {"forward": saved},
+            "forward": terms | {"total": flops.forward},
+            "backward": {"total": 2 * flops.forward, "kha": 2 * flops.kha},
+            "training": {"total": 3 * flops.forward, "kha": 3 * flops.kha},
+            "kha_share_of": {
+                "layers": flops.share_of_layers,
+                "attention": flops.share_of_attention,
+            },
+            "spared_on_paper": {"forward": {"projections": projections, "scores": scores}},
         }
         console.print_json(data)
         return
-    columns = ("forward", "backward", "training", *(["on paper"] if any(saved.values()) else []))
-    table = console.number_table(f"TFLOPs of {length:,} tokens", *columns)
-    named = {
-        "attention projections": (result.projections, saved["projections"]),
-        "attention scores": (result.scores, saved["scores"]),
-        "MLP or routed experts": (result.mlp, 0),
-        "router": (result.router, 0),
-        "KHA": (result.kha, 0),
-        "multi-token prediction": (result.prediction, 0),
-        "output layer": (result.logits, 0),
-        "all": (result.forward, sum(saved.values())),
-    }
-    for name, (forward, less) in named.items():
-        if forward:
-            row = [f"{times * forward / 1e12:,.4f}" for times in (1, 2, 3)]
-            row.append(f"-{less / 1e12:,.4f}" if less else "-")
-            table.add_row(name, *row[: len(columns)])
     console.out.print(f"{chosen.name}: {chosen.description} (KHA: {model.kha})", markup=False)
-    console.out.print(table)
+    console.out.print(_flops_table(flops, length))
     console.out.print(
-        f"KHA adds {shares['layers']:.2%} to the layers and {shares['attention']:.2%} to attention."
+        f"KHA adds {flops.share_of_layers:.2%} to the layers and {flops.share_of_attention:.2%} to "
+        "attention."
     )
+
+
+def _flops_table(flops: Flops, length: int) -> Table:
+    skippable = flops.skippable_projections + flops.skippable_scores
+    columns = ["forward", "backward", "training"]
+    if skippable:
+        columns.append("on paper")
+    table = console.number_table(f"TFLOPs of {length:,} tokens", *columns)
+
+    def add_row(name: str, forward: float, skippable: float = 0) -> None:
+        if not forward:
+            return
+        cells = [_in_tera(forward), _in_tera(2 * forward), _in_tera(3 * forward)]
+        cells.append(f"-{_in_tera(skippable)}" if skippable else "-")
+        table.add_row(name, *cells[: len(columns)])
+
+    add_row("attention projections", flops.projections, flops.skippable_projections)
+    add_row("attention scores", flops.scores, flops.skippable_scores)
+    add_row("MLP or routed experts", flops.mlp)
+    add_row("router", flops.router)
+    add_row("KHA", flops.kha)
+    add_row("multi-token prediction", flops.prediction)
+    add_row("output layer", flops.logits)
+    add_row("all", flops.forward, skippable)
+    return table
+
+
+def _in_tera(number: float) -> str:
+    return f"{number / 1e12:,.4f}"

@@ -49,7 +49,8 @@ def plan(
         --tensor-model-parallel-size 2 --sequence-parallel
     """
     capacity = parse_size("--gpu-memory", gpu_memory)
-    estimate = estimate_run(recipes.get_recipe(recipe).run.updated(megatron or []), gpus)
+    run = recipes.get_recipe(recipe).run.updated(megatron or [])
+    estimate = estimate_run(run, gpus)
     fits = estimate.fits(capacity)
     if as_json:
         data = {"recipe": recipe, "gpus": gpus, "gpu_memory": capacity, "fits": fits}
@@ -114,15 +115,25 @@ def _print(estimate: Estimate, recipe: str) -> None:
 
 
 def _format_layout(layout: Layout) -> str:
-    sizes = {"TP": layout.tp, "PP": layout.pp, "CP": layout.cp, "EP": layout.ep}
-    names = [f"{name} {size}" for name, size in sizes.items() if size != 1]
+    parallel_sizes = {"TP": layout.tp, "PP": layout.pp, "CP": layout.cp, "EP": layout.ep}
+    sizes = []
+    for name, size in parallel_sizes.items():
+        if size != 1:
+            sizes.append(f"{name} {size}")
     if layout.vpp:
-        names.append(f"VPP {layout.vpp}")
+        sizes.append(f"VPP {layout.vpp}")
     if layout.expert_tp != layout.tp:
-        names.append(f"ETP {layout.expert_tp}")
-    return ", ".join([*names, f"DP {layout.dp}"])
+        sizes.append(f"ETP {layout.expert_tp}")
+    sizes.append(f"DP {layout.dp}")
+    return ", ".join(sizes)
 
 
 def _format_memory(memory: Memory) -> list[str]:
-    parts = (memory.weights, memory.gradients, memory.optimizer, memory.activations, memory.total)
-    return [f"{size / 1e9:.2f}" for size in parts]
+    sizes = (
+        memory.weights,
+        memory.gradients,
+        memory.optimizer,
+        memory.activations,
+        memory.total,
+    )
+    return [f"{size / 1e9:.2f}" for size in sizes]

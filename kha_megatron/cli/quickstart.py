@@ -1,7 +1,6 @@
 """``kha-megatron quickstart``: the whole workflow with a small model on the CPU."""
 
 import argparse
-import itertools
 import shlex
 import shutil
 import sys
@@ -81,52 +80,58 @@ def quickstart(
 
 
 def _run(recipe: recipes.Recipe, run: Run, output: Path, overrides: list[str]) -> None:
+    data = output / "data"
+    run_folder = output / "run"
+    checkpoints = run_folder / CHECKPOINTS
+    model = output / "hf"
+    pictures = output / "pictures"
     write_json(output / SUMMARY_FILE, {"finished": False})
 
-    _heading(1, f"text: {output / 'data'}")
-    _prepare(output / "data", recipe.run.vocab_size)
+    _heading(1, f"text: {data}")
+    _prepare(data, recipe.run.vocab_size)
 
-    _heading(2, f"training under NeMo-Run: {output / 'run'}")
-    trained = _train(recipe, output, overrides)
-    history = read_history(output / "run" / TENSORBOARD)
+    _heading(2, f"training under NeMo-Run: {run_folder}")
+    result = _train(recipe, data, run_folder, overrides)
+    history = read_history(run_folder / TENSORBOARD)
 
-    _heading(3, f"to Hugging Face: {output / 'hf'}")
-    written, verification = convert(output / "run" / CHECKPOINTS, output / "hf", overwrite=True)
+    _heading(3, f"to Hugging Face: {model}")
+    conversion, verification = convert(checkpoints, model, overwrite=True)
 
-    _heading(4, f"pictures: {output / 'pictures'}")
+    _heading(4, f"pictures: {pictures}")
     if run.kha.variants and len(run.kha.mechanisms) == 1:
-        inspect(output / "run" / CHECKPOINTS, output / "pictures", overwrite=True)
+        inspect(checkpoints, pictures, overwrite=True)
     else:  # other mechanisms have no matrices, so inspect them on a file of the training text
-        text = Path(argparse.__file__)
-        inspect(output / "hf", output / "pictures", text=text, overwrite=True)
-    plot_loss_curve(history, output / "pictures" / "loss.png")
+        inspect(model, pictures, text=Path(argparse.__file__), overwrite=True)
+    plot_loss_curve(history, pictures / "loss.png")
 
-    losses, agreement = history[LOSS], verification.logits
-    steps = recipes.read_steps(trained.log)
+    iterations = [iteration for iteration, _ in history[LOSS]]
+    losses = [loss for _, loss in history[LOSS]]
+    steps = recipes.read_steps(result.log)
+    logits = verification.logits
     summary = {
         "finished": True,
-        "iterations": losses[-1][0],
-        "first_loss": losses[0][1],
-        "last_loss": fmean(loss for _, loss in losses[-LAST:]),
-        "training_seconds": trained.seconds,
+        "iterations": iterations[-1],
+        "first_loss": losses[0],
+        "last_loss": fmean(losses[-LAST:]),
+        "training_seconds": result.seconds,
         "tokens_per_second": compute_tokens_per_second(steps, run.arguments["seq_length"]),
-        "parameters": written.parameters,
-        "largest_logit_difference": agreement and agreement.max_difference,
-        "argmax_agreement": agreement and agreement.argmax,
+        "parameters": conversion.parameters,
+        "largest_logit_difference": logits and logits.max_difference,
+        "argmax_agreement": logits and logits.argmax,
         "files": {
-            "checkpoint": str(output / "run" / CHECKPOINTS),
-            "hugging_face": str(output / "hf"),
-            "pictures": sorted(str(p) for p in (output / "pictures").glob("*.png")),
-            "log": str(trained.log),
+            "checkpoint": str(checkpoints),
+            "hugging_face": str(model),
+            "pictures": sorted(str(picture) for picture in pictures.glob("*.png")),
+            "log": str(result.log),
         },
     }
     write_json(output / SUMMARY_FILE, summary)
     console.print_facts(_facts(summary), title="quickstart")
-    positions = run.arguments["max_position_embeddings"]
-    prompt = PROMPT[: positions - 1]  # a character is at most one token
-    length = min(96, positions - len(prompt))
+    max_length = run.arguments["max_position_embeddings"]
+    prompt = PROMPT[: max_length - 1]  # a character is at most one token
+    new_tokens = min(96, max_length - len(prompt))
     console.out.print(f"\n[bold]the model continues {escape(prompt)!r}:[/]")
-    generate(output / "hf", prompt, max_new_tokens=length, temperature=0.6, seed=1)
+    generate(model, prompt, max_new_tokens=new_tokens, temperature=0.6, seed=1)
     console.out.print(_next_steps(output), markup=False)
 
 
@@ -150,15 +155,22 @@ def move_earlier_run(run: Path) -> None:
     if newest(run / CHECKPOINTS) is None:
         shutil.rmtree(run, ignore_errors=True)
         return
-    backup = next(p for n in itertools.count(1) if not (p := run.with_name(f"run-{n}")).exists())
+    number = 1
+    while run.with_name(f"run-{number}").exists():
+        number += 1
+    backup = run.with_name(f"run-{number}")
     run.rename(backup)
     console.log.print(f"Moved the earlier training to {backup}.", markup=False)
 
 
-def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> recipes.LaunchResult:
-    run = output / "run"
-    move_earlier_run(run)
-    job = recipes.prepare_job(recipe, data=output / "data", output=run, overrides=overrides)
+def _train(
+    recipe: recipes.Recipe,
+    data: Path,
+    output: Path,
+    overrides: list[str],
+) -> recipes.LaunchResult:
+    move_earlier_run(output)
+    job = recipes.prepare_job(recipe, data=data, output=output, overrides=overrides)
     with training_progress(job) as on_step:
         result = recipes.launch_job(job, on_step=on_step)
     print_result(result)
@@ -169,11 +181,16 @@ def _train(recipe: recipes.Recipe, output: Path, overrides: list[str]) -> recipe
 
 def plot_loss_curve(history: History, out_png: Path) -> None:
     """Plot the training and validation loss."""
-    figure = require_matplotlib()(figsize=(7, 4), layout="constrained")
+    figure_class = require_matplotlib()
+    figure = figure_class(figsize=(7, 4), layout="constrained")
     axis = figure.subplots()
-    for name, label in ((LOSS, "training"), (VALIDATION_LOSS, "validation")):
-        if points := history.get(name):
-            axis.plot(*zip(*points, strict=True), "o-" if len(points) < 50 else "-", label=label)
+    labels = {LOSS: "training", VALIDATION_LOSS: "validation"}
+    for name, label in labels.items():
+        points = history.get(name)
+        if points:
+            iterations, losses = zip(*points, strict=True)
+            style = "o-" if len(losses) < 50 else "-"
+            axis.plot(iterations, losses, style, label=label)
     axis.set(xlabel="iteration", ylabel="loss (nats per token)")
     axis.grid(alpha=0.3)
     axis.legend()
@@ -181,16 +198,19 @@ def plot_loss_curve(history: History, out_png: Path) -> None:
 
 
 def _facts(summary: dict[str, Any]) -> dict[str, str]:
-    first, last, rate = (summary[k] for k in ("first_loss", "last_loss", "tokens_per_second"))
-    files, difference = summary["files"], summary["largest_logit_difference"]
-    speed = "" if rate is None else f"{rate:,.0f} tokens/s, "
+    losses = f"{summary['first_loss']:.3f} to {summary['last_loss']:.3f}"
+    speed = f"{summary['training_seconds']:.0f} s from start to end"
+    if summary["tokens_per_second"] is not None:
+        speed = f"{summary['tokens_per_second']:,.0f} tokens/s, {speed}"
+    logits = "not verified"
+    if summary["largest_logit_difference"] is not None:
+        logits = f"differ by at most {summary['largest_logit_difference']:.1e}"
+    files = summary["files"]
     return {
         "parameters": f"{summary['parameters']:,}",
-        "loss": f"{first:.3f} to {last:.3f} in {summary['iterations']} iterations",
-        "speed": f"{speed}{summary['training_seconds']:.0f} s from start to end",
-        "logits, Hugging Face against Megatron": "not verified"
-        if difference is None
-        else f"differ by at most {difference:.1e}",
+        "loss": f"{losses} in {summary['iterations']} iterations",
+        "speed": speed,
+        "logits, Hugging Face against Megatron": logits,
         "checkpoint": files["checkpoint"],
         "Hugging Face model": files["hugging_face"],
         "pictures": "\n".join(files["pictures"]),
@@ -201,7 +221,8 @@ def _next_steps(output: Path) -> str:
     kha = Path(sys.executable).with_name("kha-megatron")
     if kha.is_relative_to(Path.cwd()):
         kha = kha.relative_to(Path.cwd())
-    model, data = (shlex.quote(str(output / name)) for name in ("hf", "data"))
+    model = shlex.quote(str(output / "hf"))
+    data = shlex.quote(str(output / "data"))
     return f"""
 What to try next:
   {kha} generate {model} "import "

@@ -13,7 +13,11 @@ from kha_megatron.cli.running import Commands
 from kha_megatron.errors import ConfigError
 from kha_megatron.recipes import Recipe
 
-recipes_app = Commands(name="recipes", help="List and show training recipes.", no_args_is_help=True)
+recipes_app = Commands(
+    name="recipes",
+    help="List and show training recipes.",
+    no_args_is_help=True,
+)
 
 
 @recipes_app.command("list")
@@ -26,24 +30,28 @@ def list_recipes(
     Examples:
       kha-megatron recipes list 'table5/*'
     """
-    patterns = pattern, f"{pattern}/*"  # "table2" lists all recipes of Table 2
-    chosen = [
-        recipe
-        for name, recipe in recipes.RECIPES.items()
-        if any(fnmatch.fnmatch(name, each) for each in patterns)
-    ]
+    chosen = []
+    for name, recipe in recipes.RECIPES.items():
+        is_in_folder = fnmatch.fnmatch(name, f"{pattern}/*")  # "table2" lists all of Table 2
+        if is_in_folder or fnmatch.fnmatch(name, pattern):
+            chosen.append(recipe)
     if not chosen:
         raise ConfigError(f"No recipe matches {pattern!r}. Run `kha-megatron recipes list`.")
     if as_json:
         console.print_json([recipe_data(recipe) for recipe in chosen])
         return
     for recipe in chosen:
-        line = f"{recipe.name:32} {recipe.paper.get('loss', ''):>6}  {recipe.description}"
+        loss = recipe.paper.get("loss", "")
+        line = f"{recipe.name:32} {loss:>6}  {recipe.description}"
         console.out.print(line, markup=False, emoji=False)
 
 
 @recipes_app.command("show")
-def show_recipe(recipe: RecipeName, heads_from: HeadsFrom = None, as_json: AsJSON = False) -> None:
+def show_recipe(
+    recipe: RecipeName,
+    heads_from: HeadsFrom = None,
+    as_json: AsJSON = False,
+) -> None:
     """Show a recipe and its Megatron arguments.
 
     Examples:
@@ -53,14 +61,15 @@ def show_recipe(recipe: RecipeName, heads_from: HeadsFrom = None, as_json: AsJSO
     if as_json:
         console.print_json(recipe_data(chosen))
         return
-    lines = [
-        f"{chosen.name}: {chosen.description}",
-        *(f"  {name} in the paper: {value}" for name, value in chosen.paper.items()),
-        f"  head mechanisms: {chosen.run.kha}",
-        *([f"  note: {chosen.note}"] if chosen.note else ()),
-        "",
-        *(shlex.join([flag, *words]) for flag, words in chosen.run.flags.items()),
-    ]
+    lines = [f"{chosen.name}: {chosen.description}"]
+    for name, value in chosen.paper.items():
+        lines.append(f"  {name} in the paper: {value}")
+    lines.append(f"  head mechanisms: {chosen.run.kha}")
+    if chosen.note:
+        lines.append(f"  note: {chosen.note}")
+    lines.append("")
+    for flag, values in chosen.run.flags.items():
+        lines.append(shlex.join([flag, *values]))
     console.out.print("\n".join(lines), markup=False, emoji=False)
 
 

@@ -41,7 +41,8 @@ class _Command(TyperCommand):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         text, _, self.examples = (self.help or "").partition("\n\nExamples:\n")
-        self.help = re.sub(r"(?<!\n)\n(?=\S)", " ", text)  # typer keeps newlines in paragraphs
+        # typer keeps newlines in paragraphs
+        self.help = re.sub(r"(?<!\n)\n(?=\S)", " ", text)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
@@ -60,20 +61,23 @@ def run_app(app: typer.Typer) -> int:
         console.error(str(error))
         return error.exit_code
     except TyperException as error:
-        if message := error.format_message():  # empty if the help of a group was printed
-            end = "" if message.endswith((".", "?")) else "."
-            console.error(f"{message}{end} {_hint(app, message, error)}".rstrip())
+        message = error.format_message()
+        if message:  # empty if the help of a group was printed
+            hint = _hint(app, message, error)
+            if not message.endswith((".", "?")):
+                message += "."
+            console.error(f"{message} {hint}".rstrip())
         return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # e.g. output piped to head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return 1
     except OSError as error:
         if error.filename is None and error.errno != errno.ENOSPC:
             return _report(error)
-        if error.filename is None:  # the output cannot be flushed at exit either
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.filename is None:
+            _discard_output()  # it cannot be flushed at exit either
         console.error(f"{error.filename or 'Could not write the output'}: {error.strerror}")
         return 2
     except Exception as error:
@@ -85,13 +89,18 @@ def run_app(app: typer.Typer) -> int:
         return 2
 
 
+def _discard_output() -> None:
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, sys.stdout.fileno())
+
+
 def _hint(app: typer.Typer, message: str, error: TyperException) -> str:
     """Return advice for an invalid command line."""
-    if (context := getattr(error, "ctx", None)) is None:
+    context = getattr(error, "ctx", None)
+    if context is None:
         return ""
-    if message.startswith("No such option") and "megatron" in (
-        p.name for p in context.command.params
-    ):
+    parameters = [parameter.name for parameter in context.command.params]
+    if message.startswith("No such option") and "megatron" in parameters:
         return "Pass Megatron and --kha-* arguments after --, e.g. -- --kha-preset kha_mlp."
     groups: Any = get_command(app)
     for name, group in groups.commands.items():  # e.g. `upcycle` instead of `convert upcycle`
@@ -106,7 +115,11 @@ def _report(error: Exception) -> int:
     text = f"{sys.argv}\nkha-megatron {__version__}, Python {sys.version}\n\n"
     text += "".join(traceback.format_exception(error))
     with tempfile.NamedTemporaryFile(
-        "w", prefix="kha-megatron-", suffix=".txt", errors="backslashreplace", delete=False
+        "w",
+        prefix="kha-megatron-",
+        suffix=".txt",
+        errors="backslashreplace",
+        delete=False,
     ) as file:
         file.write(text)
     console.error(

@@ -1,16 +1,18 @@
 """``kha-megatron spikes``: find loss spikes in a training run."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON
-from kha_megatron.compare.spikes import SpikeDefinition, find_spikes
+from kha_megatron.compare.spikes import Spike, SpikeDefinition, find_spikes
 from kha_megatron.errors import DataError
 from kha_megatron.recipes.log_lines import LOSS, read_history, read_log
 
@@ -62,36 +64,63 @@ def spikes(
             f"{run} has only {len(values)} values of {name!r}, but at least "
             f"{definition.warmup + 1} are required. Choose a smaller --window."
         )
-    found = find_spikes(values, definition)
-    first, last = values[0][0], values[-1][0]
-    recoveries = [spike.recovery for spike in found if spike.recovery is not None]
+    detected = find_spikes(values, definition)
+    first_iteration, _ = values[0]
+    last_iteration, _ = values[-1]
     if as_json:
         result = {
             "run": str(run),
             "name": name,
             "values": len(values),
-            "iterations": (first, last),
+            "iterations": (first_iteration, last_iteration),
             "definition": asdict(definition),
-            "count": len(found),
-            "highest": max((spike.height for spike in found), default=0.0),
-            "median_recovery": median(recoveries) if recoveries else None,
-            "longest_recovery": max(recoveries, default=None),
-            "not_recovered": len(found) - len(recoveries),
-            "spikes": [
-                asdict(spike) | {"recovery": spike.recovery, "finite": math.isfinite(spike.height)}
-                for spike in found
-            ],
         }
-        console.print_json(result)
+        console.print_json(result | _summarize(detected))
         return
-    table = console.number_table("start", "peak", "level", "height", "recovery", names=0)
-    for spike in found:
+    console.out.print(
+        f"Found {len(detected)} spikes in {len(values)} values of {name!r} (iterations "
+        f"{first_iteration} to {last_iteration})."
+    )
+    if detected:
+        console.out.print(_spike_table(detected))
+
+
+def _summarize(detected: Sequence[Spike]) -> dict[str, Any]:
+    heights = [spike.height for spike in detected]
+    recoveries = [spike.recovery for spike in detected if spike.recovery is not None]
+    entries = []
+    for spike in detected:
+        entry = asdict(spike)
+        entry["recovery"] = spike.recovery
+        entry["finite"] = math.isfinite(spike.height)
+        entries.append(entry)
+    return {
+        "count": len(detected),
+        "highest": max(heights, default=0.0),
+        "median_recovery": median(recoveries) if recoveries else None,
+        "longest_recovery": max(recoveries, default=None),
+        "not_recovered": len(detected) - len(recoveries),
+        "spikes": entries,
+    }
+
+
+def _spike_table(detected: Sequence[Spike]) -> Table:
+    table = console.number_table(
+        "start",
+        "peak",
+        "level",
+        "height",
+        "recovery",
+        names=0,
+    )
+    for spike in detected:
         height = f"{spike.height:.3f}" if math.isfinite(spike.height) else "not finite"
         recovery = "not recovered" if spike.recovery is None else str(spike.recovery)
-        table.add_row(str(spike.start), str(spike.peak), f"{spike.level:.3f}", height, recovery)
-    console.out.print(
-        f"Found {len(found)} spikes in {len(values)} values of {name!r} (iterations {first} to "
-        f"{last})."
-    )
-    if found:
-        console.out.print(table)
+        table.add_row(
+            str(spike.start),
+            str(spike.peak),
+            f"{spike.level:.3f}",
+            height,
+            recovery,
+        )
+    return table

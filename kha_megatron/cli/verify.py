@@ -59,16 +59,22 @@ def conclude(
         values: Extra fields for the JSON output. If there are any, the verification is nested under
             the key ``verification``.
     """
-    report = verification and asdict(verification) | {"agrees": verification.agrees}
     rows = {**(facts or {}), **_facts(verification)}
+    report: dict[str, Any] | None = None
+    if verification is not None:
+        report = asdict(verification)
+        report["agrees"] = verification.agrees
+    if values:
+        report = {**values, "verification": report}
     if as_json:
-        console.print_json({**values, "verification": report} if values else report)
+        console.print_json(report)
     else:
         console.print_facts(rows)
     if verification is not None and not verification.agrees:
-        differing = _find_differences(verification)
-        differences = "; ".join(f"{name}: {value}" for name, value in differing.items())
-        console.error(f"The two models differ: {differences}.")
+        differences = []
+        for name, value in _find_differences(verification).items():
+            differences.append(f"{name}: {value}")
+        console.error(f"The two models differ: {'; '.join(differences)}.")
         raise typer.Exit(1)
 
 
@@ -83,14 +89,16 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
     if tensors.remark is not HeadAdjustment.NONE:
         compared += f", {tensors.remark}"
     rows = {"tensors compared": compared}
-    rows |= _find_differences(verification) | not_finite(tensors.not_finite)
+    rows |= _find_differences(verification)
+    rows |= not_finite(tensors.not_finite)
     if tensors.agrees and not tensors.rounded:
         rows[""] = "all equal"
     elif tensors.agrees:
         names = ", ".join(tensors.rounded[:5])
         rows["equal after rounding"] = f"{len(tensors.rounded)}, e.g. {names}"
     if logits is None:
-        return rows | {"logits": "not compared"}
+        rows["logits"] = "not compared"
+        return rows
     rows["logits"] = (
         f"largest difference {logits.max_difference:.2e}, mean {logits.mean_difference:.2e}"
     )
@@ -98,7 +106,8 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
     if verification.decoding:
         largest = max(decoding.max_difference for decoding in verification.decoding)
         rows["decoding with a cache"] = f"largest difference {largest:.2e}"
-    return rows | {"same most likely token": f"{logits.argmax:.2%} of {logits.tokens}"}
+    rows["same most likely token"] = f"{logits.argmax:.2%} of {logits.tokens}"
+    return rows
 
 
 def _find_differences(verification: "Verification") -> dict[str, str]:
@@ -118,8 +127,10 @@ def _find_differences(verification: "Verification") -> dict[str, str]:
     if verification.settings:
         rows["different settings"] = "; ".join(verification.settings[:5])
     if logits is not None and not logits.agrees:
-        where = "" if logits.first_layer is None else f" starting at layer {logits.first_layer}"
-        rows["different logits"] = f"{logits.max_difference:.2e} exceeds {logits.limit:g}{where}"
+        difference = f"{logits.max_difference:.2e} exceeds {logits.limit:g}"
+        if logits.first_layer is not None:
+            difference += f" starting at layer {logits.first_layer}"
+        rows["different logits"] = difference
     for decoding in verification.decoding:
         if not decoding.agrees:
             rows["different decoding with a cache"] = (
@@ -132,5 +143,6 @@ def not_finite(tensors: Mapping[str, int]) -> dict[str, str]:
     """Return a table row for tensors with NaN or infinite values, or {} if all are finite."""
     if not tensors:
         return {}
-    listed = [f"{name} {count:,}" for name, count in tensors.items()]
-    return {"NaN or infinite": f"in {len(listed)} tensors: {', '.join(listed[:5])}"}
+    counts = [f"{name} {count:,}" for name, count in tensors.items()]
+    examples = ", ".join(counts[:5])
+    return {"NaN or infinite": f"in {len(counts)} tensors: {examples}"}

@@ -16,8 +16,11 @@ from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from kha_megatron.model.run import Run
 from kha_megatron.plan.counts import compute_flops, count_model, get_countable_model
 
+Entry = dict[str, Any]
+"""A JSON object in ``result.json``."""
 
-def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
+
+def compute_cost(run: Run, vocab_size: int | None) -> Entry:
     """Compute parameter counts and training FLOPs per token.
 
     Returns:
@@ -30,21 +33,24 @@ def compute_cost(run: Run, vocab_size: int | None) -> dict[str, Any]:
         - ``uncounted``: error message, replaces the counts if the model is not supported
     """
     model = replace(run, vocab_size=vocab_size).model
-    kernels = {"unfused": model and run.kha.unfused_reason(model.head_sizes)}
+    unfused = None
+    if model is not None:
+        unfused = run.kha.unfused_reason(model.head_sizes)
     try:
         model = get_countable_model(model)
     except ConfigError as error:
-        return kernels | {"uncounted": str(error)}
+        return {"unfused": unfused, "uncounted": str(error)}
     length = run.arguments["seq_length"]
     counts = count_model(model)
-    work = compute_flops(model, length)
-    skippable = work.skippable_projections + work.skippable_scores
-    return kernels | {
+    flops = compute_flops(model, length)
+    skippable = flops.skippable_projections + flops.skippable_scores
+    return {
+        "unfused": unfused,
         "total": counts.total,
         "active": counts.active,
         "kha": counts.kha,
-        "flops": 3 * work.forward / length,
-        "kha_flops": 3 * work.kha / length,
+        "flops": 3 * flops.forward / length,
+        "kha_flops": 3 * flops.kha / length,
         "spared_flops": 3 * skippable / length,
     }
 
@@ -53,10 +59,12 @@ def describe_device(run: Run) -> str:
     """Describe the hardware for the report, e.g. ``8 x NVIDIA H100 80GB HBM3``."""
     if run.training.device == "cpu" or not torch.cuda.is_available():
         return f"CPU, {os.cpu_count()} cores"
-    return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    count = torch.cuda.device_count()
+    name = torch.cuda.get_device_name(0)
+    return f"{count} x {name}"
 
 
-def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict[str, Any]]:
+def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[Entry]:
     """Compute diagnostics of the KHA matrices in a checkpoint, and plot them to ``folder``.
 
     Returns:
@@ -68,17 +76,16 @@ def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict
         return []
     weights = read_knock_weights(checkpoint)
     draw_matrices(weights, kha, folder)
-    diagnosed = []
+    entries = []
     for projection, variant in kha.variants.items():
-        layers_by_matrix: dict[str, list[dict[str, Any]]] = {}
+        layers_by_matrix: dict[str, list[Entry]] = {}
         for (layer, weight_projection), weight in sorted(weights.items()):
             if weight_projection != projection:
                 continue
-            for matrix, diagnostics in zip(
-                MATRICES[variant], diagnose(weight, variant), strict=True
-            ):
-                layers = layers_by_matrix.setdefault(matrix, [])
-                layers.append({"layer": layer} | asdict(diagnostics))
+            diagnostics_of_layer = diagnose(weight, variant)
+            for matrix, diagnostics in zip(MATRICES[variant], diagnostics_of_layer, strict=True):
+                entry = {"layer": layer} | asdict(diagnostics)
+                layers_by_matrix.setdefault(matrix, []).append(entry)
         for matrix, layers in layers_by_matrix.items():
             entry = {
                 "projection": projection,
@@ -87,5 +94,5 @@ def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[dict
                 "picture": f"{projection}_{matrix}.png",
                 "layers": layers,
             }
-            diagnosed.append(entry)
-    return diagnosed
+            entries.append(entry)
+    return entries

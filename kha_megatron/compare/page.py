@@ -4,6 +4,7 @@ import base64
 import shlex
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from statistics import fmean
 from typing import Any
 
 from kha_megatron.compare.charts import Line, Point, draw_line_chart
@@ -26,31 +27,46 @@ def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str
     environment.filters["mean"] = _format_mean
     environment.filters["range"] = _format_range
     environment.filters["number"] = _format_number
-    colours = {}
-    for index, variant in enumerate(report["variants"]):
-        colours[variant["name"]] = f"C{index % 10}"
+    curves = ""
+    loss_lines = _read_lines(report, "curve")
+    if loss_lines:
+        curves = draw_line_chart(loss_lines, title="Training loss", y_label="loss")
+    differences = ""
+    difference_lines = _read_lines(report, "delta_curve")
+    if difference_lines:
+        title = f"Difference from {report['reference']}"
+        differences = draw_line_chart(
+            difference_lines,
+            title=title,
+            y_label="ΔL",
+            zero=True,
+        )
     trained = [variant for variant in report["variants"] if variant["seeds"]]
-
-    def chart(key: str, title: str, y_label: str, *, zero: bool = False) -> Markup:
-        lines = []
-        for variant in trained:
-            if curve := variant.get(key):
-                points = [Point(*values) for values in curve]
-                lines.append(Line(variant["name"], colours[variant["name"]], points))
-        if not lines:
-            return Markup()
-        return Markup(draw_line_chart(lines, title=title, y_label=y_label, zero=zero))
-
     template = files("kha_megatron.compare").joinpath("page.html").read_text()
     return environment.from_string(template).render(
         report,
         trained=trained,
-        curves=chart("curve", "Training loss", "loss"),
-        differences=chart("delta_curve", f"Difference from {report['reference']}", "ΔL", zero=True),
+        curves=Markup(curves),
+        differences=Markup(differences),
         last_share=LAST_SHARE,
         matrices=_describe_matrices(trained, pictures),
         shell=shlex.join(report["command"]),
     )
+
+
+def _read_lines(report: Mapping[str, Any], key: str) -> list[Line]:
+    """Read a curve of each variant that has it. Colors depend on the position of the variant."""
+    lines = []
+    for index, variant in enumerate(report["variants"]):
+        if key not in variant:
+            continue
+        points = []
+        for iteration, mean, half_width in variant[key]:
+            points.append(Point(iteration, mean, half_width))
+        if points:
+            colour = f"C{index % 10}"
+            lines.append(Line(variant["name"], colour, points))
+    return lines
 
 
 def _describe_matrices(
@@ -59,33 +75,46 @@ def _describe_matrices(
     """Return the diagnostics of all matrices, each with its picture in base64."""
     described = []
     for variant in variants:
+        trial_name = variant.get("matrices_of")
         for diagnostics in variant["matrices"]:
-            picture = pictures.get(f"{variant['matrices_of']}/{diagnostics['picture']}", b"")
-            encoded = base64.b64encode(picture).decode()
-            described.append(diagnostics | {"name": variant["name"], "png": encoded})
+            path = f"{trial_name}/{diagnostics['picture']}"
+            picture = base64.b64encode(pictures.get(path, b""))
+            entry = dict(diagnostics)
+            entry["name"] = variant["name"]
+            entry["png"] = picture.decode()
+            described.append(entry)
     return described
 
 
 def summarize(report: Mapping[str, Any]) -> list[str]:
     """Return one line with the differences and verdicts of each variant except the reference."""
+    names = {"delta": "training loss", "held_out_delta": "held-out loss"}
     lines = []
     for variant in report["variants"]:
-        for key, name in (("delta", "training loss"), ("held_out_delta", "held-out loss")):
-            if delta := variant.get(key):
-                shown = format_estimate(delta, 4, "+")
-                lines.append(f"{variant['name']}: {name} {shown} ({delta['verdict']})")
+        for key, name in names.items():
+            if key not in variant:
+                continue
+            delta = variant[key]
+            difference = format_estimate(delta, 4, "+")
+            line = f"{variant['name']}: {name} {difference} ({delta['verdict']})"
+            lines.append(line)
     return lines
 
 
-def format_estimate(estimate: Mapping[str, Any] | None, digits: int, sign: str = "") -> str:
+def format_estimate(
+    estimate: Mapping[str, Any] | None,
+    digits: int,
+    sign: str = "",
+) -> str:
     """Format the fields of an ``Estimate``, e.g. as ``1.23 ± 0.04``."""
     if estimate is None:
         return "–"
-    mean = f"{estimate['mean']:{sign}.{digits}f}"
+    mean = estimate["mean"]
     half_width = estimate["half_width"]
-    if half_width is None:
-        return mean
-    return f"{mean} ± {half_width:.{digits}f}"
+    formatted = f"{mean:{sign}.{digits}f}"
+    if half_width is not None:
+        formatted += f" ± {half_width:.{digits}f}"
+    return formatted
 
 
 def _format_range(limits: Sequence[float] | None) -> str:
@@ -96,12 +125,17 @@ def _format_range(limits: Sequence[float] | None) -> str:
 
 
 def _format_number(number: float | None, format_spec: str) -> str:
-    return "–" if number is None else f"{number:{format_spec}}"
+    if number is None:
+        return "–"
+    return f"{number:{format_spec}}"
 
 
 def _format_mean(layers: Sequence[Mapping[str, float | None]], key: str) -> str:
-    values = [layer[key] for layer in layers]
-    finite = [value for value in values if value is not None]
+    finite = []
+    for layer in layers:
+        value = layer[key]
+        if value is not None:
+            finite.append(value)
     if not finite:
         return "not finite"
-    return f"{sum(finite) / len(finite):.3f}"
+    return f"{fmean(finite):.3f}"

@@ -16,11 +16,21 @@ from kha_megatron.compare.statistics import (
     estimate,
     estimate_noise,
 )
-from kha_megatron.compare.trials import Comparison, Trial
+from kha_megatron.compare.trials import Comparison
 from kha_megatron.compare.variants import NULL
 from kha_megatron.mcore.compat import version_of
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")
+
+
+Result = Mapping[str, Any]
+"""Content of a trial's ``result.json``."""
+
+Results = Mapping[tuple[str, int], Result]
+"""Results by variant and seed."""
+
+Entry = dict[str, Any]
+"""Description of a trial or variant in ``report.json``."""
 
 
 @dataclass(frozen=True)
@@ -30,21 +40,25 @@ class _Metric:
     key: str
     difference_key: str
     """Key for the difference from the reference."""
-    read: Callable[[Mapping[str, Any]], float | None]
-    """Return the loss of a trial, given its ``result.json``."""
+    read: Callable[[Result], float | None]
+
+
+def _read_final_loss(result: Result) -> float:
+    return compute_final_loss(result["losses"])
+
+
+def _read_held_out_loss(result: Result) -> float | None:
+    return result.get("held_out")
 
 
 _METRICS = (
-    _Metric("loss", "delta", lambda result: compute_final_loss(result["losses"])),
-    _Metric("held_out", "held_out_delta", lambda result: result.get("held_out")),
+    _Metric(key="loss", difference_key="delta", read=_read_final_loss),
+    _Metric(key="held_out", difference_key="held_out_delta", read=_read_held_out_loss),
 )
 
 NO_EFFECT = "no effect: every loss is equal"
 """Verdict for a variant with the losses of the reference in every iteration and for all seeds."""
 _LEAST_EQUAL_LOSSES = 3
-
-Results = Mapping[tuple[str, int], dict[str, Any]]
-"""Maps (variant, seed) to the content of ``result.json``."""
 
 
 def build_report(
@@ -62,18 +76,31 @@ def build_report(
         failures: Maps names of trials to error messages, if any.
         command: Command line to show in the report.
     """
+    failures = failures or {}
     reference = comparison.variants[0].name
     trials = []
     for trial in comparison.trials:
-        trials.append(_describe_trial(trial, results, reference, failures or {}))
+        result = results.get((trial.variant.name, trial.seed))
+        entry: Entry = {"variant": trial.variant.name, "seed": trial.seed}
+        if result is None:
+            entry["state"] = failures.get(trial.name, "not trained yet")
+        else:
+            reference_result = None
+            if trial.variant.name != reference:
+                reference_result = results.get((reference, trial.seed))
+            entry |= _describe_result(result, reference_result)
+        trials.append(entry)
     floors = {}
     for metric in _METRICS:
-        if null_differences := _known(trials, NULL, metric.difference_key):
+        null_differences = _collect_numbers(trials, NULL, metric.difference_key)
+        if null_differences:
             floors[metric.key] = estimate_noise(null_differences)
     variants = []
     for variant in comparison.variants:
         entry = {"name": variant.name, "knocks": str(variant.kha)}
-        variants.append(entry | _describe_variant(variant.name, results, reference, trials, floors))
+        entry |= _describe_variant(variant.name, results, reference, trials, floors)
+        variants.append(entry)
+    devices = {result["device"] for result in results.values()}
     return {
         "recipe": comparison.recipe.name,
         "description": comparison.recipe.description,
@@ -86,7 +113,7 @@ def build_report(
         "planned": len(comparison.trials),
         "variants": variants,
         "runs": trials,
-        "devices": sorted({result["device"] for result in results.values()}),
+        "devices": sorted(devices),
         "command": list(command),
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": _installed_versions(),
@@ -96,34 +123,29 @@ def build_report(
 def _installed_versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
-        if version := version_of(package):
+        version = version_of(package)
+        if version:
             versions[package] = version
     return versions
 
 
-def _describe_trial(
-    trial: Trial, results: Results, reference: str, failures: Mapping[str, str]
-) -> dict[str, Any]:
-    variant = trial.variant.name
-    entry: dict[str, Any] = {"variant": variant, "seed": trial.seed}
-    result = results.get((variant, trial.seed))
-    if result is None:
-        return entry | {"state": failures.get(trial.name, "not trained yet")}
-    reference_result = None
-    if variant != reference:
-        reference_result = results.get((reference, trial.seed))
+def _describe_result(result: Result, reference_result: Result | None) -> Entry:
+    entry: Entry = {}
     for metric in _METRICS:
         loss = metric.read(result)
-        reference_loss = metric.read(reference_result) if reference_result else None
+        reference_loss = None
+        if reference_result is not None:
+            reference_loss = metric.read(reference_result)
         entry[metric.key] = loss
         entry[metric.difference_key] = _subtract(loss, reference_loss)
+    entry["state"] = "finished"
     missing = result["losses"].count(None)
-    return entry | {
-        "state": f"finished, {missing} losses missing" if missing else "finished",
-        "spikes": [asdict(spike) for spike in _spikes(result["losses"])],
-        "seconds_per_step": result["seconds_per_step"],
-        "starts": result["starts"],
-    }
+    if missing:
+        entry["state"] += f", {missing} losses missing"
+    entry["spikes"] = [asdict(spike) for spike in _find_spikes(result)]
+    entry["seconds_per_step"] = result["seconds_per_step"]
+    entry["starts"] = result["starts"]
+    return entry
 
 
 def _subtract(loss: float | None, reference_loss: float | None) -> float | None:
@@ -132,87 +154,121 @@ def _subtract(loss: float | None, reference_loss: float | None) -> float | None:
     return loss - reference_loss
 
 
-def _known(trials: Sequence[Mapping[str, Any]], name: str, key: str) -> list[float]:
+def _collect_numbers(
+    trials: Sequence[Entry],
+    variant: str,
+    key: str,
+) -> list[float]:
     """Return a number of all trials of a variant that have it."""
-    values = [trial.get(key) for trial in trials if trial["variant"] == name]
-    return [value for value in values if value is not None]
+    numbers = []
+    for trial in trials:
+        if trial["variant"] != variant:
+            continue
+        number = trial.get(key)
+        if number is not None:
+            numbers.append(number)
+    return numbers
 
 
 def _describe_variant(
     name: str,
     results: Results,
     reference: str,
-    trials: Sequence[Mapping[str, Any]],
+    trials: Sequence[Entry],
     floors: Mapping[str, Mapping[str, float]],
-) -> dict[str, Any]:
-    finished = [result for (variant, _), result in sorted(results.items()) if variant == name]
-    entry: dict[str, Any] = {"seeds": len(finished)}
+) -> Entry:
+    finished = []
+    for (variant, _), result in sorted(results.items()):
+        if variant == name:
+            finished.append(result)
+    entry: Entry = {"seeds": len(finished)}
     if not finished:
         return entry
     entry |= _describe_spikes(finished)
     entry |= _describe_speed(finished)
-    entry["curve"] = _curve([average_bins(result["losses"]) for result in finished])
+    histories = [result["losses"] for result in finished]
+    entry["curve"] = _average_curves(histories)
     first = finished[0]
     entry["cost"] = first["cost"]
     entry["matrices"] = first["matrices"]
     entry["matrices_of"] = f"{name}-seed{first['seed']}"
-    histories = []
+    differences = []
     if name != reference:
-        histories = _differences_from(reference, finished, results)
-    if histories:
-        entry["delta_curve"] = _curve([average_bins(history) for history in histories])
-    has_no_effect = bool(histories) and name != NULL and all(map(_is_zero, histories))
+        differences = _differences_from(reference, finished, results)
+    if differences:
+        entry["delta_curve"] = _average_curves(differences)
     for metric in _METRICS:
-        if losses := _known(trials, name, metric.key):
+        losses = _collect_numbers(trials, name, metric.key)
+        if losses:
             entry[metric.key] = asdict(estimate(losses))
-        if differences := _known(trials, name, metric.difference_key):
-            delta = estimate(differences)
+        deltas = _collect_numbers(trials, name, metric.difference_key)
+        if deltas:
+            delta = estimate(deltas)
             verdict = find_verdict(name, delta, floors.get(metric.key))
-            if has_no_effect:
+            if name != NULL and _have_no_effect(differences):
                 verdict = NO_EFFECT
             entry[metric.difference_key] = asdict(delta) | {"verdict": verdict}
     return entry
 
 
-def _describe_spikes(finished: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _describe_spikes(finished: Sequence[Result]) -> Entry:
     heights = []
     for result in finished:
-        heights += [spike.height for spike in _spikes(result["losses"])]
+        for spike in _find_spikes(result):
+            heights.append(spike.height)
     return {
         "spikes_per_run": len(heights) / len(finished),
         "highest_spike": max(heights, default=None),
     }
 
 
-def _describe_speed(finished: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    times = [result["seconds_per_step"] for result in finished if result["seconds_per_step"]]
+def _describe_speed(finished: Sequence[Result]) -> Entry:
+    times = []
+    for result in finished:
+        if result["seconds_per_step"]:
+            times.append(result["seconds_per_step"])
+    if not times:
+        return {"seconds_per_step": None, "seconds_range": None}
     return {
-        "seconds_per_step": median(times) if times else None,
-        "seconds_range": [min(times), max(times)] if times else None,
+        "seconds_per_step": median(times),
+        "seconds_range": [min(times), max(times)],
     }
 
 
 def _differences_from(
-    reference: str, finished: Sequence[Mapping[str, Any]], results: Results
+    reference: str,
+    finished: Sequence[Result],
+    results: Results,
 ) -> list[list[float | None]]:
     """Subtract the losses of the reference, for all seeds with which it has been trained."""
     histories = []
     for result in finished:
         reference_result = results.get((reference, result["seed"]))
-        if reference_result is not None:
-            pairs = zip(result["losses"], reference_result["losses"], strict=True)
-            histories.append([_subtract(loss, reference_loss) for loss, reference_loss in pairs])
+        if reference_result is None:
+            continue
+        reference_losses = reference_result["losses"]
+        differences = []
+        for loss, reference_loss in zip(result["losses"], reference_losses, strict=True):
+            differences.append(_subtract(loss, reference_loss))
+        histories.append(differences)
     return histories
 
 
-def _is_zero(differences: Losses) -> bool:
+def _have_no_effect(histories: Sequence[Losses]) -> bool:
     """Whether all losses equal those of the reference. The first ones may, at the identity."""
-    known = [difference for difference in differences if difference is not None]
-    return len(known) >= _LEAST_EQUAL_LOSSES and not any(known)
+    for differences in histories:
+        known = [difference for difference in differences if difference is not None]
+        if len(known) < _LEAST_EQUAL_LOSSES or any(known):
+            return False
+    return bool(histories)
 
 
-def _spikes(losses: Losses) -> list[Spike]:
-    return find_spikes((i, loss) for i, loss in enumerate(losses, 1) if loss is not None)
+def _find_spikes(result: Result) -> list[Spike]:
+    history = []
+    for iteration, loss in enumerate(result["losses"], 1):
+        if loss is not None:
+            history.append((iteration, loss))
+    return find_spikes(history)
 
 
 def find_verdict(name: str, delta: Estimate, floor: Mapping[str, float] | None) -> str:
@@ -220,18 +276,20 @@ def find_verdict(name: str, delta: Estimate, floor: Mapping[str, float] | None) 
         return "the floor"
     if delta.half_width is None:
         return "one seed: no interval"
-    if delta.sign and floor and abs(delta.mean) <= floor["rms"]:
+    if delta.sign == 0:
+        return "no difference shown"
+    if floor and abs(delta.mean) <= floor["rms"]:
         return "below the floor"
-    return {-1: "lower", 0: "no difference shown", 1: "higher"}[delta.sign]
+    return "higher" if delta.sign > 0 else "lower"
 
 
-def _curve(histories: Sequence[Sequence[tuple[float, float | None]]]) -> list[list[float | None]]:
+def _average_curves(histories: Sequence[Losses]) -> list[list[float | None]]:
     """Average over seeds. Returns a list of ``[iteration, mean, half_width]``."""
+    binned_histories = [average_bins(history) for history in histories]
     curve: list[list[float | None]] = []
-    for points in zip(*histories, strict=True):
-        iteration, _ = points[0]
-        known = [loss for _, loss in points if loss is not None]
+    for bins in zip(*binned_histories, strict=True):
+        known = [loss_bin.loss for loss_bin in bins if loss_bin.loss is not None]
         if known:
             average = estimate(known)
-            curve.append([iteration, average.mean, average.half_width])
+            curve.append([bins[0].iteration, average.mean, average.half_width])
     return curve

@@ -7,7 +7,7 @@ threshold, see ``kha-megatron spikes --help`` for details.
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 
@@ -45,30 +45,48 @@ def find_spikes(
     """Find loss spikes in a sequence of (iteration, loss) pairs."""
     definition = definition or SpikeDefinition()
     recent: deque[float] = deque(maxlen=definition.window)
-    remaining = iter(history)
     spikes = []
-    for iteration, loss in remaining:
-        level = median(recent) if len(recent) >= definition.warmup else math.inf
-        height = loss - level if math.isfinite(loss) else math.inf
-        threshold = definition.margin
-        if height > threshold and level < math.inf:  # the noise is slow to compute
-            # 1.4826 * MAD is a robust estimate of the standard deviation (for Gaussian noise)
-            noise = 1.4826 * median(abs(value - level) for value in recent)
-            threshold = max(threshold, definition.deviations * noise)
-        if height <= threshold or level == math.inf:
-            if math.isfinite(loss):
+    spike: Spike | None = None
+    recovered_below = 0.0
+    for iteration, loss in history:
+        if spike is not None:
+            height = _subtract_level(loss, spike.level)
+            if math.isfinite(loss) and loss < recovered_below:
+                spikes.append(replace(spike, end=iteration))
+                spike = None
                 recent.append(loss)
+            elif height > spike.height:
+                spike = replace(spike, peak=iteration, height=height)
             continue
-        start = peak = iteration
-        end = None
-        for iteration, loss in remaining:
-            if math.isfinite(loss) and loss < level + threshold / 2:
-                end = iteration
-                recent.append(loss)
-                break
-            rise = loss - level if math.isfinite(loss) else math.inf
-            if rise > height:
-                peak = iteration
-                height = rise
-        spikes.append(Spike(start=start, peak=peak, end=end, level=level, height=height))
+        if len(recent) >= definition.warmup:
+            level = median(recent)
+            height = _subtract_level(loss, level)
+            threshold = definition.margin
+            if height > threshold:  # the noise is slow to compute
+                noise = _estimate_noise(recent, level)
+                threshold = max(threshold, definition.deviations * noise)
+            if height > threshold:
+                spike = Spike(
+                    start=iteration,
+                    peak=iteration,
+                    end=None,
+                    level=level,
+                    height=height,
+                )
+                recovered_below = level + threshold / 2
+                continue
+        if math.isfinite(loss):
+            recent.append(loss)
+    if spike is not None:
+        spikes.append(spike)
     return spikes
+
+
+def _subtract_level(loss: float, level: float) -> float:
+    return loss - level if math.isfinite(loss) else math.inf
+
+
+def _estimate_noise(losses: Iterable[float], level: float) -> float:
+    # 1.4826 * MAD is a robust estimate of the standard deviation (for Gaussian noise)
+    deviations = [abs(loss - level) for loss in losses]
+    return 1.4826 * median(deviations)

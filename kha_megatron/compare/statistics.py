@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 CONFIDENCE = 0.95
 LAST_SHARE = 0.05
@@ -24,19 +25,23 @@ class Estimate:
     @property
     def sign(self) -> int:
         """1 or -1 if the mean is significantly different from 0, else 0."""
-        if self.half_width is None or abs(self.mean) <= self.half_width:
+        if self.half_width is None:
             return 0
-        return 1 if self.mean > 0 else -1
+        if self.mean > self.half_width:
+            return 1
+        if self.mean < -self.half_width:
+            return -1
+        return 0
 
 
 def estimate(values: Sequence[float]) -> Estimate:
     """Compute the mean over seeds and (for two or more seeds) its confidence interval."""
     seeds = len(values)
-    mean = fmean(values)
-    if seeds < 2:
-        return Estimate(mean, None, seeds)
-    standard_error = stdev(values) / math.sqrt(seeds)
-    return Estimate(mean, t_quantile(seeds - 1) * standard_error, seeds)
+    half_width = None
+    if seeds > 1:
+        standard_error = stdev(values) / math.sqrt(seeds)
+        half_width = t_quantile(seeds - 1) * standard_error
+    return Estimate(mean=fmean(values), half_width=half_width, seeds=seeds)
 
 
 def estimate_noise(differences: Sequence[float]) -> dict[str, float]:
@@ -72,33 +77,47 @@ def _within(angle: float, freedom: int) -> float:
     The angle is in radians. See Abramowitz and Stegun, equations 26.7.3 and 26.7.4.
     """
     is_odd = freedom % 2 == 1
-    term = math.cos(angle) if is_odd else 1.0
+    cosine = math.cos(angle)
+    term = cosine if is_odd else 1.0
+    first = 2 if is_odd else 1
     series = 0.0
-    for k in range(2 if is_odd else 1, freedom, 2):
+    for k in range(first, freedom, 2):
         series += term
-        term *= math.cos(angle) ** 2 * k / (k + 1)
+        factor = cosine**2 * k / (k + 1)
+        term *= factor
     series *= math.sin(angle)
-    return 2 / math.pi * (angle + series) if is_odd else series
+    if not is_odd:
+        return series
+    return 2 / math.pi * (angle + series)
 
 
 def select_last(losses: Losses) -> Losses:
     """Get the losses that count towards the final loss."""
-    count = max(1, math.ceil(len(losses) * LAST_SHARE))
-    return losses[-count:]
+    count = math.ceil(len(losses) * LAST_SHARE)
+    return losses[-max(1, count) :]
 
 
 def compute_final_loss(losses: Losses) -> float:
     """Average loss over the last 5% of the iterations."""
-    return fmean(loss for loss in select_last(losses) if loss is not None)
+    known = [loss for loss in select_last(losses) if loss is not None]
+    return fmean(known)
 
 
-def average_bins(losses: Losses, points: int = 150) -> list[tuple[float, float | None]]:
-    """Downsample a loss curve. Returns (iteration, mean) for up to ``points`` bins."""
+class LossBin(NamedTuple):
+    """Average loss of consecutive iterations."""
+
+    iteration: float  # in the middle of the bin
+    loss: float | None
+
+
+def average_bins(losses: Losses, points: int = 150) -> list[LossBin]:
+    """Downsample a loss curve to up to ``points`` bins."""
     size = math.ceil(len(losses) / points)
     bins = []
     for start in range(0, len(losses), size):
         binned = losses[start : start + size]
         middle = start + (1 + len(binned)) / 2
         known = [loss for loss in binned if loss is not None]
-        bins.append((middle, fmean(known) if known else None))
+        mean = fmean(known) if known else None
+        bins.append(LossBin(middle, mean))
     return bins

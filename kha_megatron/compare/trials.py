@@ -32,7 +32,8 @@ from kha_megatron.recipes.log_lines import LOSS, SECONDS, VALIDATION_LOSS, Histo
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
 RUNS = "runs"
-RUN, RESULT = "run.json", "result.json"
+RUN = "run.json"
+RESULT = "result.json"
 _INDEX = "index"
 """Dataset index. Each trial has its own, so that parallel trials cannot overwrite it."""
 _MIN_CHECKPOINTS = 4
@@ -73,15 +74,17 @@ class Trial:
     def config(self) -> Run:
         """Run configuration, except that output directories are not set yet."""
         settings: dict[str, Any] = {"data": self.launch.get("data")}
-        if device := self.launch.get("device"):
-            settings["device"] = device
+        if self.launch.get("device"):
+            settings["device"] = self.launch["device"]
         return self.recipe.run_for(self.overrides, **settings)
 
     @property
     def result(self) -> dict[str, Any] | None:
         """The parsed ``result.json``. None if the trial has not finished yet."""
         file = self.folder / RESULT
-        return json.loads(file.read_bytes()) if file.exists() else None
+        if not file.exists():
+            return None
+        return json.loads(file.read_bytes())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +131,8 @@ def plan_comparison(
     reference, *other_variants = variants
     planned_variants = [reference]
     if null:
-        planned_variants.append(ModelVariant(NULL, reference.kha, perturbs=True))
+        null_variant = ModelVariant(NULL, reference.kha, perturbs=True)
+        planned_variants.append(null_variant)
     planned_variants += other_variants
 
     shared_flags = [*overrides, *_logging_flags(base)]
@@ -137,9 +141,12 @@ def plan_comparison(
     trials = []
     for seed in range(1, seeds + 1):
         for variant in planned_variants:
-            flags = [*shared_flags, "--seed", str(seed), "--kha-init-seed", str(seed)]
+            flags = [*shared_flags]
+            flags += ["--seed", str(seed)]
+            flags += ["--kha-init-seed", str(seed)]
             if variant.perturbs:
-                flags += ["--kha-perturb-embedding", f"{_perturbation(base):g}"]
+                perturbation = _perturbation(base)
+                flags += ["--kha-perturb-embedding", f"{perturbation:g}"]
             trial = Trial(
                 variant=variant,
                 seed=seed,
@@ -182,7 +189,8 @@ def _refuse_reserved_flags(overrides: Sequence[str], has_held_out_loss: bool) ->
 def _logging_flags(base: Run) -> list[str]:
     iterations = base.training.train_iters or 0
     recipe_interval = base.training.save_interval or iterations
-    interval = min(recipe_interval, math.ceil(iterations / _MIN_CHECKPOINTS))
+    longest_interval = math.ceil(iterations / _MIN_CHECKPOINTS)
+    interval = min(recipe_interval, longest_interval)
     return [
         *("--save-interval", str(interval)),
         *("--tensorboard-log-interval", "1"),
@@ -192,13 +200,13 @@ def _logging_flags(base: Run) -> list[str]:
 
 def _evaluation_flags(base: Run, sequences: int) -> list[str]:
     """Return flags to evaluate once, at the end of training."""
-    batch_size = base.batch and base.batch.global_batch_size
-    if not batch_size:
+    if base.batch is None or not base.batch.global_batch_size:
         raise ConfigError("--held-out requires `-- --global-batch-size N`.")
-    after_training = (base.training.train_iters or 0) + 1
+    batches = math.ceil(sequences / base.batch.global_batch_size)
+    iterations = base.training.train_iters or 0
     return [
-        *("--eval-iters", str(math.ceil(sequences / batch_size))),
-        *("--eval-interval", str(after_training)),
+        *("--eval-iters", str(batches)),
+        *("--eval-interval", str(iterations + 1)),
     ]
 
 
@@ -212,17 +220,20 @@ def _perturbation(base: Run) -> float:
 
 def _check_arguments(trial: Trial) -> None:
     """Make sure a trial is not resumed with different arguments."""
-    started = trial.folder / RUN
-    if not started.exists():
+    file = trial.folder / RUN
+    if not file.exists():
         return
-    old_flags = json.loads(started.read_bytes())["arguments"]
-    new_flags = {flag: list(values) for flag, values in trial.config.flags.items()}
+    old_flags = json.loads(file.read_bytes())["arguments"]
+    new_flags = {}
+    for flag, values in trial.config.flags.items():
+        new_flags[flag] = list(values)
     for flag in sorted(old_flags.keys() | new_flags.keys()):
         if old_flags.get(flag) != new_flags.get(flag):
+            old = _show_flag(old_flags, flag)
+            new = _show_flag(new_flags, flag)
             raise OutputError(
-                f"{trial.folder} was started with other arguments ({flag}: "
-                f"{_show_flag(old_flags, flag)}, now {_show_flag(new_flags, flag)}). Please choose "
-                "another --output or delete this directory."
+                f"{trial.folder} was started with other arguments ({flag}: {old}, now {new}). "
+                "Please choose another --output or delete this directory."
             )
 
 
@@ -238,7 +249,8 @@ def start_trial(trial: Trial) -> Job:
     Raises:
         OutputError: If the trial is still in use by another process.
     """
-    started = trial.folder / RUN
+    run_file = trial.folder / RUN
+    index = (trial.folder / _INDEX).absolute()
     starts = 0
     with owned(trial.folder / CHECKPOINTS):
         last_checkpoint = newest(trial.folder / CHECKPOINTS)
@@ -246,10 +258,9 @@ def start_trial(trial: Trial) -> Job:
         if last_checkpoint is None:
             shutil.rmtree(trial.folder, ignore_errors=True)
         else:
-            shutil.rmtree(trial.folder / _INDEX, ignore_errors=True)
-            if started.exists():
-                starts = json.loads(started.read_bytes())["starts"]
-    index = (trial.folder / _INDEX).absolute()
+            shutil.rmtree(index, ignore_errors=True)
+            if run_file.exists():
+                starts = json.loads(run_file.read_bytes())["starts"]
     job = prepare_job(
         trial.recipe,
         output=trial.folder,
@@ -258,7 +269,8 @@ def start_trial(trial: Trial) -> Job:
         **trial.launch,
     )
     trial.folder.mkdir(parents=True, exist_ok=True)
-    write_json(started, {"starts": starts + 1, "arguments": trial.config.flags})
+    content = {"starts": starts + 1, "arguments": trial.config.flags}
+    write_json(run_file, content)
     return job
 
 
@@ -273,38 +285,49 @@ def finish_trial(trial: Trial) -> None:
     history = read_history(trial.folder / TENSORBOARD)
     losses = _read_losses(history, trial)
     checkpoint = MegatronCheckpoint.open(trial.folder / CHECKPOINTS)
-    seconds = [value for _, value in history.get(SECONDS, ())]
-    vocab_size = checkpoint.args.get("padded_vocab_size") or trial.recipe.run.vocab_size
-    started = json.loads((trial.folder / RUN).read_bytes())
+    vocab_size = checkpoint.args.get("padded_vocab_size")
+    if not vocab_size:
+        vocab_size = trial.recipe.run.vocab_size
+    run_file = trial.folder / RUN
     result = {
         "variant": trial.variant.name,
         "knocks": str(trial.variant.kha),
         "seed": trial.seed,
         "losses": losses,
         "held_out": _read_held_out_loss(history, trial),
-        "seconds_per_step": median(seconds) if seconds else None,
+        "seconds_per_step": _read_step_time(history),
         "cost": measure.compute_cost(trial.config, vocab_size),
         "device": measure.describe_device(trial.config),
-        "starts": started["starts"],
+        "starts": json.loads(run_file.read_bytes())["starts"],
         "matrices": measure.diagnose_matrices(checkpoint, trial.folder),
     }
     for folder in checkpoint.path.parent.iterdir():
-        if iteration_of(folder) is not None and folder != checkpoint.path:
+        is_checkpoint = iteration_of(folder) is not None
+        if is_checkpoint and folder != checkpoint.path:
             shutil.rmtree(folder)
-    shutil.rmtree(trial.folder / _INDEX, ignore_errors=True)
+    index = trial.folder / _INDEX
+    shutil.rmtree(index, ignore_errors=True)
     write_json(trial.folder / RESULT, result)
+
+
+def _read_step_time(history: History) -> float | None:
+    logged_seconds = dict(history.get(SECONDS, ()))
+    if not logged_seconds:
+        return None
+    return median(logged_seconds.values())
 
 
 def _read_losses(history: History, trial: Trial) -> list[float | None]:
     """Return the loss of each iteration. Those that were not logged are None."""
-    logged = dict(history.get(LOSS, ()))
+    logged_losses = dict(history.get(LOSS, ()))
     losses = []
     for iteration in range(1, trial.iterations + 1):
-        loss = logged.get(iteration)
+        loss = logged_losses.get(iteration)
         if loss is not None and not math.isfinite(loss):
             raise DataError(f"The loss of {trial.name} is not finite at iteration {iteration}.")
         losses.append(loss)
-    if all(loss is None for loss in select_last(losses)):
+    final_losses = select_last(losses)
+    if all(loss is None for loss in final_losses):
         raise DataError(
             f"The final losses of {trial.folder} are missing. Delete it to start again."
         )
@@ -314,7 +337,8 @@ def _read_losses(history: History, trial: Trial) -> list[float | None]:
 def _read_held_out_loss(history: History, trial: Trial) -> float | None:
     if not trial.has_held_out_loss:
         return None
-    loss = dict(history.get(VALIDATION_LOSS, ())).get(trial.iterations)
+    logged_losses = dict(history.get(VALIDATION_LOSS, ()))
+    loss = logged_losses.get(trial.iterations)
     if loss is None or not math.isfinite(loss):
         raise DataError(f"Held-out loss of {trial.folder} is {loss}. Delete it to start again.")
     return loss

@@ -31,17 +31,22 @@ def parse_variants(text: str) -> tuple[ModelVariant, ...]:
 
         baseline,kha_mlp+gate_output,mine=--kha-key linear --kha-value mlp
     """
-    variants = tuple(_parse_variant(word.strip()) for word in text.split(",") if word.strip())
-    if len({variant.name for variant in variants}) < max(2, len(variants)):
+    variants = []
+    for word in text.split(","):
+        if word.strip():
+            variants.append(_parse_variant(word.strip()))
+    names = {variant.name for variant in variants}
+    if len(names) < 2 or len(names) < len(variants):
         raise ConfigError(f"--variants must contain two or more different variants, got {text!r}.")
-    return variants
+    return tuple(variants)
 
 
 def _parse_variant(word: str) -> ModelVariant:
     name, equals, flags = word.partition("=")
     name = name.strip()
     if equals:
-        if not _NAME.fullmatch(name) or name in (*PRESETS, RANDOM_INIT, NULL):
+        is_reserved = name in (*PRESETS, RANDOM_INIT, NULL)
+        if is_reserved or not _NAME.fullmatch(name):
             raise ConfigError(
                 f"Invalid variant name {name!r}. Use up to 40 letters, digits, dots, dashes and "
                 "underscores, and choose a name that is not a preset."
@@ -60,9 +65,10 @@ def _parse_variant(word: str) -> ModelVariant:
 
 def _parse_flags(name: str, flags: str) -> HeadsConfig:
     try:
-        given = Run.from_values().updated(shlex.split(flags))
-        if not given.flags or set(given.flags) - set(SETTINGS):
+        run = Run.from_values().updated(shlex.split(flags))
+        unknown = set(run.flags) - set(SETTINGS)
+        if unknown or not run.flags:
             raise ConfigError(f"Invalid flags {flags!r}. Available flags: {', '.join(SETTINGS)}.")
-        return given.kha
+        return run.kha
     except ValueError as error:  # ConfigError, or ValueError from shlex
         raise ConfigError(f"Variant {name}: {error}") from error

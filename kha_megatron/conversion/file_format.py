@@ -6,9 +6,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.tensor_mappings import TensorSlot
 from kha_megatron.conversion.tensor_names import EMBEDDING, LM_HEAD
+from kha_megatron.model.config import ModelConfig
 
 _GATE = "self_attn.gate_output.weight"
 
@@ -30,9 +30,9 @@ class FileFormat(NamedTuple):
     shared: bool = False
     """MTP layers have copies of the embedding and LM head. Megatron always shares them."""
 
-    def names(self, slot: TensorSlot, model: Architecture) -> list[str]:
+    def names(self, slot: TensorSlot, model: ModelConfig) -> list[str]:
         """Return the names of the tensors in the files."""
-        is_prediction = slot.layer is not None and slot.layer >= model.num_layers
+        is_prediction = slot.layer is not None and slot.layer >= model.layers
         names = []
         for name in slot.names_in_layer(model):
             if self.gate_in_query and name == _GATE:
@@ -47,19 +47,19 @@ class FileFormat(NamedTuple):
             names.append(prefix + file_name)
         return names
 
-    def copies(self, model: Architecture) -> dict[str, str]:
+    def copies(self, model: ModelConfig) -> dict[str, str]:
         """Map the copies of the embedding and LM head in MTP layers to their originals."""
         if not self.shared:
             return {}
         head = EMBEDDING if model.tied_embeddings else LM_HEAD
         copies = {}
-        layers = model.num_layers + model.predictions
-        for layer in range(model.num_layers, layers):
+        layers = model.layers + model.predictions
+        for layer in range(model.layers, layers):
             copies[f"model.layers.{layer}.embed_tokens.weight"] = EMBEDDING.hf
             copies[f"model.layers.{layer}.shared_head.head.weight"] = head.hf
         return copies
 
-    def write(self, slot: TensorSlot, model: Architecture, parts: Sequence[Tensor]) -> list[Tensor]:
+    def write(self, slot: TensorSlot, model: ModelConfig, parts: Sequence[Tensor]) -> list[Tensor]:
         """Convert the tensors of a slot to the format of the files."""
         if not self._fuses_gate(slot, model):
             return list(parts)
@@ -70,7 +70,7 @@ class FileFormat(NamedTuple):
         fused = torch.cat([query_blocks, gate_blocks], dim=1)
         return [fused.flatten(0, 1), *others]
 
-    def read(self, slot: TensorSlot, model: Architecture, stored: Sequence[Tensor]) -> list[Tensor]:
+    def read(self, slot: TensorSlot, model: ModelConfig, stored: Sequence[Tensor]) -> list[Tensor]:
         """Inverse of :meth:`write`."""
         if not self._fuses_gate(slot, model):
             return list(stored)
@@ -81,13 +81,13 @@ class FileFormat(NamedTuple):
         query, gate = fused_blocks.tensor_split([query_rows // blocks], dim=1)
         return [query.flatten(0, 1), gate.flatten(0, 1), *others]
 
-    def _fuses_gate(self, slot: TensorSlot, model: Architecture) -> bool:
+    def _fuses_gate(self, slot: TensorSlot, model: ModelConfig) -> bool:
         """Return True if the files store query and gate, the first two tensors, as one."""
         if self.gate_in_query is None:
             return False
         return _GATE in slot.names_in_layer(model)
 
-    def _count_blocks(self, model: Architecture) -> int:
+    def _count_blocks(self, model: ModelConfig) -> int:
         """Return the number of alternating blocks of query and gate in ``q_proj``."""
         if self.gate_in_query == "head":
             return model.num_attention_heads

@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.sources import ModelSource
 from kha_megatron.conversion.tensor_mappings import QKVMapping, TensorSlot, head_mapping
 from kha_megatron.conversion.tensor_names import ATTENTION_OUTPUT
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import HeadFacts, Knock, Mechanism
+from kha_megatron.heads import HeadFacts, Knock, Mechanism, Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import fold
+from kha_megatron.model.config import ModelConfig
 
-_KNOCKED = {
+_KNOCKED: dict[str, Projection] = {
     "self_attn.q_proj.weight": "query",
     "self_attn.q_proj.bias": "query",
     "self_attn.q_b_proj.weight": "query",
@@ -93,14 +93,14 @@ def _fold_knock(source: ModelSource) -> ModelSource:
 class _KnockedRows:
     """Rows of a weight that compute the queries, keys or values of each head."""
 
-    projection: str
+    projection: Projection
     per_head: int
     """Number of rows of each head, including those of other projections."""
     start: int
     """First row in each head."""
 
 
-def _knocked_rows(name: str, model: Architecture) -> list[_KnockedRows]:
+def _knocked_rows(name: str, model: ModelConfig) -> list[_KnockedRows]:
     if name.startswith("self_attn.kv_b_proj."):
         per_head = model.qk_head_dim + model.v_head_dim
         return [
@@ -177,8 +177,8 @@ def _rotary_percent(rotary_features: int, head_dim: int) -> float:
 
 
 def _find_obstacle_to_folding(
-    model: Architecture,
-    folded: Architecture,
+    model: ModelConfig,
+    folded: ModelConfig,
     key_dim: int,
 ) -> str | None:
     """Return why the heads of ``model`` cannot be padded as in ``folded``, or None."""

@@ -1,4 +1,4 @@
-"""Convert between Hugging Face configs (``config.json``) and :class:`Architecture`.
+"""Convert between Hugging Face configs (``config.json``) and :class:`ModelConfig`.
 
 If a field is missing, we use the default of the config class. See :mod:`.hf_fields` for fields that
 we do not know.
@@ -13,7 +13,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
 from kha_megatron.conversion.hf_fields import (
     COMMON,
@@ -25,7 +24,7 @@ from kha_megatron.conversion.hf_fields import (
 from kha_megatron.errors import CheckpointError, KHAError, in_one_line
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAModelConfig, read_kha
-from kha_megatron.model.config import HF_KEYS, LATENT, MODEL_FIELDS, STYLE
+from kha_megatron.model.config import HF_KEYS, LATENT, MODEL_FIELDS, STYLE, ModelConfig
 from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS
 from kha_megatron.model.rope import Llama3Scaling, Yarn
 
@@ -50,7 +49,7 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     return PUBLISHED if is_published else FAMILIES[name]
 
 
-def from_hf_config(raw: Mapping[str, Any]) -> Architecture:
+def from_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
     """Parse the content of a ``config.json``."""
     family = family_of(raw)
     _check_sizes(family, raw)  # first, because transformers allocates lists of these lengths
@@ -85,7 +84,7 @@ def _check_sizes(family: Family, raw: Mapping[str, Any]) -> None:
             )
 
 
-def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
+def _to_architecture(family: Family, config: PreTrainedConfig) -> ModelConfig:
     latent = family.latent is not False and config.kv_lora_rank is not None
     fields: dict[str, Any] = {}
     for name in field_names(family):
@@ -107,7 +106,7 @@ def _to_architecture(family: Family, config: PreTrainedConfig) -> Architecture:
     if heads % groups:
         why = f"num_attention_heads ({heads}) must be divisible by it"
         raise unsupported("num_key_value_heads", groups, why)
-    return Architecture(
+    return ModelConfig(
         **STYLE,
         **fields,
         **family.always,
@@ -191,14 +190,14 @@ def _read_yarn(parameters: Mapping[str, Any]) -> Yarn:
     )
 
 
-def has_stock_heads(model: Architecture) -> bool:
+def has_stock_heads(model: ModelConfig) -> bool:
     """Whether the attention has no head mechanisms, except for an output gate."""
     kha = model.kha
     gate_fits = not (kha.has_output_gate and model.multi_latent_attention)
     return kha.attention is None and gate_fits and not kha.without_output_gate().mechanisms
 
 
-def stock_type(model: Architecture) -> str:
+def stock_type(model: ModelConfig) -> str:
     """Pick a stock ``model_type`` that represents the model exactly.
 
     Raises:
@@ -224,12 +223,12 @@ def stock_type(model: Architecture) -> str:
     raise CheckpointError(f"No stock architecture supports this model. {refusals[0]}")
 
 
-def _closest_stock_type(model: Architecture) -> str:
+def _closest_stock_type(model: ModelConfig) -> str:
     if model.kha.has_output_gate:
         return "qwen3_next"
     if model.multi_latent_attention:
         return "deepseek_v3"
-    if model.num_experts:
+    if model.experts:
         return "glm4_moe" if model.moe_router_score_function == "sigmoid" else "qwen3_moe"
     if model.rotary_percent != 1.0 or (model.qk_layernorm and model.add_qkv_bias):
         return "glm4_moe"  # without experts
@@ -238,7 +237,7 @@ def _closest_stock_type(model: Architecture) -> str:
     return "qwen2" if model.add_qkv_bias else "llama"
 
 
-def fill_missing_tensors(model: Architecture, model_type: str) -> Architecture:
+def fill_missing_tensors(model: ModelConfig, model_type: str) -> ModelConfig:
     """Enable MoE tensors that are mandatory in the target architecture.
 
     They are initialized to zero, so the outputs do not change:
@@ -247,9 +246,9 @@ def fill_missing_tensors(model: Architecture, model_type: str) -> Architecture:
     - ``glm4_moe`` and ``deepseek_v3`` also have a shared expert.
     - ``qwen3_next`` has a shared expert with a gate.
     """
-    if not model.num_experts:
+    if not model.experts:
         return model
-    size = model.moe_ffn_hidden_size
+    size = model.expert_width
     if model_type == "qwen3_next":
         return with_zero_tensors(model, shared=size, bias=False, gate=True)
     if model.moe_router_score_function != "sigmoid":
@@ -257,7 +256,7 @@ def fill_missing_tensors(model: Architecture, model_type: str) -> Architecture:
     return with_zero_tensors(model, shared=0 if model_type == "kha" else size)
 
 
-def can_predict(model: Architecture, model_type: str) -> bool:
+def can_predict(model: ModelConfig, model_type: str) -> bool:
     """Whether an architecture supports the model's multi-token prediction (MTP) layers.
 
     ``glm4_moe`` and ``deepseek_v3`` always have experts in these layers. In ``qwen3_next``, vLLM
@@ -267,12 +266,12 @@ def can_predict(model: Architecture, model_type: str) -> bool:
     if model.predictions > files.predictions:
         return False
     requires_experts = files.shared or model.is_moe(0)
-    return model.is_moe(model.num_layers) == requires_experts
+    return model.is_moe(model.layers) == requires_experts
 
 
 def with_zero_tensors(
-    model: Architecture, *, shared: int, bias: bool = True, gate: bool = False
-) -> Architecture:
+    model: ModelConfig, *, shared: int, bias: bool = True, gate: bool = False
+) -> ModelConfig:
     """Add a zero-initialized router bias and a shared expert with FFN size ``shared``.
 
     If the model already has a shared expert, we keep it as is.
@@ -286,7 +285,7 @@ def with_zero_tensors(
     )
 
 
-def to_hf_config(model: Architecture, model_type: str) -> PreTrainedConfig:
+def to_hf_config(model: ModelConfig, model_type: str) -> PreTrainedConfig:
     """Build the HF config for a given ``model_type``.
 
     We parse the result again and compare it to ``model``, to make sure that nothing got lost.
@@ -331,7 +330,7 @@ def names_in_transformers_4(raw: Mapping[str, Any]) -> dict[str, Any]:
     return names
 
 
-def _build_config(model: Architecture, family: Family, model_type: str) -> PreTrainedConfig:
+def _build_config(model: ModelConfig, family: Family, model_type: str) -> PreTrainedConfig:
     names = [name for name in field_names(family) if name not in LATENT]
     if model.multi_latent_attention:
         names.remove("kv_channels")  # for MLA, head_dim in config.json is the rotary dim

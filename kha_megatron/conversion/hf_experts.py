@@ -5,9 +5,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.errors import CheckpointError
-from kha_megatron.model.config import HF_KEYS
+from kha_megatron.model.config import HF_KEYS, ModelConfig
 
 _OFF = {
     "moe_router_topk_scaling_factor": 1.0,
@@ -15,31 +14,31 @@ _OFF = {
     "moe_router_group_topk": 1,
     "moe_shared_expert_intermediate_size": 0,
 }
-"""How ``config.json`` spells "not used" (None in :class:`Architecture`)."""
+"""How ``config.json`` spells "not used" (None in :class:`ModelConfig`)."""
 
 
 class ExpertFields(NamedTuple):
     """Describes how an architecture stores its MoE settings in ``config.json``."""
 
     fields: tuple[str, ...]
-    """``Architecture`` fields that have a direct counterpart in the config."""
+    """``ModelConfig`` fields that have a direct counterpart in the config."""
     read: Callable[[PreTrainedConfig], dict[str, Any]]
-    """Reads the remaining ``Architecture`` fields, e.g. ``moe_layer_freq``."""
-    write: Callable[[Architecture], dict[str, Any]]
+    """Reads the remaining ``ModelConfig`` fields, e.g. ``moe_layer_freq``."""
+    write: Callable[[ModelConfig], dict[str, Any]]
     """Inverse of ``read``. These keys need to be in ``known``, too."""
     known: tuple[str, ...]
     number: str = "num_experts"
     """Config key for the number of experts."""
     always: Mapping[str, Any] = {}
-    """``Architecture`` fields with a fixed value."""
+    """``ModelConfig`` fields with a fixed value."""
     implied: Mapping[str, Any] = {}
     """Optional config keys that must have this value if they are present."""
-    dense: Callable[[Architecture], dict[str, Any]] = lambda model: {}
+    dense: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """Config fields for models without any experts."""
 
     @property
     def keys(self) -> dict[str, str]:
-        """Maps ``Architecture`` fields to config keys."""
+        """Maps ``ModelConfig`` fields to config keys."""
         keys = {"num_experts": self.number, "normalizes_topk": "norm_topk_prob"}
         for name in self.fields:
             keys[name] = HF_KEYS[name]
@@ -65,8 +64,8 @@ class ExpertFields(NamedTuple):
             fields["moe_router_group_topk"] = None
         return fields
 
-    def to_config(self, model: Architecture) -> dict[str, Any]:
-        if not model.num_experts:
+    def to_config(self, model: ModelConfig) -> dict[str, Any]:
+        if not model.experts:
             return self.dense(model)
         values = {}
         for name, key in self.keys.items():
@@ -88,9 +87,9 @@ def _read_kha(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _write_kha(model: Architecture) -> dict[str, Any]:
+def _write_kha(model: ModelConfig) -> dict[str, Any]:
     return {
-        "mlp_layer_types": ["sparse" if sparse else "dense" for sparse in model.moe_layer_freq],
+        "mlp_layer_types": ["sparse" if sparse else "dense" for sparse in model.moe_layers],
         "router_dtype": "float32" if model.moe_router_dtype else "auto",
     }
 
@@ -104,18 +103,18 @@ def _read_qwen3(config: PreTrainedConfig) -> dict[str, Any]:
     return {"moe_layer_freq": tuple(layers)}
 
 
-def _write_qwen3(model: Architecture) -> dict[str, Any]:
+def _write_qwen3(model: ModelConfig) -> dict[str, Any]:
     dense_layers = []
-    for layer, is_sparse in enumerate(model.moe_layer_freq):
+    for layer, is_sparse in enumerate(model.moe_layers):
         if not is_sparse:
             dense_layers.append(layer)
     return {"decoder_sparse_step": 1, "mlp_only_layers": dense_layers}
 
 
-def _write_dense_qwen3_next(model: Architecture) -> dict[str, Any]:
+def _write_dense_qwen3_next(model: ModelConfig) -> dict[str, Any]:
     return {
         "num_experts": 0,
-        "mlp_only_layers": list(range(model.num_layers)),
+        "mlp_only_layers": list(range(model.layers)),
     }
 
 
@@ -137,11 +136,10 @@ def _read_deepseek(config: PreTrainedConfig) -> dict[str, Any]:
     }
 
 
-def _write_deepseek(model: Architecture) -> dict[str, Any]:
-    shared = model.moe_shared_expert_intermediate_size or 0
+def _write_deepseek(model: ModelConfig) -> dict[str, Any]:
     return {
-        "n_shared_experts": shared // model.moe_ffn_hidden_size,
-        "first_k_dense_replace": model.moe_layer_freq.index(1),
+        "n_shared_experts": model.shared_width // model.expert_width,
+        "first_k_dense_replace": model.moe_layers.index(1),
     }
 
 
@@ -191,6 +189,6 @@ DEEPSEEK = ExpertFields(
         "moe_router_dtype": "fp32",
     },
     implied={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
-    dense=lambda model: {"first_k_dense_replace": model.num_layers},
+    dense=lambda model: {"first_k_dense_replace": model.layers},
 )
 """``deepseek_v3``, ``glm4_moe``: sigmoid router with correction bias, first layers can be dense."""

@@ -17,12 +17,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.file_format import STANDARD, FileFormat
 from kha_megatron.conversion.hf_experts import DEEPSEEK, KHA, QWEN3, QWEN3_NEXT, ExpertFields
 from kha_megatron.conversion.tensor_names import QWEN_LAYER_NAMES, QWEN_PREDICTION_NAMES
 from kha_megatron.heads import Gate
 from kha_megatron.hf import KHAModelConfig
+from kha_megatron.model.config import ModelConfig
 
 
 class Family(NamedTuple):
@@ -32,7 +32,7 @@ class Family(NamedTuple):
     causal_lm: str | None
     """Name of the causal LM class. None if transformers does not have one."""
     always: Mapping[str, Any] = {}
-    """``Architecture`` fields with a fixed value."""
+    """``ModelConfig`` fields with a fixed value."""
     only: Mapping[str, Any] = {}
     """Config fields where Megatron supports only this value."""
     experts: ExpertFields | None = None
@@ -44,21 +44,21 @@ class Family(NamedTuple):
     switches: Mapping[str, Gate] = {}
     """Boolean config fields that turn on a gate."""
     files: FileFormat = STANDARD
-    extra: Callable[[Architecture], dict[str, Any]] = lambda model: {}
+    extra: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """Additional config fields."""
-    rope: Callable[[Architecture], dict[str, Any]] = lambda model: {}
+    rope: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     """Additional ``rope_parameters`` (these do not affect text)."""
 
 
-def _full_attention(model: Architecture) -> dict[str, Any]:
-    return {"layer_types": ["full_attention"] * model.num_layers}
+def _full_attention(model: ModelConfig) -> dict[str, Any]:
+    return {"layer_types": ["full_attention"] * model.layers}
 
 
-def _predictions(model: Architecture) -> dict[str, Any]:
+def _predictions(model: ModelConfig) -> dict[str, Any]:
     return {"num_nextn_predict_layers": model.mtp_num_layers or 0}
 
 
-def _sections(model: Architecture) -> dict[str, Any]:
+def _sections(model: ModelConfig) -> dict[str, Any]:
     """Multimodal RoPE sections. The format requires them, but they do not matter for text."""
     pairs = int(model.kv_channels * model.rotary_percent) // 2
     sections = [(pairs + rest) // 3 for rest in (2, 1, 0)]

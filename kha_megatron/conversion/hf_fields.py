@@ -38,7 +38,7 @@ COMMON = (
     "init_method_std",
     "attention_dropout",
 )
-"""``Architecture`` fields that every family has in its config."""
+"""``ModelConfig`` fields that every family has in its config."""
 _OPEN = ("qk_layernorm", "add_qkv_bias", "layernorm_zero_centered_gamma")
 """Not configurable in every architecture."""
 _HARMLESS = {
@@ -96,7 +96,7 @@ _NOT_COMPUTED = re.compile(
 
 
 def field_names(family: Family) -> tuple[str, ...]:
-    """Names of all ``Architecture`` fields that this family has in its config."""
+    """Names of all ``ModelConfig`` fields that this family has in its config."""
     latent = LATENT if family.latent is not False else ()
     return (*COMMON, *(name for name in _OPEN if name not in family.always), *latent)
 
@@ -109,7 +109,7 @@ def check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfi
     """Reject all settings that Megatron cannot represent, and warn about ignored fields.
 
     Args:
-        family: Architecture of the model.
+        family: ModelConfig of the model.
         raw: Content of the ``config.json``.
         config: Config of transformers, built from those fields that we know.
     """

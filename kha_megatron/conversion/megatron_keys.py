@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from kha_megatron.checkpoint.megatron import LAYERS
 from kha_megatron.checkpoint.torch_dist import StoredTensor
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.tensor_mappings import TensorSlot
 from kha_megatron.conversion.tensor_names import tensor_slots
+from kha_megatron.model.config import ModelConfig
 
 _SINGLE_LAYER = re.compile(re.escape(LAYERS) + r"\d+\.")
 _IN_ATTENTION = ("self_attention.", "input_layernorm.")
@@ -20,16 +20,16 @@ _IN_PREDICTION = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")
 """Tensors of MTP layers that are not part of an ordinary layer."""
 
 
-def checkpoint_key(name: str, layer: int | None, model: Architecture) -> str:
+def checkpoint_key(name: str, layer: int | None, model: ModelConfig) -> str:
     """Return the key of a tensor that is not stacked."""
     if layer is None:
         if name == "decoder.final_layernorm.weight" and not model.gpt_model:
             return "decoder.final_norm.weight"
         return name
-    if layer < model.num_layers:
+    if layer < model.layers:
         index = _layer_index(name, layer, model)
         return f"{LAYERS}{index}.{name}"
-    prediction = f"mtp.layers.{layer - model.num_layers}"
+    prediction = f"mtp.layers.{layer - model.layers}"
     if name.startswith(_IN_PREDICTION):
         return f"{prediction}.{name}"
     if model.gpt_model:
@@ -38,7 +38,7 @@ def checkpoint_key(name: str, layer: int | None, model: Architecture) -> str:
     return f"{prediction}.mtp_model_layer.layers.{index}.{name}"
 
 
-def _layer_index(name: str, layer: int, model: Architecture) -> int:
+def _layer_index(name: str, layer: int, model: ModelConfig) -> int:
     if model.gpt_model:
         return layer
     if name.startswith(_IN_ATTENTION):
@@ -66,7 +66,7 @@ class LocatedTensors:
     """Keys of tensors that belong to no slot."""
 
 
-def locate_tensors(infos: Mapping[str, StoredTensor], model: Architecture) -> LocatedTensors:
+def locate_tensors(infos: Mapping[str, StoredTensor], model: ModelConfig) -> LocatedTensors:
     """Find out where each slot is stored in a Megatron checkpoint."""
     stored = _unstack_layers(infos)
     unexpected = set(stored)
@@ -104,13 +104,13 @@ def _unstack_layers(infos: Mapping[str, StoredTensor]) -> dict[str, TensorLocati
     return locations
 
 
-def is_stacked(slot: TensorSlot, model: Architecture) -> bool:
+def is_stacked(slot: TensorSlot, model: ModelConfig) -> bool:
     """Return whether we write the tensors of all layers as one."""
-    in_decoder = slot.layer is not None and slot.layer < model.num_layers
+    in_decoder = slot.layer is not None and slot.layer < model.layers
     return in_decoder and model.gpt_model and model.is_uniform
 
 
-def written_key(name: str, slot: TensorSlot, model: Architecture) -> str:
+def written_key(name: str, slot: TensorSlot, model: ModelConfig) -> str:
     """Return the key that we write ``name`` to."""
     if is_stacked(slot, model):
         return LAYERS + name
@@ -126,14 +126,14 @@ class Stack:
     """Position of a slot in the stack."""
 
 
-def stack_of(slot: TensorSlot, model: Architecture) -> Stack:
+def stack_of(slot: TensorSlot, model: ModelConfig) -> Stack:
     """Return the stack that we write a slot to (without dimensions if there is none)."""
     shape = []
     index = []
     if slot.layer is not None and is_stacked(slot, model):
-        shape.append(model.num_layers)
+        shape.append(model.layers)
         index.append(slot.layer)
     if slot.expert is not None:
-        shape.append(model.num_experts)
+        shape.append(model.experts)
         index.append(slot.expert)
     return Stack(tuple(shape), tuple(index))

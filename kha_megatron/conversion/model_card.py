@@ -30,7 +30,7 @@ This causal language model was converted from {origin} with kha_megatron {versio
 
 ## Model details
 
-- **Architecture:** `{architecture}` with {layers} layers
+- **ModelConfig:** `{architecture}` with {layers} layers
 - **Attention heads:** {heads}
 - **Parameters:** {parameters:,}{counts}
 - **Precision:** {dtype}

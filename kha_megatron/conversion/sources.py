@@ -16,7 +16,6 @@ from torch import Tensor
 from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.file_format import STANDARD, FileFormat
 from kha_megatron.conversion.fused_experts import SplitExperts
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
@@ -31,6 +30,7 @@ from kha_megatron.conversion.tensor_names import (
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.megatron import model_from_checkpoint
 
 FLOAT_DTYPES = {
@@ -69,7 +69,7 @@ class ModelSource:
     """An open checkpoint. Tensors are read lazily, one slot at a time."""
 
     checkpoint: HFCheckpoint | MegatronCheckpoint
-    model: Architecture
+    model: ModelConfig
     read: Read
     files: FileFormat = STANDARD
     tokenizer: TokenizerFiles = field(default_factory=lambda: TokenizerFiles({}))
@@ -109,7 +109,7 @@ def open_source(
     if comparing:
         return source
     files = TokenizerFiles.open(source.checkpoint, tokenizer)
-    rows = source.model.padded_vocab_size
+    rows = source.model.vocabulary_rows
     entries = len(files.loaded or ())
     if entries > rows:
         raise CheckpointError(
@@ -157,14 +157,14 @@ def _open_hf(path: Path) -> ModelSource:
 
 
 def _count_predictions(
-    model: Architecture,
+    model: ModelConfig,
     files: FileFormat,
     infos: Entries,
 ) -> int:
     """Count the MTP layers that the files contain."""
     count = 0
     while count < files.predictions:
-        projection = TensorSlot(PREDICTION_PROJECTION, model.num_layers + count)
+        projection = TensorSlot(PREDICTION_PROJECTION, model.layers + count)
         (name,) = files.names(projection, model)
         if name not in infos:
             break
@@ -173,7 +173,7 @@ def _count_predictions(
 
 
 def _expected_shapes(
-    model: Architecture,
+    model: ModelConfig,
     files: FileFormat,
     limit: int,
 ) -> dict[str, Shape]:
@@ -201,7 +201,7 @@ def _meta_tensor(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _find_copies(
-    model: Architecture,
+    model: ModelConfig,
     files: FileFormat,
     infos: Entries,
 ) -> dict[str, str]:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.heads import HeadTensor
+from kha_megatron.model.config import ModelConfig
 
 Shape = tuple[int, ...]
 
@@ -29,7 +29,7 @@ class TensorMapping(ABC):
 
     megatron: str
     """Megatron name without ``decoder.layers.{i}.``."""
-    shape: Callable[[Architecture], Shape]
+    shape: Callable[[ModelConfig], Shape]
     """Shape of the Megatron tensor."""
     aliases: tuple[str, ...] = ()
     """Other names that Megatron may use for the tensor."""
@@ -43,15 +43,15 @@ class TensorMapping(ABC):
         return [self.megatron, *self.aliases]
 
     @abstractmethod
-    def hf_names(self, model: Architecture) -> list[str]:
+    def hf_names(self, model: ModelConfig) -> list[str]:
         """HF names without ``model.layers.{i}.``, where ``{expert}`` is the index of an expert."""
 
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+    def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
         """Split a Megatron tensor into HF tensors (same order as :meth:`hf_names`)."""
         names = self.hf_names(model)
         return list(tensor.chunk(len(names)))
 
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
         """Inverse of :meth:`split`. The returned blocks still need to be concatenated."""
         return list(parts)
 
@@ -62,7 +62,7 @@ class DirectMapping(TensorMapping):
 
     hf: str
 
-    def hf_names(self, model: Architecture) -> list[str]:
+    def hf_names(self, model: ModelConfig) -> list[str]:
         return [self.hf]
 
 
@@ -78,7 +78,7 @@ class GatedMLPMapping(TensorMapping):
     gate: str
     up: str
 
-    def hf_names(self, model: Architecture) -> list[str]:
+    def hf_names(self, model: ModelConfig) -> list[str]:
         return [self.gate, self.up]
 
 
@@ -86,13 +86,13 @@ class GatedMLPMapping(TensorMapping):
 class VocabularyMapping(DirectMapping):
     """Embedding or LM head. Only Megatron pads these (with zeros)."""
 
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
-        return [tensor[: model.vocab_size]]
+    def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
+        return [tensor[: model.vocabulary]]
 
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
         (tensor,) = parts
         rows, *other_dims = tensor.shape
-        padding_rows = model.padded_vocab_size - rows
+        padding_rows = model.vocabulary_rows - rows
         if not padding_rows:
             return [tensor]
         return [tensor, tensor.new_zeros(padding_rows, *other_dims)]
@@ -109,7 +109,7 @@ class QKVMapping(TensorMapping):
     mechanism: str
     """Name of the rows that a head mechanism adds."""
 
-    def hf_names(self, model: Architecture) -> list[str]:
+    def hf_names(self, model: ModelConfig) -> list[str]:
         stock_names = {
             "query": self.query,
             "key": self.key,
@@ -123,7 +123,7 @@ class QKVMapping(TensorMapping):
             names.append(name)
         return names
 
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+    def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
         layout = model.qkv
         groups = tensor.unflatten(0, (layout.groups, -1))
         parts = []
@@ -132,7 +132,7 @@ class QKVMapping(TensorMapping):
             parts.append(rows.flatten(0, 1))
         return parts
 
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
         layout = model.qkv
         blocks = []
         for part in parts:
@@ -153,7 +153,7 @@ class LatentHeadsMapping(TensorMapping):
     hf: str
     """HF name, where ``{latent_head}`` is the index of a latent head."""
 
-    def hf_names(self, model: Architecture) -> list[str]:
+    def hf_names(self, model: ModelConfig) -> list[str]:
         names = []
         for head in range(model.latent_heads):
             names.append(self.hf.format(latent_head=head))
@@ -171,17 +171,17 @@ class HeadMapping(TensorMapping):
 
     tensor: HeadTensor
 
-    def hf_names(self, model: Architecture) -> list[str]:
+    def hf_names(self, model: ModelConfig) -> list[str]:
         return list(self.tensor.hf_names)
 
-    def split(self, tensor: Tensor, model: Architecture) -> list[Tensor]:
+    def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
         if self.tensor.matrices:
             return [matrix.T for matrix in tensor]
         if self.tensor.reads_input:
             return [tensor.flatten(0, -2)]
         return [tensor]
 
-    def join(self, parts: Sequence[Tensor], model: Architecture) -> list[Tensor]:
+    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
         if self.tensor.matrices:
             matrices = [matrix.T for matrix in parts]
             return [torch.stack(matrices)]
@@ -213,14 +213,14 @@ class TensorSlot(NamedTuple):
             return ""
         return f"model.layers.{self.layer}."
 
-    def names_in_layer(self, model: Architecture) -> list[str]:
+    def names_in_layer(self, model: ModelConfig) -> list[str]:
         """HF names without ``model.layers.{i}.``."""
         names = self.mapping.hf_names(model)
         if self.expert is None:
             return names
         return [name.format(expert=self.expert) for name in names]
 
-    def hf_names(self, model: Architecture) -> list[str]:
+    def hf_names(self, model: ModelConfig) -> list[str]:
         """Full HF names, e.g. ``model.layers.0.mlp.gate_proj.weight``."""
         names = self.names_in_layer(model)
         return [self.layer_prefix + name for name in names]

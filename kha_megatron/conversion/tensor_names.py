@@ -7,7 +7,6 @@ are those of the ``kha`` architecture. Other architectures use the same names, e
 
 from collections.abc import Iterator
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.tensor_mappings import (
     DirectMapping,
     GatedMLPMapping,
@@ -20,14 +19,15 @@ from kha_megatron.conversion.tensor_mappings import (
     VocabularyMapping,
     head_mapping,
 )
+from kha_megatron.model.config import ModelConfig
 
 
-def _hidden_vector(model: Architecture) -> Shape:
+def _hidden_vector(model: ModelConfig) -> Shape:
     return (model.hidden_size,)
 
 
-def _vocabulary_matrix(model: Architecture) -> Shape:
-    return (model.padded_vocab_size, model.hidden_size)
+def _vocabulary_matrix(model: ModelConfig) -> Shape:
+    return (model.vocabulary_rows, model.hidden_size)
 
 
 # Tensors outside of the layers
@@ -134,11 +134,11 @@ TIED_ROTARY_KEY = DirectMapping(
 # RoPE is interleaved, i.e. it rotates adjacent features.
 
 
-def _query_rows(model: Architecture) -> int:
+def _query_rows(model: ModelConfig) -> int:
     return model.num_attention_heads * (model.qk_head_dim + model.qk_pos_emb_head_dim)
 
 
-def _key_value_rows(model: Architecture) -> int:
+def _key_value_rows(model: ModelConfig) -> int:
     return model.num_attention_heads * (model.qk_head_dim + model.v_head_dim)
 
 
@@ -151,19 +151,19 @@ LATENT_QUERY = DirectMapping(
 LATENT_QUERY_DOWN = DirectMapping(
     megatron="self_attention.linear_q_down_proj.weight",
     hf="self_attn.q_a_proj.weight",
-    shape=lambda model: (model.q_lora_rank, model.hidden_size),
+    shape=lambda model: (model.query_rank, model.hidden_size),
 )
 LATENT_QUERY_NORM = NormMapping(
     megatron="self_attention.linear_q_up_proj.layer_norm_weight",
     aliases=("self_attention.q_layernorm.weight",),
     write_aliases=True,
     hf="self_attn.q_a_layernorm.weight",
-    shape=lambda model: (model.q_lora_rank,),
+    shape=lambda model: (model.query_rank,),
 )
 LATENT_QUERY_UP = DirectMapping(
     megatron="self_attention.linear_q_up_proj.weight",
     hf="self_attn.q_b_proj.weight",
-    shape=lambda model: (_query_rows(model), model.q_lora_rank),
+    shape=lambda model: (_query_rows(model), model.query_rank),
 )
 LATENT_KV_DOWN = DirectMapping(
     megatron="self_attention.linear_kv_down_proj.weight",
@@ -201,12 +201,12 @@ MLP = (
         megatron="mlp.linear_fc1.weight",
         gate="mlp.gate_proj.weight",
         up="mlp.up_proj.weight",
-        shape=lambda model: (2 * model.ffn_hidden_size, model.hidden_size),
+        shape=lambda model: (2 * model.dense_width, model.hidden_size),
     ),
     DirectMapping(
         megatron="mlp.linear_fc2.weight",
         hf="mlp.down_proj.weight",
-        shape=lambda model: (model.hidden_size, model.ffn_hidden_size),
+        shape=lambda model: (model.hidden_size, model.dense_width),
     ),
 )
 
@@ -223,12 +223,12 @@ MLP_NORM = NormMapping(
 ROUTER = DirectMapping(
     megatron="mlp.router.weight",
     hf="mlp.gate.weight",
-    shape=lambda model: (model.num_experts, model.hidden_size),
+    shape=lambda model: (model.experts, model.hidden_size),
 )
 EXPERT_BIAS = DirectMapping(
     megatron="mlp.router.expert_bias",
     hf="mlp.gate.e_score_correction_bias",
-    shape=lambda model: (model.num_experts,),
+    shape=lambda model: (model.experts,),
     trained=False,
 )
 """Always float32. Megatron updates it based on expert load instead of gradients."""
@@ -237,12 +237,12 @@ EXPERT = (
         megatron="mlp.experts.experts.linear_fc1.weight",
         gate="mlp.experts.{expert}.gate_proj.weight",
         up="mlp.experts.{expert}.up_proj.weight",
-        shape=lambda model: (2 * model.moe_ffn_hidden_size, model.hidden_size),
+        shape=lambda model: (2 * model.expert_width, model.hidden_size),
     ),
     DirectMapping(
         megatron="mlp.experts.experts.linear_fc2.weight",
         hf="mlp.experts.{expert}.down_proj.weight",
-        shape=lambda model: (model.hidden_size, model.moe_ffn_hidden_size),
+        shape=lambda model: (model.hidden_size, model.expert_width),
     ),
 )
 SHARED_EXPERT = (
@@ -250,12 +250,12 @@ SHARED_EXPERT = (
         megatron="mlp.shared_experts.linear_fc1.weight",
         gate="mlp.shared_experts.gate_proj.weight",
         up="mlp.shared_experts.up_proj.weight",
-        shape=lambda model: (2 * model.moe_shared_expert_intermediate_size, model.hidden_size),
+        shape=lambda model: (2 * model.shared_width, model.hidden_size),
     ),
     DirectMapping(
         megatron="mlp.shared_experts.linear_fc2.weight",
         hf="mlp.shared_experts.down_proj.weight",
-        shape=lambda model: (model.hidden_size, model.moe_shared_expert_intermediate_size),
+        shape=lambda model: (model.hidden_size, model.shared_width),
     ),
 )
 SHARED_EXPERT_GATE = DirectMapping(
@@ -308,13 +308,13 @@ QWEN_PREDICTION_NAMES = {
 """Additional tensors in the MTP layer of ``qwen3_next``."""
 
 
-def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
+def tensor_slots(model: ModelConfig) -> Iterator[TensorSlot]:
     """Yield all slots: embedding, layers (MTP layers are last), final norm and LM head."""
     yield TensorSlot(EMBEDDING)
-    for layer in range(model.num_layers + model.predictions):
+    for layer in range(model.layers + model.predictions):
         for mapping in layer_mappings(model, layer):
             if mapping in EXPERT:
-                for expert in range(model.num_experts):
+                for expert in range(model.experts):
                     yield TensorSlot(mapping, layer, expert)
             else:
                 yield TensorSlot(mapping, layer)
@@ -323,10 +323,10 @@ def tensor_slots(model: Architecture) -> Iterator[TensorSlot]:
         yield TensorSlot(LM_HEAD)
 
 
-def layer_mappings(model: Architecture, layer: int) -> list[TensorMapping]:
+def layer_mappings(model: ModelConfig, layer: int) -> list[TensorMapping]:
     """Return the mappings for all tensors of a layer (MTP layers come after the others)."""
     mappings: list[TensorMapping] = []
-    if layer >= model.num_layers:
+    if layer >= model.layers:
         mappings += PREDICTION
     mappings += _attention_mappings(model)
     if model.is_moe(layer):
@@ -338,7 +338,7 @@ def layer_mappings(model: Architecture, layer: int) -> list[TensorMapping]:
     return mappings
 
 
-def _attention_mappings(model: Architecture) -> list[TensorMapping]:
+def _attention_mappings(model: ModelConfig) -> list[TensorMapping]:
     is_latent = model.multi_latent_attention
     is_tied = model.attention_type == "gta"
     mappings: list[TensorMapping] = []
@@ -358,9 +358,9 @@ def _attention_mappings(model: Architecture) -> list[TensorMapping]:
     return mappings
 
 
-def _latent_mappings(model: Architecture) -> list[TensorMapping]:
+def _latent_mappings(model: ModelConfig) -> list[TensorMapping]:
     mappings: list[TensorMapping] = []
-    if model.q_lora_rank is None:
+    if not model.query_rank:
         mappings.append(LATENT_QUERY)
     else:
         mappings.append(LATENT_QUERY_DOWN)
@@ -374,12 +374,12 @@ def _latent_mappings(model: Architecture) -> list[TensorMapping]:
     return mappings
 
 
-def _moe_mappings(model: Architecture) -> list[TensorMapping]:
+def _moe_mappings(model: ModelConfig) -> list[TensorMapping]:
     mappings: list[TensorMapping] = [MLP_NORM, ROUTER]
     if model.moe_router_enable_expert_bias:
         mappings.append(EXPERT_BIAS)
     mappings += EXPERT
-    if model.moe_shared_expert_intermediate_size:
+    if model.shared_width:
         mappings += SHARED_EXPERT
         if model.moe_shared_expert_gate:
             mappings.append(SHARED_EXPERT_GATE)

@@ -14,7 +14,6 @@ from kha_megatron.checkpoint.hf_writer import HFWriter
 from kha_megatron.checkpoint.manifest import MANIFEST
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import as_json, staged_folder
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.folding import fold_heads
 from kha_megatron.conversion.hf_configs import (
@@ -41,6 +40,7 @@ from kha_megatron.conversion.transforms import (
 from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.config import ModelConfig
 
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -135,7 +135,7 @@ def _projections(entries: Sequence[TensorEntry]) -> list[str]:
     return sorted(projections)
 
 
-def _fitting_architecture(model: Architecture, *, only_stock: bool) -> str:
+def _fitting_architecture(model: ModelConfig, *, only_stock: bool) -> str:
     try:
         return stock_type(model)
     except CheckpointError:
@@ -147,7 +147,7 @@ def _fitting_architecture(model: Architecture, *, only_stock: bool) -> str:
 def _warn_of_router_dtype(source: ModelSource, config: PreTrainedConfig) -> None:
     """Log a warning if the exported model computes its routers in another dtype."""
     (embedding,) = source.read(TensorSlot(EMBEDDING), meta=True)
-    if not source.model.num_experts or embedding.dtype == torch.float32:
+    if not source.model.experts or embedding.dtype == torch.float32:
         return
     in_float32 = bool(from_hf_config(config.to_dict()).moe_router_dtype)
     if in_float32 != bool(source.model.moe_router_dtype):

@@ -20,7 +20,6 @@ from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import check_room, staged_folder
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 from kha_megatron.checkpoint.tracker import RELEASE, TRACKER, newest
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_keys import is_stacked, stack_of, written_key
 from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
@@ -118,7 +117,7 @@ def plan_import(
     """
     source = open_source(path, tokenizer=tokenizer)
     multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel
-    multiples = math.ceil(source.model.vocab_size / multiple)
+    multiples = math.ceil(source.model.vocabulary / multiple)
     model = replace(
         source.model,
         gpt_model=gpt_model,
@@ -182,7 +181,7 @@ def _most_common_dtype(
 
 def _write_slot(
     writer: TorchDistWriter,
-    model: Architecture,
+    model: ModelConfig,
     slot: TensorSlot,
     parts: list[Tensor],
 ) -> None:
@@ -203,7 +202,7 @@ def _write_slot(
             start += rows
 
 
-def _write_extra_states(writer: TorchDistWriter, model: Architecture) -> None:
+def _write_extra_states(writer: TorchDistWriter, model: ModelConfig) -> None:
     """Megatron requires an ``_extra_state`` for each linear layer, norm and core attention."""
     written = set()
     if not model.gpt_model:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kha_megatron.announcements import announce
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.sources import PADDING, ModelSource
 from kha_megatron.conversion.tensor_mappings import NormMapping, TensorSlot, VocabularyMapping
 from kha_megatron.conversion.tensor_names import (
@@ -21,6 +20,7 @@ from kha_megatron.conversion.tensor_names import (
     layer_mappings,
 )
 from kha_megatron.errors import CheckpointError
+from kha_megatron.model.config import ModelConfig
 
 _OPTIONAL_IN_MOE = (
     EXPERT_BIAS,
@@ -65,7 +65,7 @@ def cast(
     return replace(source, read=read)
 
 
-def add_zero_tensors(source: ModelSource, model: Architecture) -> ModelSource:
+def add_zero_tensors(source: ModelSource, model: ModelConfig) -> ModelSource:
     """Add all-zero expert biases and shared experts where only ``model`` has them."""
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
@@ -153,7 +153,7 @@ def remove_padding(source: ModelSource) -> ModelSource:
     args = source.padding_arguments
     if not args:
         return source
-    rows = source.model.padded_vocab_size
+    rows = source.model.vocabulary_rows
     recorded = args.get("vocab_size") or 0
     entries = len(source.tokenizer.loaded or ())
     multiple = 1

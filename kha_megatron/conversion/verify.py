@@ -23,7 +23,6 @@ from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
 from kha_megatron.conversion import megatron_model
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.folding import fold_heads
 from kha_megatron.conversion.hf_configs import family_of, with_zero_tensors
@@ -40,7 +39,8 @@ from kha_megatron.conversion.transforms import (
 from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, in_one_line
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.hf.modeling_kha import find_caches
+from kha_megatron.hf.modeling_kha import find_cache
+from kha_megatron.model.config import ModelConfig
 
 BATCH, LENGTH = 2, 64
 LOGIT_TOLERANCE = 1e-4
@@ -233,7 +233,7 @@ class _Sources:
     first: ModelSource
     second: ModelSource
 
-    def transform(self, step: Callable[[ModelSource, Architecture], ModelSource]) -> "_Sources":
+    def transform(self, step: Callable[[ModelSource, ModelConfig], ModelSource]) -> "_Sources":
         """Call ``step`` for each source, together with the model of the other one."""
         return _Sources(
             step(self.first, self.second.model),
@@ -241,14 +241,14 @@ class _Sources:
         )
 
 
-def _truncate_vocabulary(source: ModelSource, counterpart: Architecture) -> ModelSource:
+def _truncate_vocabulary(source: ModelSource, counterpart: ModelConfig) -> ModelSource:
     """Remove vocab padding, which only Megatron checkpoints include."""
     if is_hf_folder(source.path):
         return source
-    return truncate_vocabulary(source, min(source.model.vocab_size, counterpart.vocab_size))
+    return truncate_vocabulary(source, min(source.model.vocabulary, counterpart.vocabulary))
 
 
-def _drop_predictions(source: ModelSource, counterpart: Architecture) -> ModelSource:
+def _drop_predictions(source: ModelSource, counterpart: ModelConfig) -> ModelSource:
     if source.model.predictions == counterpart.predictions:
         return source
     return drop_predictions(source, "the other model differs")
@@ -291,10 +291,10 @@ def _mechanism_names(kha: HeadsConfig) -> set[str]:
     return {mechanism.name for mechanism in kha.mechanisms}
 
 
-def _add_zero_experts(source: ModelSource, counterpart: Architecture) -> ModelSource:
+def _add_zero_experts(source: ModelSource, counterpart: ModelConfig) -> ModelSource:
     """Add expert biases and shared experts, which only one of the models may have, as zeros."""
     model = source.model
-    if not (model.num_experts and counterpart.num_experts):
+    if not (model.experts and counterpart.experts):
         return source
     with_zeros = with_zero_tensors(
         model,
@@ -305,13 +305,13 @@ def _add_zero_experts(source: ModelSource, counterpart: Architecture) -> ModelSo
     return add_zero_tensors(source, with_zeros)
 
 
-def _center_norms(source: ModelSource, counterpart: Architecture) -> ModelSource:
+def _center_norms(source: ModelSource, counterpart: ModelConfig) -> ModelSource:
     if not _stores_norms_differently(source.model, counterpart):
         return source
     return center_norms(source)
 
 
-def _stores_norms_differently(first: Architecture, second: Architecture) -> bool:
+def _stores_norms_differently(first: ModelConfig, second: ModelConfig) -> bool:
     return first.layernorm_zero_centered_gamma != second.layernorm_zero_centered_gamma
 
 
@@ -441,11 +441,11 @@ def compare_logits(pair: Pair) -> tuple[Agreement, list[Decoding]]:
     Hugging Face models also decode these tokens with a KV cache.
     """
     first, second = pair.first, pair.second
-    vocab_size = min(first.model.vocab_size, second.model.vocab_size)
+    vocab_size = min(first.model.vocabulary, second.model.vocabulary)
     length = min(
         LENGTH,
-        first.model.max_position_embeddings,
-        second.model.max_position_embeddings,
+        first.model.max_length,
+        second.model.max_length,
     )
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab_size, (BATCH, length), generator=generator)
@@ -508,7 +508,7 @@ def decode_with_cache(model: Any, tokens: Tensor) -> Tensor:
     for chunk in _split_for_decoding(tokens):
         output = model(chunk, **arguments)
         logits.append(output.logits)
-        arguments[argument] = find_caches(output.values())[0]
+        arguments[argument] = find_cache(output.values())
     return torch.cat(logits, dim=1)
 
 

@@ -67,10 +67,20 @@ def find_files(
         DataError: If the format of a file is not supported, or if a file or directory cannot be
             read.
     """
-    search = _Search(globs or ("*",), exclude, os.path.realpath(output), skipped)
+    search = _Search(
+        globs or ("*",),
+        exclude,
+        output=os.path.realpath(output),
+        skipped=skipped,
+    )
     files: dict[Path, int] = {}
     for source in sources:
-        files |= _without_metadata(list(search.walk(source)), globs is None, skipped)
+        found_files = list(search.walk(source))
+        files |= _without_metadata(
+            found_files,
+            skips_text=globs is None,
+            skipped=skipped,
+        )
     return files
 
 
@@ -83,7 +93,11 @@ class _Search:
     """Searches directories. Files that were found once are skipped in later calls."""
 
     def __init__(
-        self, globs: Sequence[str], exclude: Sequence[str], output: str, skipped: Skipped
+        self,
+        globs: Sequence[str],
+        exclude: Sequence[str],
+        output: str,
+        skipped: Skipped,
     ) -> None:
         self.globs = globs
         self.exclude = exclude
@@ -101,8 +115,9 @@ class _Search:
                 self._skip_missing(path, error, path == source)
                 continue
             is_folder = stat.S_ISDIR(status.st_mode)
+            is_source = path == source
             real = os.path.realpath(path)
-            reason = self._reason_to_skip(path, real, is_folder, path == source)
+            reason = self._reason_to_skip(path, real, is_folder, is_source)
             if reason:
                 skip(self.skipped, reason, path)
             elif is_folder:
@@ -115,13 +130,20 @@ class _Search:
                 yield _File(path, status.st_size)
 
     def _reason_to_skip(
-        self, path: Path, real: str, is_folder: bool, is_source: bool
+        self,
+        path: Path,
+        real: str,
+        is_folder: bool,
+        is_source: bool,
     ) -> str | None:
         if real == self.output:
             return "excluded"
-        if not is_source and (reason := self._reason_of_name(path.name, is_folder)):
-            return reason
-        return "repeated" if real in self.seen else None
+        reason = None
+        if not is_source:
+            reason = self._reason_of_name(path.name, is_folder)
+        if reason is None and real in self.seen:
+            reason = "repeated"
+        return reason
 
     def _reason_of_name(self, name: str, is_folder: bool) -> str | None:
         if name.startswith("."):
@@ -132,11 +154,15 @@ class _Search:
             return None
         if not _matches(name, self.globs):
             return "other_name"
-        return "metadata" if _matches(name, _METADATA) else None
+        if _matches(name, _METADATA):
+            return "metadata"
+        return None
 
     def _skip_missing(self, path: Path, error: Exception, is_source: bool) -> None:
         """Skip a link to a missing file, unless it is part of a dataset."""
-        reason = None if is_source else self._reason_of_name(path.name, is_folder=False)
+        reason = None
+        if not is_source:
+            reason = self._reason_of_name(path.name, is_folder=False)
         if reason is None and is_named_as_rows(path):
             raise DataError(
                 f"{printable(path)} cannot be opened ({in_one_line(error)}). Download the dataset "
@@ -166,7 +192,9 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _without_metadata(
-    files: Sequence[_File], skips_text: bool, skipped: Skipped
+    files: Sequence[_File],
+    skips_text: bool,
+    skipped: Skipped,
 ) -> dict[Path, int]:
     """Check the formats of files and, if ``skips_text`` is set, skip text next to rows."""
     text: list[Path] = []
@@ -182,12 +210,18 @@ def _without_metadata(
             single_values[file.path] = error
         except OSError as error:
             raise _unreadable(file.path, error) from error
-    if single_values and not (has_rows and skips_text):
+    metadata: set[Path] = set()
+    if has_rows and skips_text:
+        metadata = {*text, *single_values}
+    elif single_values:
         raise next(iter(single_values.values()))
-    metadata = {*text, *single_values} if has_rows and skips_text else set()
     for path in sorted(metadata):
         skip(skipped, "metadata", path)
-    return {file.path: file.size for file in files if file.path not in metadata}
+    sizes = {}
+    for file in files:
+        if file.path not in metadata:
+            sizes[file.path] = file.size
+    return sizes
 
 
 def select_sources(
@@ -208,14 +242,18 @@ def select_sources(
     """
     selected = []
     for path, size in sizes.items():
-        total = documents = empty = 0
+        total = 0
+        documents = 0
+        empty = 0
         is_split = False
         try:
-            for text, continues in reader.documents(path):
-                total += len(text.encode())
-                documents += bool(text)
-                empty += not text
-                is_split |= continues
+            for document in reader.documents(path):
+                if document.text:
+                    documents += 1
+                else:
+                    empty += 1
+                total += len(document.text.encode())
+                is_split |= document.continues
         except UnicodeDecodeError as error:
             if path in given or begins_as_text(path):
                 raise DataError(
@@ -228,7 +266,9 @@ def select_sources(
         else:
             if documents:
                 selected.append(Source(path, total, documents, is_split))
-            for _ in range(empty or not documents):
+            elif not empty:
+                skip(skipped, "empty", path)
+            for _ in range(empty):
                 skip(skipped, "empty", path)
         advance(size)
     return selected

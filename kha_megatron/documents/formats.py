@@ -60,9 +60,10 @@ def find_format(path: Path) -> Format:
         SingleValueError: For a small ``.json`` file that does not contain rows.
     """
     suffix = data_suffix(path)
-    for name in (suffix, path.suffix.lower()):
+    last_suffix = path.suffix.lower()
+    for name in (suffix, last_suffix):
         if name in UNSUPPORTED:
-            pattern = f"*{path.suffix}" if name == path.suffix.lower() else path.name
+            pattern = f"*{path.suffix}" if name == last_suffix else path.name
             raise DataError(
                 f"{printable(path)}: {name} files are not supported. {UNSUPPORTED[name]}. "
                 + how_to_skip(pattern)
@@ -73,7 +74,7 @@ def find_format(path: Path) -> Format:
     if suffix not in _SUFFIXES:
         _refuse_rows_with_another_name(path)
         return Format.TEXT
-    if suffix in _MAGIC.values() and path.suffix.lower() in _COMPRESSED:
+    if suffix in _MAGIC.values() and last_suffix in _COMPRESSED:
         raise DataError(
             f"{printable(path)}: compressed {suffix} files are not supported. Decompress it."
         )
@@ -87,8 +88,10 @@ def is_named_as_rows(path: Path) -> bool:
 
 def data_suffix(path: Path) -> str:
     """Return the lower-case file extension without compression: ``.jsonl`` for ``A.JSONL.gz``."""
-    is_compressed = path.suffix.lower() in _COMPRESSED
-    return Path(path.stem if is_compressed else path).suffix.lower()
+    suffix = path.suffix.lower()
+    if suffix in _COMPRESSED:
+        suffix = Path(path.stem).suffix.lower()
+    return suffix
 
 
 def _format_of_json(path: Path) -> Format:
@@ -116,20 +119,27 @@ def _refuse_rows_with_another_name(path: Path) -> None:
     """Raise DataError if the rows of a dataset would be read as text because of a file's name."""
     with open_file(path) as stream:
         beginning = stream.read(_BEGINNING)
-    suffix = None
+    suffix = ".jsonl" if _begins_with_two_objects(beginning) else None
     for magic, suffix_of_magic in _MAGIC.items():
         if beginning.startswith(magic):
             suffix = suffix_of_magic
-    if beginning.startswith(b"{"):
-        first_lines = beginning.split(b"\n", 2)[:2]
-        if len(first_lines) == 2 and all(isinstance(_parse(line), dict) for line in first_lines):
-            suffix = ".jsonl"
     if suffix is not None:
         format_name = _SUFFIXES[suffix].value
         raise DataError(
             f"{printable(path)} contains {format_name}, but its name does not end in {suffix}. "
             "Rename it. " + how_to_skip(path.name)
         )
+
+
+def _begins_with_two_objects(beginning: bytes) -> bool:
+    """Return True if the first two lines are JSON objects."""
+    if not beginning.startswith(b"{"):
+        return False
+    first_line, newline, rest = beginning.partition(b"\n")
+    second_line, _, _ = rest.partition(b"\n")
+    if not newline:
+        return False
+    return isinstance(_parse(first_line), dict) and isinstance(_parse(second_line), dict)
 
 
 def how_to_skip(pattern: str) -> str:
@@ -150,8 +160,9 @@ def begins_as_text(path: Path) -> bool:
     with open_file(path) as stream:
         beginning = stream.read(_BEGINNING_OF_TEXT)
     is_whole_file = len(beginning) < _BEGINNING_OF_TEXT
+    decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(beginning, final=is_whole_file)
+        decoder.decode(beginning, final=is_whole_file)
     except UnicodeDecodeError:
         return False
     return b"\0" not in beginning
@@ -171,7 +182,8 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
             if compression == ".gz":
                 yield cast(IO[bytes], gzip.GzipFile(fileobj=file))
             else:  # the package zstandard does not notice truncated files
-                yield io.BufferedReader(import_pyarrow(path).input_stream(file, compression="zstd"))
+                pyarrow = import_pyarrow(path)
+                yield io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
         except (OSError, EOFError, zlib.error) as error:
             raise DataError(
                 f"{printable(path)} is damaged ({error}). Copy or compress the file again."
@@ -190,4 +202,9 @@ def import_pyarrow(path: Path) -> Any:
 def printable(path: Path) -> str:
     """Format a path for messages, escaping control characters and invalid UTF-8."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape").decode()
+        characters.append(character)
+    return "".join(characters)

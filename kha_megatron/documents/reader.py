@@ -22,6 +22,12 @@ class Source(NamedTuple):
     """Whether any document was longer than the limit."""
 
 
+class Document(NamedTuple):
+    text: str
+    continues: bool = False
+    """Whether this is the continuation of a document that was split."""
+
+
 class Reader:
     """Iterates over the documents in a file.
 
@@ -35,11 +41,8 @@ class Reader:
         self.limit = limit
         self.json_key = json_key
 
-    def documents(self, path: Path) -> Iterator[tuple[str, bool]]:
-        """Yield ``(text, continues)`` for each document in a file.
-
-        ``continues`` is True if the text is the continuation of a document that was split. The text
-        of rows without text is empty.
+    def documents(self, path: Path) -> Iterator[Document]:
+        """Yield each document in a file. The text of rows without text is empty.
 
         Raises:
             DataError: See :func:`find_format` and :func:`read_rows`.
@@ -52,22 +55,25 @@ class Reader:
             return
         for text in read_rows(path, file_format, self.json_key):
             if text:
-                yield from self._split(io.BytesIO(text.encode()))
+                stream = io.BytesIO(text.encode())
+                yield from self._split(stream)
             else:
-                yield "", False
+                yield Document("")
 
-    def _split(self, stream: IO[bytes]) -> Iterator[tuple[str, bool]]:
-        for number, piece in enumerate(split_text(stream, self.limit)):
-            yield piece.decode(), number > 0
+    def _split(self, stream: IO[bytes]) -> Iterator[Document]:
+        continues = False
+        for chunk in split_text(stream, self.limit):
+            yield Document(chunk.decode(), continues)
+            continues = True
 
     def read(self, source: Source) -> Iterator[str]:
         """Yield the non-empty documents. Raises DataError if the file changed in the meantime."""
         size = 0
         try:
-            for text, _ in self.documents(source.path):
-                size += len(text.encode())
-                if text:
-                    yield text
+            for document in self.documents(source.path):
+                size += len(document.text.encode())
+                if document.text:
+                    yield document.text
             if size != source.bytes:
                 raise ValueError(f"{size} bytes instead of {source.bytes}")
         except (OSError, EOFError, ValueError) as error:
@@ -83,17 +89,26 @@ def split_text(stream: IO[bytes], limit: int) -> Iterator[bytes]:
     """
     rest = b""
     while True:
-        block = rest + stream.read(limit + 1 - len(rest))
+        missing = limit + 1 - len(rest)
+        block = rest + stream.read(missing)
         if len(block) <= limit:
             if block:
                 yield block
             return
-        cut = block.rfind(b"\n", 0, limit) + 1
-        if not cut:  # not before a continuation byte of UTF-8
-            ends = (at for at in range(limit, limit - 4, -1) if block[at] & 0xC0 != 0x80)
-            cut = next(ends, limit)
-        yield block[:cut]
-        rest = block[cut:]
+        end = block.rfind(b"\n", 0, limit) + 1
+        if end == 0:
+            end = _end_of_character(block, limit)
+        yield block[:end]
+        rest = block[end:]
+
+
+def _end_of_character(block: bytes, limit: int) -> int:
+    """Return the largest size up to ``limit`` that does not split a UTF-8 character."""
+    for end in range(limit, limit - 4, -1):
+        is_continuation_byte = block[end] & 0xC0 == 0x80
+        if not is_continuation_byte:
+            return end
+    return limit
 
 
 def read_beginning(file: Path, tokens: int) -> str:
@@ -103,7 +118,8 @@ def read_beginning(file: Path, tokens: int) -> str:
         if file_format is not Format.TEXT:
             raise DataError(f"{file} contains {file_format.value}. Pass a UTF-8 text file.")
         with open_file(file) as stream:
-            text = next(split_text(stream, tokens * _BYTES_PER_TOKEN), b"").decode()
+            chunks = split_text(stream, tokens * _BYTES_PER_TOKEN)
+            text = next(chunks, b"").decode()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"Cannot read {file} ({error}). Pass a UTF-8 text file.") from error
     if not text.strip():

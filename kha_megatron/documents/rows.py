@@ -31,10 +31,10 @@ def read_rows(path: Path, file_format: Format, key: str) -> Iterator[str | None]
         yield from _read_json_lines(path, key)
         return
     pyarrow = import_pyarrow(path)
-    read = _read_parquet if file_format is Format.PARQUET else _read_arrow
+    read_columns = _read_parquet if file_format is Format.PARQUET else _read_arrow
     try:
         with path.open("rb") as file:
-            for column in read(pyarrow, path, file, key):
+            for column in read_columns(pyarrow, path, file, key):
                 column.validate(full=True)
                 yield from column.to_pylist()
     except (pyarrow.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:
@@ -61,7 +61,8 @@ def _read_json_lines(path: Path, key: str) -> Iterator[str | None]:
             if rows == _ROWS_WITHOUT_FIELD and not has_field:
                 break
     if rows and not has_field:
-        raise _missing(f"{printable(path)}: none of the first {rows} rows has a field", key, names)
+        what = f"{printable(path)}: none of the first {rows} rows has a field"
+        raise _missing(what, key, names)
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:
@@ -70,7 +71,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise _invalid_json(where, error) from error
     if not isinstance(row, dict):
-        raise DataError(f"{where}: expected a JSON object, but got {type(row).__name__}.")
+        type_name = type(row).__name__
+        raise DataError(f"{where}: expected a JSON object, but got {type_name}.")
     return row
 
 
@@ -79,8 +81,12 @@ def _text_of(row: dict[str, Any], key: str, where: str) -> str | None:
     if text is None:
         return None
     if not isinstance(text, str):
-        names_with_text = [name for name, value in row.items() if isinstance(value, str)]
-        raise _wrong_type(f"{where}: field {key!r}", type(text).__name__, names_with_text)
+        names_with_text = []
+        for name, value in row.items():
+            if isinstance(value, str):
+                names_with_text.append(name)
+        field = f"{where}: field {key!r}"
+        raise _wrong_type(field, type(text).__name__, names_with_text)
     try:
         text.encode()  # JSON can contain half of a surrogate pair
     except UnicodeEncodeError as error:
@@ -91,7 +97,8 @@ def _text_of(row: dict[str, Any], key: str, where: str) -> str | None:
 def _read_parquet(pyarrow: Any, path: Path, file: IO[bytes], key: str) -> Iterator[Any]:
     with pyarrow.parquet.ParquetFile(file, page_checksum_verification=True) as parquet:
         _check_column(pyarrow.types, path, parquet.schema_arrow, key)
-        for batch in parquet.iter_batches(batch_size=_BATCH_ROWS, columns=[key]):
+        batches = parquet.iter_batches(batch_size=_BATCH_ROWS, columns=[key])
+        for batch in batches:
             yield batch.column(key)
 
 
@@ -99,14 +106,16 @@ def _read_arrow(pyarrow: Any, path: Path, file: IO[bytes], key: str) -> Iterator
     """Read Arrow's streaming format (used by ``Dataset.save_to_disk``) or its file format."""
     is_stream = file.read(6) != b"ARROW1"
     file.seek(0)
-    open_arrow = pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file
-    reader = open_arrow(file)
-    _check_column(pyarrow.types, path, reader.schema, key)
     if not is_stream:
+        reader = pyarrow.ipc.open_file(file)
+        _check_column(pyarrow.types, path, reader.schema, key)
         for number in range(reader.num_record_batches):
-            yield reader.get_batch(number).column(key)
+            batch = reader.get_batch(number)
+            yield batch.column(key)
         return
-    for batch in reader:
+    stream = pyarrow.ipc.open_stream(file)
+    _check_column(pyarrow.types, path, stream.schema, key)
+    for batch in stream:
         yield batch.column(key)
     file.seek(-len(_END_OF_STREAM), io.SEEK_END)
     if file.read() != _END_OF_STREAM:  # pyarrow accepts a file that ends between two batches
@@ -116,12 +125,17 @@ def _read_arrow(pyarrow: Any, path: Path, file: IO[bytes], key: str) -> Iterator
 def _check_column(types: Any, path: Path, schema: Any, key: str) -> None:
     """Raise DataError unless the schema has a string column ``key``."""
     if key not in schema.names:
-        raise _missing(f"{printable(path)} has no column", key, schema.names)
+        what = f"{printable(path)} has no column"
+        raise _missing(what, key, schema.names)
     column_type = schema.field(key).type
-    if not _is_text(types, column_type):
-        names_with_text = [field.name for field in schema if _is_text(types, field.type)]
-        where = f"{printable(path)}: column {key!r}"
-        raise _wrong_type(where, str(column_type), names_with_text)
+    if _is_text(types, column_type):
+        return
+    names_with_text = []
+    for field in schema:
+        if _is_text(types, field.type):
+            names_with_text.append(field.name)
+    where = f"{printable(path)}: column {key!r}"
+    raise _wrong_type(where, str(column_type), names_with_text)
 
 
 def _is_text(types: Any, column_type: Any) -> bool:
@@ -143,13 +157,17 @@ def _invalid_json(where: str, error: Exception) -> DataError:
 
 
 def _missing(what: str, key: str, names: Iterable[str]) -> DataError:
-    found = ", ".join(names)
-    return DataError(f"{what} {key!r}. Pass one of these names with --json-key: {found:.200}.")
+    listed = ", ".join(names)
+    return DataError(f"{what} {key!r}. Pass one of these names with --json-key: {listed:.200}.")
 
 
-def _wrong_type(where: str, type_name: str, names_with_text: Sequence[str]) -> DataError:
+def _wrong_type(
+    where: str,
+    type_name: str,
+    names_with_text: Sequence[str],
+) -> DataError:
     remedy = "Convert it to strings"
     if names_with_text:
-        found = ", ".join(names_with_text)
-        remedy += f", or pass one of these names with --json-key: {found:.200}"
+        listed = ", ".join(names_with_text)
+        remedy += f", or pass one of these names with --json-key: {listed:.200}"
     return DataError(f"{where} has type {type_name:.80} instead of string. {remedy}.")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -60,8 +61,9 @@ class HeadParameter(Module):
     initial: tuple[InitialValue, ...]
 
     def set_initial_value(self, std: float) -> None:
-        value = torch.empty(1, *self.weight.shape, device="cpu")
-        init.copy_(self.weight, initial_weight(value, self.initial, std=std)[0])
+        stacked = torch.empty(1, *self.weight.shape, device="cpu")
+        (value,) = initial_weight(stacked, self.initial, std=std)
+        init.copy_(self.weight, value)
 
 
 class ReplicatedWeight(HeadParameter):
@@ -85,7 +87,17 @@ class InputLinear(HeadParameter, nn.Linear):
 
     def __init__(self, hidden: int, tensor: HeadTensor) -> None:
         self.initial = tensor.initial
-        super().__init__(hidden, math.prod(tensor.shape[:-1]), bias=False)
+        out_features = math.prod(tensor.shape[:-1])
+        super().__init__(hidden, out_features, bias=False)
+
+
+@dataclass
+class LayerMechanism:
+    """A head mechanism and its submodules in one layer."""
+
+    mechanism: Mechanism
+    rows: Sequence[HeadRows]
+    tensors: Sequence[HeadTensor]
 
 
 class KHAHeads(KHAModule):
@@ -94,35 +106,39 @@ class KHAHeads(KHAModule):
     @classmethod
     def check_config(cls, config: KHAModelConfig) -> str | None:
         """Validate the attention settings. Returns `"eager"` if other backends cannot be used."""
-        known = mechanism_types()
-        if unknown := config.mechanisms.keys() - known.keys():
+        registered = mechanism_types()
+        unknown = config.mechanisms.keys() - registered.keys()
+        if unknown:
             # no other text of the config, which could be read as a command
             names = sorted(f"kha_{name}" for name in unknown if name.isidentifier())
             raise ValueError(
                 f"Unknown fields {', '.join(names)} in the config. They belong to head mechanisms "
                 "that are not registered. Look at their code first (see `kha_providers` in the "
                 "config). Then install their package, or list their file in the environment "
-                f"variable KHA_HEADS_FROM. Registered mechanisms: {', '.join(known)}."
+                f"variable KHA_HEADS_FROM. Registered mechanisms: {', '.join(registered)}."
             )
-        latent = config.kv_lora_rank is not None
         if config.kha_attention == "gta" and config.kha_key is not None:
             raise ValueError(
                 f"kha_key={config.kha_key!r} is not supported with GTA. Use kha_value."
             )
-        share = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0)
+        rope_parameters = config.rope_parameters or {}
+        rotary_share = rope_parameters.get("partial_rotary_factor", 1.0)
         facts = HeadFacts(
-            rotary_features=int(share * config.head_dim),
-            multi_latent=latent,
+            rotary_features=int(rotary_share * config.head_dim),
+            multi_latent=config.kv_lora_rank is not None,
             attention=config.kha_attention,
             qk_norm=config.use_qk_norm,
             query_heads=config.num_attention_heads,
             layers=config.num_hidden_layers,
         )
-        mechanisms = build_mechanisms(config)
-        for mechanism in mechanisms:
-            if reason := mechanism.unsupported_reason(facts):
+        implementation = None
+        for mechanism in build_mechanisms(config):
+            reason = mechanism.unsupported_reason(facts)
+            if reason:
                 raise ValueError(reason)
-        return "eager" if any(m.acts_at("core") for m in mechanisms) else None
+            if mechanism.acts_at("core"):
+                implementation = "eager"
+        return implementation
 
     def add_heads(self, config: KHAModelConfig, ranks: int = 1) -> None:
         """
@@ -135,31 +151,40 @@ class KHAHeads(KHAModule):
         sizes = head_sizes(config).on_rank(ranks)
         self.add_knocks(config, sizes.dim("key"), sizes.dim("value"))
         self.listeners: list[Listener] = []
-        self.mechanisms: list[tuple[Mechanism, Sequence[HeadRows], Sequence[HeadTensor]]] = []
+        self.mechanisms: list[LayerMechanism] = []
         for settings in build_mechanisms(config):
             mechanism = settings.for_layer(self.layer_idx)
-            rows = mechanism.rows(sizes)
-            tensors = mechanism.tensors(sizes)
-            for row in rows:
-                features = sizes.heads(row.heads) * row.features
-                linear = nn.Linear(config.hidden_size, features, bias=config.attention_bias)
-                setattr(self, row.hf, linear)
-            for tensor in tensors:
+            layer_mechanism = LayerMechanism(
+                mechanism=mechanism,
+                rows=mechanism.rows(sizes),
+                tensors=mechanism.tensors(sizes),
+            )
+            self.mechanisms.append(layer_mechanism)
+            for projection in layer_mechanism.rows:
+                features = sizes.heads(projection.heads) * projection.features
+                linear = nn.Linear(
+                    config.hidden_size,
+                    features,
+                    bias=config.attention_bias,
+                )
+                setattr(self, projection.hf, linear)
+            for tensor in layer_mechanism.tensors:
+                module: HeadParameter
                 if tensor.reads_input:
-                    setattr(self, tensor.hf, InputLinear(config.hidden_size, tensor))
+                    module = InputLinear(config.hidden_size, tensor)
                 else:
-                    setattr(self, tensor.hf, ReplicatedWeight(tensor))
-            self.mechanisms.append((mechanism, rows, tensors))
+                    module = ReplicatedWeight(tensor)
+                setattr(self, tensor.hf, module)
 
     def tp_plan(self) -> dict[str, str]:
-        # Mixing attention logits across heads only works if every rank has all heads.
-        if any(mechanism.acts_at("core") for mechanism, *_ in self.mechanisms):
-            return {}
         plan = super().tp_plan()
-        for _, rows, tensors in self.mechanisms:
-            for row in rows:
-                plan[row.hf] = "colwise"
-            for tensor in tensors:
+        for layer_mechanism in self.mechanisms:
+            # Mixing attention logits across heads only works if every rank has all heads.
+            if layer_mechanism.mechanism.acts_at("core"):
+                return {}
+            for projection in layer_mechanism.rows:
+                plan[projection.hf] = "colwise"
+            for tensor in layer_mechanism.tensors:
                 if not tensor.reads_input:
                     plan[tensor.hf] = SHARED_BY_HEADS
                 elif tensor.per_head:
@@ -169,11 +194,11 @@ class KHAHeads(KHAModule):
         return plan
 
     def train(self, mode: bool = True) -> "KHAHeads":
-        for mechanism, *_ in self.mechanisms:
-            if mode and mechanism.adds_loss:
+        for layer_mechanism in self.mechanisms:
+            if mode and layer_mechanism.mechanism.adds_loss:
                 logger.warning_once(
-                    f"Training {mechanism} without the load-balance loss, which is only supported "
-                    "in Megatron. The head load may become unbalanced."
+                    f"Training {layer_mechanism.mechanism} without the load-balance loss, which "
+                    "is only supported in Megatron. The head load may become unbalanced."
                 )
         return super().train(mode)
 
@@ -186,14 +211,17 @@ class KHAHeads(KHAModule):
             num_heads, num_features)`. The head dimension can be 1 or missing for shared weights.
         """
         projections = {}
-        for _, rows, tensors in self.mechanisms:
-            for row in rows:
-                projected = getattr(self, row.hf)(hidden_states)
-                projections[row.name] = projected.unflatten(-1, (-1, row.features))
-            for tensor in tensors:
+        for layer_mechanism in self.mechanisms:
+            for projection in layer_mechanism.rows:
+                linear = getattr(self, projection.hf)
+                projected = linear(hidden_states)
+                projected = projected.unflatten(-1, (-1, projection.features))
+                projections[projection.name] = projected
+            for tensor in layer_mechanism.tensors:
                 if not tensor.reads_input:
                     continue
-                projected = getattr(self, tensor.hf)(hidden_states)
+                linear = getattr(self, tensor.hf)
+                projected = linear(hidden_states)
                 if tensor.per_head:
                     projected = projected.unflatten(-1, (-1, tensor.shape[-2]))
                 elif tensor.gradient == "heads":
@@ -202,7 +230,10 @@ class KHAHeads(KHAModule):
         return projections
 
     def apply_heads(
-        self, stage: Stage, input_projections: dict[str, Tensor], **tensors: Tensor
+        self,
+        stage: Stage,
+        input_projections: dict[str, Tensor],
+        **tensors: Tensor,
     ) -> list[Tensor]:
         """
         Run all mechanisms that act at `stage`.
@@ -216,9 +247,10 @@ class KHAHeads(KHAModule):
                 Tensors to transform, e.g. `query=...`. They are returned in the same order.
         """
         mechanisms = []
-        for mechanism, _, parameters in self.mechanisms:
-            if mechanism.acts_at(stage):
-                mechanisms.append((mechanism, self.head_weights(parameters)))
+        for layer_mechanism in self.mechanisms:
+            if layer_mechanism.mechanism.acts_at(stage):
+                weights = self.head_weights(layer_mechanism.tensors)
+                mechanisms.append((layer_mechanism.mechanism, weights))
         return apply_stage(stage, mechanisms, tensors, input_projections, self._ranks())
 
     def head_weights(self, tensors: Sequence[HeadTensor]) -> dict[str, Tensor]:
@@ -228,7 +260,8 @@ class KHAHeads(KHAModule):
         for tensor in tensors:
             if tensor.reads_input:
                 continue
-            weight = getattr(self, tensor.hf)()
+            module = getattr(self, tensor.hf)
+            weight = module()
             if tensor.per_head:
                 weight = ranks.own_part(weight)
             weights[tensor.name] = weight
@@ -237,7 +270,8 @@ class KHAHeads(KHAModule):
     def project_output(self, heads: Tensor, input_projections: dict[str, Tensor]) -> Tensor:
         """Apply `o_proj`, and the mechanisms before and after it."""
         (heads,) = self.apply_heads("output", input_projections, output=heads)
-        dense = self.o_proj(heads.flatten(-2).contiguous())
+        flat = heads.flatten(-2).contiguous()
+        dense = self.o_proj(flat)
         (dense,) = self.apply_heads("dense", input_projections, dense=dense)
         return dense
 
@@ -255,14 +289,19 @@ def build_mechanisms(config: KHAModelConfig) -> list[Mechanism]:
 
 
 def head_sizes(config: KHAModelConfig) -> HeadSizes:
-    latent = config.kv_lora_rank is not None
+    is_latent = config.kv_lora_rank is not None
+    head_dim = config.head_dim
+    value_dim = None
+    if is_latent:
+        head_dim = config.qk_nope_head_dim or config.head_dim
+        value_dim = config.v_head_dim
     return HeadSizes(
         query_heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
-        head_dim=(latent and config.qk_nope_head_dim) or config.head_dim,
-        value_dim=config.v_head_dim if latent else None,
+        head_dim=head_dim,
+        value_dim=value_dim,
         hidden_size=config.hidden_size,
-        latent=latent,
+        latent=is_latent,
     )
 
 
@@ -281,9 +320,11 @@ class ModelRanks(Ranks):
 
     def __init__(self, projection: nn.Module, listeners: Sequence[Listener] = ()) -> None:
         self.listeners = listeners
-        mesh: Any = getattr(getattr(projection, "weight", None), "device_mesh", None)
-        is_split = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
-        self.mesh: Any = mesh["tp"] if is_split else None
+        self.mesh: Any = None
+        weight = getattr(projection, "weight", None)
+        mesh = getattr(weight, "device_mesh", None)
+        if mesh is not None and "tp" in (mesh.mesh_dim_names or ()):
+            self.mesh = mesh["tp"]
 
     def all_heads(self, x: Tensor) -> Tensor:
         return self._redistribute(x, Shard(-1), Replicate())
@@ -294,39 +335,49 @@ class ModelRanks(Ranks):
     def _redistribute(self, x: Tensor, before: Any, after: Any) -> Tensor:
         if self.mesh is None:
             return x
-        placed = DTensor.from_local(x, self.mesh, [before], run_check=False)
-        return placed.redistribute(placements=[after]).to_local()
+        distributed = DTensor.from_local(x, self.mesh, [before], run_check=False)
+        redistributed = distributed.redistribute(placements=[after])
+        return redistributed.to_local()
 
     def sum_gradient(self, x: Tensor) -> Tensor:
         """Identity in the forward pass, all-reduce in the backward pass."""
         if self.mesh is None:
             return x
-        placed = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
-        return placed.to_local(grad_placements=[Partial()])
+        distributed = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return distributed.to_local(grad_placements=[Partial()])
 
     def own_part(self, weight: Tensor) -> Tensor:
         if self.mesh is None:
             return weight
-        return weight.chunk(self.mesh.size())[self.mesh.get_local_rank()]
+        shards = weight.chunk(self.mesh.size())
+        return shards[self.mesh.get_local_rank()]
 
 
 def split_heads(flat: Tensor, head_dim: int) -> Tensor:
     """Split heads that the cache stores as one, i.e. from `(batch_size, 1, seq_len, features)`."""
-    return flat.squeeze(1).unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    heads = flat.squeeze(1).unflatten(-1, (-1, head_dim))
+    return heads.transpose(1, 2)
 
 
-def pad_to_same_dim(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pad_to_same_dim(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """
     Pad the features of all heads with zeros, because FlashAttention requires the same head dim.
 
     transformers only pads values, but here queries and keys can also be the smaller ones.
     """
-    head_dim = max(query.shape[-1], value.shape[-1])
-    return (
-        nn.functional.pad(query, (0, head_dim - query.shape[-1])),
-        nn.functional.pad(key, (0, head_dim - key.shape[-1])),
-        nn.functional.pad(value, (0, head_dim - value.shape[-1])),
-    )
+    head_dim = query.shape[-1]
+    value_dim = value.shape[-1]
+    if head_dim < value_dim:
+        padding = (0, value_dim - head_dim)
+        query = nn.functional.pad(query, padding)
+        key = nn.functional.pad(key, padding)
+    else:
+        value = nn.functional.pad(value, (0, head_dim - value_dim))
+    return query, key, value
 
 
 def _eager_forward(
@@ -350,7 +401,13 @@ def _eager_forward(
         )
     drop = partial(nn.functional.dropout, p=dropout) if dropout else None
     output, scores = mechanism.attend(
-        query, key, value, weights, scale=scaling, mask=mask, dropout=drop
+        query,
+        key,
+        value,
+        weights,
+        scale=scaling,
+        mask=mask,
+        dropout=drop,
     )
     return output.transpose(1, 2).contiguous(), scores
 
@@ -368,7 +425,9 @@ class KHABaseAttention(KHAHeads):
         cache = pop_cache(kwargs)
         input_projections = self.read_input(hidden_states)
         query, key, value = self.project_heads(
-            hidden_states, input_projections, position_embeddings
+            hidden_states,
+            input_projections,
+            position_embeddings,
         )
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -382,9 +441,14 @@ class KHABaseAttention(KHAHeads):
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        for mechanism, _, tensors in self.mechanisms:
-            if mechanism.acts_at("core"):
-                attend = partial(_eager_forward, mechanism, self.head_weights(tensors))
+        for layer_mechanism in self.mechanisms:
+            if layer_mechanism.mechanism.acts_at("core"):
+                head_weights = self.head_weights(layer_mechanism.tensors)
+                attend = partial(
+                    _eager_forward,
+                    layer_mechanism.mechanism,
+                    head_weights,
+                )
         output, weights = attend(
             self,
             query,
@@ -395,8 +459,10 @@ class KHABaseAttention(KHAHeads):
             scaling=self.scaling,
             **kwargs,
         )
-        heads = output.reshape(*hidden_states.shape[:-1], -1, value.shape[-1])
-        return self.project_output(heads[..., :value_dim], input_projections), weights
+        input_shape = hidden_states.shape[:-1]
+        heads = output.reshape(*input_shape, -1, value.shape[-1])
+        heads = heads[..., :value_dim]
+        return self.project_output(heads, input_projections), weights
 
     def project_heads(
         self,
@@ -414,7 +480,10 @@ class KHABaseAttention(KHAHeads):
         raise NotImplementedError
 
     def normalize_and_rotate(
-        self, query: Tensor, key: Tensor, position_embeddings: CosSin
+        self,
+        query: Tensor,
+        key: Tensor,
+        position_embeddings: CosSin,
     ) -> tuple[Tensor, Tensor]:
         """Apply QK-norm and RoPE to tensors of shape `(batch_size, seq_len, num_heads, head_dim)`.
 
@@ -425,8 +494,10 @@ class KHABaseAttention(KHAHeads):
         if self.use_qk_norm:
             query = self.q_norm(query)
             key = self.k_norm(key)
-        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
-        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
+        query = query.transpose(1, 2)
+        key = key.transpose(1, 2)
+        query = apply_rotary(query, *position_embeddings)
+        key = apply_rotary(key, *position_embeddings)
         return query, key
 
     def expand_heads(
@@ -464,13 +535,16 @@ class KHAHeadsAttention(KHABaseAttention, Glm4MoeAttention):
         input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(hidden_shape)
+        key = self.k_proj(hidden_states).view(hidden_shape)
+        value = self.v_proj(hidden_states).view(hidden_shape)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
-            query=self.q_knock(self.q_proj(hidden_states).view(heads)),
-            key=self.k_knock(self.k_proj(hidden_states).view(heads)),
-            value=self.v_knock(self.v_proj(hidden_states).view(heads)),
+            query=self.q_knock(query),
+            key=self.k_knock(key),
+            value=self.v_knock(value),
         )
         query, key = self.normalize_and_rotate(query, key, position_embeddings)
         return query, key, value.transpose(1, 2)
@@ -505,16 +579,18 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
         input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
+        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        value = self.v_proj(hidden_states).view(hidden_shape)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
             query=input_projections[f"{self.mechanism_name}_query"],
             key=input_projections[f"{self.mechanism_name}_key"],
-            value=self.v_knock(self.v_proj(hidden_states).view(heads)),
+            value=self.v_knock(value),
         )
         query, key = self.normalize_and_rotate(query, key, position_embeddings)
-        return query, key, value.flatten(-2)[:, None]
+        flat_value = value.flatten(-2).unsqueeze(1)
+        return query, key, flat_value
 
     def expand_heads(
         self,
@@ -525,7 +601,9 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
         arguments: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         value = split_heads(value, self.head_dim)
-        return key.expand(-1, value.shape[1], -1, -1), value
+        num_heads = value.shape[1]
+        key = key.expand(-1, num_heads, -1, -1)
+        return key, value
 
 
 class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
@@ -547,7 +625,11 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         super().__init__(config, layer_idx)
         self.kv_proj = self.v_proj
         del self.k_proj, self.v_proj
-        self.k_rope_proj = nn.Linear(config.hidden_size, config.head_dim // 2, bias=False)
+        self.k_rope_proj = nn.Linear(
+            config.hidden_size,
+            config.head_dim // 2,
+            bias=False,
+        )
         self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.add_heads(config)
 
@@ -560,15 +642,19 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         # QK-norm needs complete keys, and those are different in each group. If it is enabled, we
         # cache the rotary half before RoPE and rotate the whole cache in every step. This assumes
         # consecutive positions, i.e. left padding is fine but packed sequences are not supported.
-        heads = (*hidden_states.shape[:-1], -1, self.head_dim)
-        query = self.q_knock(self.q_proj(hidden_states).view(heads))
-        tied = self.v_knock(self.kv_proj(hidden_states).view(heads)).flatten(-2)[:, None]
-        rotary = self.k_rope_proj(hidden_states)[:, None]
+        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(hidden_shape)
+        query = self.q_knock(query)
+        tied = self.kv_proj(hidden_states).view(hidden_shape)
+        tied = self.v_knock(tied)
+        rotary = self.k_rope_proj(hidden_states).unsqueeze(1)
         if self.use_qk_norm:
             query = self.q_norm(query)
         else:
             rotary = apply_rotary(rotary, *position_embeddings)
-        return apply_rotary(query.transpose(1, 2), *position_embeddings), rotary, tied
+        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
+        flat_tied = tied.flatten(-2).unsqueeze(1)
+        return query, rotary, flat_tied
 
     def expand_heads(
         self,
@@ -581,19 +667,30 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         position_ids = arguments.pop("position_ids", None)
         rotary = key
         tied = split_heads(value, self.head_dim)
-        not_rotary = tied[..., : self.head_dim - rotary.shape[-1]]
-        key = torch.cat([rotary.expand(-1, tied.shape[1], -1, -1), not_rotary], dim=-1)
+        not_rotary_dim = self.head_dim - rotary.shape[-1]
+        not_rotary = tied[..., :not_rotary_dim]
+        rotary = rotary.expand(-1, tied.shape[1], -1, -1)
+        key = torch.cat([rotary, not_rotary], dim=-1)
         if self.use_qk_norm:
             if cache is not None:
-                position_embeddings = self.embed_cached_positions(value, cache, position_ids)
-            key = apply_rotary(self.k_norm(key), *position_embeddings)
+                position_embeddings = self.embed_cached_positions(
+                    value,
+                    cache,
+                    position_ids,
+                )
+            key = self.k_norm(key)
+            key = apply_rotary(key, *position_embeddings)
         return key, tied
 
     def embed_cached_positions(
-        self, cached: Tensor, cache: Cache, position_ids: Tensor | None
+        self,
+        cached: Tensor,
+        cache: Cache,
+        position_ids: Tensor | None,
     ) -> CosSin:
         """Compute the position embeddings of all tokens in the cache."""
-        positions = torch.arange(cached.shape[-2], device=cached.device)[None]
+        length = cached.shape[-2]
+        positions = torch.arange(length, device=cached.device).unsqueeze(0)
         if position_ids is not None:
             last = cache.get_seq_length(self.layer_idx) - 1
             positions = positions + position_ids[:, -1:] - last
@@ -627,11 +724,12 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             self.q_a_layernorm = norm(config.q_lora_rank, eps=eps)
         self.kv_a_layernorm = norm(rank, eps=eps)
         if groups > 1:
-            heads_per_group = self.num_heads // groups
-            features = heads_per_group * (self.qk_nope_head_dim + self.v_head_dim)
-            self.kv_b_proj = nn.ModuleList(
-                nn.Linear(rank // groups, features, bias=False) for _ in range(groups)
-            )
+            features_per_head = self.qk_nope_head_dim + self.v_head_dim
+            features = self.num_heads // groups * features_per_head
+            self.kv_b_proj = nn.ModuleList()
+            for _ in range(groups):
+                projection = nn.Linear(rank // groups, features, bias=False)
+                self.kv_b_proj.append(projection)
             if config.use_qk_norm:
                 self.kv_a_layernorm = KHALatentRMSNorm(rank, eps, groups)
         self.add_heads(config)
@@ -645,18 +743,25 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
         if self.q_lora_rank is None:
             query = self.q_proj(hidden_states)
         else:
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-        heads = query.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
-        plain_query, rotary_query = heads.split(
-            [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1
-        )
-        compressed = self.kv_a_proj_with_mqa(hidden_states)[:, None]
-        latent, rotary_key = compressed.split([self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
+            query_latent = self.q_a_proj(hidden_states)
+            query_latent = self.q_a_layernorm(query_latent)
+            query = self.q_b_proj(query_latent)
+        query = query.unflatten(-1, (-1, self.qk_head_dim))
+        query = query.transpose(1, 2)
+        query_dims = [self.qk_nope_head_dim, self.qk_rope_head_dim]
+        plain_query, rotary_query = query.split(query_dims, dim=-1)
+        compressed = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1)
+        compressed_dims = [self.kv_lora_rank, self.qk_rope_head_dim]
+        latent, rotary_key = compressed.split(compressed_dims, dim=-1)
         rotary_query, rotary_key = apply_rotary_pos_emb_interleave(
-            rotary_query, rotary_key, *position_embeddings
+            rotary_query,
+            rotary_key,
+            *position_embeddings,
         )
-        query = torch.cat([self.q_knock(plain_query), rotary_query], dim=-1)
-        return query, self.kv_a_layernorm(latent), rotary_key
+        plain_query = self.q_knock(plain_query)
+        query = torch.cat([plain_query, rotary_query], dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        return query, latent, rotary_key
 
     def expand_heads(
         self,
@@ -682,22 +787,26 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             kv_nope (`torch.Tensor` of shape `(batch_size, 1, kv_len, kv_lora_rank)`): Latents.
             k_rot (`torch.Tensor` of shape `(batch_size, 1, kv_len, qk_rope_head_dim)`): Rotary key.
         """
-        latent = kv_nope.squeeze(1)
-        if isinstance(self.kv_b_proj, nn.ModuleList):
-            latent_heads = latent.chunk(len(self.kv_b_proj), dim=-1)
-            groups = [
-                up_projection(latent_head)
-                for up_projection, latent_head in zip(self.kv_b_proj, latent_heads, strict=True)
-            ]
-            expanded = torch.cat(groups, dim=-1)
-        else:
-            expanded = self.kv_b_proj(latent)
+        expanded = self.up_project(kv_nope.squeeze(1))
         dims = [self.qk_nope_head_dim, self.v_head_dim]
-        heads = expanded.unflatten(-1, (-1, sum(dims))).transpose(1, 2)
+        heads = expanded.unflatten(-1, (-1, sum(dims)))
+        heads = heads.transpose(1, 2)
         plain_key, value = heads.split(dims, dim=-1)
-        rotary_key = k_rot.expand(-1, plain_key.shape[1], -1, -1)
-        key = torch.cat([self.k_knock(plain_key), rotary_key], dim=-1)
-        return key, self.v_knock(value)
+        plain_key = self.k_knock(plain_key)
+        value = self.v_knock(value)
+        num_heads = plain_key.shape[1]
+        rotary_key = k_rot.expand(-1, num_heads, -1, -1)
+        key = torch.cat([plain_key, rotary_key], dim=-1)
+        return key, value
+
+    def up_project(self, latent: Tensor) -> Tensor:
+        if not isinstance(self.kv_b_proj, nn.ModuleList):
+            return self.kv_b_proj(latent)
+        latent_heads = latent.chunk(len(self.kv_b_proj), dim=-1)
+        groups = []
+        for projection, latent_head in zip(self.kv_b_proj, latent_heads, strict=True):
+            groups.append(projection(latent_head))
+        return torch.cat(groups, dim=-1)
 
 
 class KHALatentRMSNorm(nn.Module):
@@ -716,9 +825,10 @@ class KHALatentRMSNorm(nn.Module):
 
     def forward(self, latent: Tensor) -> Tensor:
         heads = latent.float().unflatten(-1, (self.heads, -1))
-        mean_square = heads.square().mean(-1, keepdim=True)
-        normalized = heads * torch.rsqrt(mean_square + self.eps)
-        return self.weight * normalized.flatten(-2).to(latent.dtype)
+        variance = heads.square().mean(-1, keepdim=True)
+        heads = heads * torch.rsqrt(variance + self.eps)
+        normalized = heads.flatten(-2)
+        return self.weight * normalized.to(latent.dtype)
 
 
 KHA_ATTENTION_CLASSES |= {

@@ -160,17 +160,20 @@ class KHAModelConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
-        for name in [name for name in kwargs if name.startswith("kha_")]:
-            setattr(self, name, kwargs.pop(name))
+        for name in list(kwargs):
+            if name.startswith("kha_"):
+                setattr(self, name, kwargs.pop(name))
         for name, allowed in _ALLOWED_VALUES.items():
-            if (value := getattr(self, name)) not in allowed:
+            value = getattr(self, name)
+            if value not in allowed:
                 raise ValueError(f"`{name}` must be one of {allowed}, got {value!r}.")
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         if self.mlp_layer_types is None:
-            kind = "sparse" if self.num_experts else "dense"
-            self.mlp_layer_types = [kind] * self.num_hidden_layers
-        self._check_fields()
+            mlp_type = "sparse" if self.num_experts else "dense"
+            self.mlp_layer_types = [mlp_type] * self.num_hidden_layers
+        self._check_attention()
+        self._check_experts()
         if self.kv_lora_rank is not None:
             self.head_dim = self.qk_rope_head_dim or 0
         elif self.kha_attention == "gta":
@@ -188,12 +191,13 @@ class KHAModelConfig(PreTrainedConfig):
     @property
     def mechanisms(self) -> dict[str, Any]:
         """Settings of all head mechanisms other than KHA by name, e.g. `{"gate": {...}}`."""
-        own = type(self).__dataclass_fields__
-        return {
-            name.removeprefix("kha_"): settings
-            for name, settings in vars(self).items()
-            if name.startswith("kha_") and name not in own and settings is not None
-        }
+        fields = type(self).__dataclass_fields__
+        mechanisms = {}
+        for name, settings in vars(self).items():
+            is_mechanism = name.startswith("kha_") and name not in fields
+            if is_mechanism and settings is not None:
+                mechanisms[name.removeprefix("kha_")] = settings
+        return mechanisms
 
     @property
     def is_plain(self) -> bool:
@@ -209,25 +213,34 @@ class KHAModelConfig(PreTrainedConfig):
     def num_latent_heads(self) -> int:
         return self.kha_latent_heads if self.kha_attention == "gla" else 1
 
-    def _check_fields(self) -> None:
-        latent, kind = self.kv_lora_rank is not None, self.kha_attention
-        if kind is not None and latent != (kind == "gla"):
+    def _check_attention(self) -> None:
+        is_latent = self.kv_lora_rank is not None
+        is_gla = self.kha_attention == "gla"
+        if self.kha_attention is not None and is_latent != is_gla:
             raise ValueError(
                 "GLA requires `kv_lora_rank` and GTA does not support it, got kha_attention="
-                f"{kind!r} and kv_lora_rank={self.kv_lora_rank}."
+                f"{self.kha_attention!r} and kv_lora_rank={self.kv_lora_rank}."
             )
-        if self.zero_centered_norms and kind == "gla":
+        if self.zero_centered_norms and is_gla:
             raise ValueError("GLA does not support `zero_centered_norms`.")
-        layers, kinds = self.num_hidden_layers, self.mlp_layer_types or []
-        if len(kinds) != layers or not set(kinds) <= {"dense", "sparse"}:
+
+    def _check_experts(self) -> None:
+        layers = self.num_hidden_layers
+        mlp_types = self.mlp_layer_types or []
+        if len(mlp_types) != layers or not set(mlp_types) <= {"dense", "sparse"}:
             raise ValueError(
-                f"Invalid `mlp_layer_types` for a model with {layers} layers: {kinds}."
+                f"Invalid `mlp_layer_types` for a model with {layers} layers: {mlp_types}."
             )
-        chosen, of_group = self.topk_group, self.num_experts // self.n_group
-        if self.n_group > 1 and not chosen <= self.num_experts_per_tok <= chosen * of_group:
+        if self.n_group == 1:
+            return
+        group_size = self.num_experts // self.n_group
+        least = self.topk_group
+        most = self.topk_group * group_size
+        if not least <= self.num_experts_per_tok <= most:
             raise ValueError(
-                f"`num_experts_per_tok` must be between {chosen} and {chosen * of_group} with "
-                f"topk_group={chosen} groups of {of_group} experts, got {self.num_experts_per_tok}."
+                f"`num_experts_per_tok` must be between {least} and {most} with "
+                f"topk_group={self.topk_group} groups of {group_size} experts, got "
+                f"{self.num_experts_per_tok}."
             )
 
     def _set_rotary_share(self) -> None:
@@ -236,9 +249,11 @@ class KHAModelConfig(PreTrainedConfig):
         share = 0.5 if self.kha_attention == "gta" else 1.0
         # Make a copy, because the dictionary belongs to the caller.
         self.rope_parameters = {"partial_rotary_factor": share} | (self.rope_parameters or {})
-        if (given := self.rope_parameters["partial_rotary_factor"]) != share:
+        partial_rotary_factor = self.rope_parameters["partial_rotary_factor"]
+        if partial_rotary_factor != share:
             raise ValueError(
-                f"partial_rotary_factor must be {share} with this attention, got {given}."
+                f"partial_rotary_factor must be {share} with this attention, got "
+                f"{partial_rotary_factor}."
             )
 
 

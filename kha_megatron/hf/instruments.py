@@ -37,12 +37,20 @@ class LayerStatistics:
     @property
     def means(self) -> dict[str, float]:
         """Metrics that are a single number."""
-        return {k: v for k, v in self.figures.items() if isinstance(v, float)}
+        means = {}
+        for name, figure in self.figures.items():
+            if isinstance(figure, float):
+                means[name] = figure
+        return means
 
     @property
     def per_head(self) -> dict[str, list[float]]:
         """Metrics with a number for each head, e.g. the fraction of tokens that use it."""
-        return {k: v for k, v in self.figures.items() if isinstance(v, list)}
+        per_head = {}
+        for name, figure in self.figures.items():
+            if isinstance(figure, list):
+                per_head[name] = figure
+        return per_head
 
 
 @torch.no_grad()
@@ -57,51 +65,77 @@ def measure_layers(model: Any, ids: Tensor) -> list[LayerStatistics]:
         model (`PreTrainedModel`): Causal language model in eval mode.
         ids (`torch.LongTensor` of shape `(1, seq_len)`): Token ids.
     """
-    layers, kind = model.get_decoder().layers, model.config.get_text_config().model_type
-    found = [LayerStatistics(layer=layer) for layer in range(len(layers))]
-    before = model.config._attn_implementation
+    has_gated_queries = model.config.get_text_config().model_type in GATED_QUERIES
+    previous_implementation = model.config._attn_implementation
+    statistics = []
     with ExitStack() as stack:
         model.set_attn_implementation("eager")
-        stack.callback(model.set_attn_implementation, before)
-        for figures, layer in zip(found, layers, strict=True):
-            stack.enter_context(layer.register_forward_hook(partial(_measure_output, figures)))
-            if (attention := getattr(layer, "self_attn", None)) is None:
+        stack.callback(model.set_attn_implementation, previous_implementation)
+        for index, layer in enumerate(model.get_decoder().layers):
+            layer_statistics = LayerStatistics(layer=index)
+            statistics.append(layer_statistics)
+            hook = partial(_measure_output, layer_statistics)
+            stack.enter_context(layer.register_forward_hook(hook))
+            attention = getattr(layer, "self_attn", None)
+            if attention is None:
                 continue
-            stack.enter_context(attention.register_forward_hook(partial(_measure_sinks, figures)))
-            if (listeners := getattr(attention, "listeners", None)) is not None:
-                listeners.append(_Recorder(figures).observe)
+            hook = partial(_measure_sinks, layer_statistics)
+            stack.enter_context(attention.register_forward_hook(hook))
+            listeners = getattr(attention, "listeners", None)
+            if listeners is not None:
+                listeners.append(_Recorder(layer_statistics).observe)
                 stack.callback(listeners.pop)
-            elif kind in GATED_QUERIES:
-                hook = partial(_measure_gate, figures, attention.head_dim)
+            elif has_gated_queries:
+                hook = partial(_measure_gate, layer_statistics, attention.head_dim)
                 stack.enter_context(attention.q_proj.register_forward_hook(hook))
         model(ids, use_cache=False)
-    return found
+    return statistics
 
 
-def _measure_sinks(figures: LayerStatistics, module: nn.Module, inputs: Any, result: Any) -> None:
+def _measure_sinks(
+    statistics: LayerStatistics,
+    module: nn.Module,
+    inputs: Any,
+    result: Any,
+) -> None:
     weights = result[1]
     if weights is not None and weights.shape[-1] > 1:
-        figures.sinks = weights[0, :, 1:, 0].float().mean(-1).tolist()
+        on_first_token = weights[0, :, 1:, 0].float()
+        statistics.sinks = on_first_token.mean(-1).tolist()
 
 
-def _measure_output(figures: LayerStatistics, layer: nn.Module, inputs: Any, result: Any) -> None:
-    hidden = (result[0] if isinstance(result, tuple) else result)[0].float().abs()
-    figures.peak = hidden.max().item()
-    token, feature = torch.unravel_index(hidden.argmax(), hidden.shape)
-    figures.peak_token, figures.peak_feature = int(token), int(feature)
-    figures.median = hidden.median().item()
+def _measure_output(
+    statistics: LayerStatistics,
+    layer: nn.Module,
+    inputs: Any,
+    result: Any,
+) -> None:
+    hidden_states = result[0] if isinstance(result, tuple) else result
+    activations = hidden_states[0].float().abs()
+    token, feature = torch.unravel_index(activations.argmax(), activations.shape)
+    statistics.peak = activations.max().item()
+    statistics.peak_token = int(token)
+    statistics.peak_feature = int(feature)
+    statistics.median = activations.median().item()
 
 
 def _measure_gate(
-    figures: LayerStatistics, head_dim: int, module: nn.Module, inputs: Any, result: Tensor
+    statistics: LayerStatistics,
+    head_dim: int,
+    module: nn.Module,
+    inputs: Any,
+    result: Tensor,
 ) -> None:
-    score = result.unflatten(-1, (-1, 2 * head_dim))[..., head_dim:].float().sigmoid()
-    observe_output_gate(lambda: score, _Recorder(figures))
+    query_and_gate = result.unflatten(-1, (-1, 2 * head_dim))
+    gate = query_and_gate[..., head_dim:]
+    score = gate.float().sigmoid()
+    observe_output_gate(lambda: score, _Recorder(statistics))
 
 
 class _Recorder(Ranks):
-    def __init__(self, figures: LayerStatistics) -> None:
-        self.figures = figures
+    def __init__(self, statistics: LayerStatistics) -> None:
+        self.statistics = statistics
 
-    def observe(self, name: str, figure: Callable[[], Tensor]) -> None:
-        self.figures.figures[name] = figure().tolist()
+    def observe(self, name: str, compute_figure: Callable[[], Tensor]) -> None:
+        figure = compute_figure()
+        self.statistics.figures[name] = figure.tolist()

@@ -53,7 +53,9 @@ SHARED_BY_HEADS = "replicated_with_grad_allreduce"
 
 # Checkpoints store each expert separately (as in Qwen3-MoE), while the model fuses them.
 register_checkpoint_conversion_mapping(
-    KHAModelConfig.model_type, get_checkpoint_conversion_mapping("qwen2_moe"), overwrite=True
+    KHAModelConfig.model_type,
+    get_checkpoint_conversion_mapping("qwen2_moe"),
+    overwrite=True,
 )
 
 
@@ -73,8 +75,11 @@ class HeadSharedLinear(nn.Linear):
     def set_initial_value(self, std: float) -> None:
         if self.initial == "normal":
             init.normal_(self.weight, mean=0.0, std=std)
+        elif self.initial == "zeros":
+            init.zeros_(self.weight)
         else:  # `torch.nn.init.eye_` fails on the meta device (used by vLLM).
-            init.copy_(self.weight, float(self.initial == "identity") * torch.eye(len(self.weight)))
+            identity = torch.eye(len(self.weight))
+            init.copy_(self.weight, identity)
 
 
 class KHAKnock(nn.Module):
@@ -86,15 +91,19 @@ class KHAKnock(nn.Module):
     def __init__(self, variant: str, head_dim: int, init: str = "identity") -> None:
         super().__init__()
         self.variant = variant
-        identity, zeros = ("normal", "normal") if init == "random" else ("identity", "zeros")
+        initial = "identity"
+        initial_gate = "zeros"
+        if init == "random":
+            initial = "normal"
+            initial_gate = "normal"
         if variant == "linear":
-            self.proj = HeadSharedLinear(head_dim, identity)
+            self.proj = HeadSharedLinear(head_dim, initial)
         if variant == "mlp":
-            self.up_proj = HeadSharedLinear(head_dim, identity)
+            self.up_proj = HeadSharedLinear(head_dim, initial)
         if variant in ("mlp", "gate"):
-            self.gate_proj = HeadSharedLinear(head_dim, zeros)
+            self.gate_proj = HeadSharedLinear(head_dim, initial_gate)
         if variant == "mlp":
-            self.down_proj = HeadSharedLinear(head_dim, identity)
+            self.down_proj = HeadSharedLinear(head_dim, initial)
 
     def forward(self, x: Tensor) -> Tensor:
         # `gate_proj` is called in two places on purpose. Otherwise vLLM takes this module for a
@@ -102,19 +111,25 @@ class KHAKnock(nn.Module):
         if self.variant == "linear":
             return self.proj(x)
         if self.variant == "gate":
-            return 2 * x * torch.sigmoid(self.gate_proj(x))
-        return self.down_proj(2 * self.up_proj(x) * torch.sigmoid(self.gate_proj(x)))
+            gate = torch.sigmoid(self.gate_proj(x))
+            return 2 * x * gate
+        up = self.up_proj(x)
+        gate = torch.sigmoid(self.gate_proj(x))
+        return self.down_proj(2 * up * gate)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Applies RoPE to the first features of each head, depending on the size of `cos`."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    width = cos.shape[-1]
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
+    rotary_dim = cos.shape[-1]
     # Do not use `torch.cat` here. It changes the strides, so fused attention may round differently.
-    if width == x.shape[-1]:
+    if rotary_dim == x.shape[-1]:
         return x * cos + rotate_half(x) * sin
-    rotated, rest = x.split([width, x.shape[-1] - width], dim=-1)
-    return torch.cat([rotated * cos + rotate_half(rotated) * sin, rest], dim=-1)
+    x_rot = x[..., :rotary_dim]
+    x_pass = x[..., rotary_dim:]
+    x_embed = x_rot * cos + rotate_half(x_rot) * sin
+    return torch.cat([x_embed, x_pass], dim=-1)
 
 
 # transformers 5.24 renamed `past_key_values` to `cache` in all layers.
@@ -131,7 +146,8 @@ def pop_cache(arguments: dict[str, Any]) -> Cache | None:
     itself.
     """
     names = [name for name, value in arguments.items() if isinstance(value, Cache)]
-    if unknown := set(names) - set(CACHE_ARGUMENTS):
+    unknown = set(names) - set(CACHE_ARGUMENTS)
+    if unknown:
         raise TypeError(
             f"The KV cache was passed as {min(unknown)!r}, which this model does not support. "
             f"Expected {' or '.join(map(repr, CACHE_ARGUMENTS))}. Please update the code of the "
@@ -142,13 +158,18 @@ def pop_cache(arguments: dict[str, Any]) -> Cache | None:
             "use_cache=True requires a KV cache, but the attention layer received none. Please "
             "pass `past_key_values` or use_cache=False."
         )
-    cache = arguments.pop(names[0]) if names else None
+    cache = None
+    if names:
+        cache = arguments.pop(names[0])
     arguments.pop("past_key_values", None)
     return cache
 
 
 def update_paged_cache(
-    layer: Any, key: Tensor, value: Tensor, arguments: dict[str, Any]
+    layer: Any,
+    key: Tensor,
+    value: Tensor,
+    arguments: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """
     Update the paged cache of continuous batching, and return all keys and values.
@@ -170,17 +191,26 @@ class KHAModule(Module):
 
     def add_knocks(self, config: KHAModelConfig, head_dim: int, value_dim: int) -> None:
         """Create `q_knock`, `k_knock` and `v_knock` (`nn.Identity` where KHA is disabled)."""
-        for name, dim in (("query", head_dim), ("key", head_dim), ("value", value_dim)):
-            variant = getattr(config, f"kha_{name}")
-            knock = KHAKnock(variant, dim, config.kha_init) if variant else nn.Identity()
-            setattr(self, f"{name[0]}_knock", knock)
+        self.q_knock = self.build_knock(config.kha_query, head_dim, config)
+        self.k_knock = self.build_knock(config.kha_key, head_dim, config)
+        self.v_knock = self.build_knock(config.kha_value, value_dim, config)
+
+    def build_knock(
+        self,
+        variant: str | None,
+        dim: int,
+        config: KHAModelConfig,
+    ) -> nn.Module:
+        if variant is None:
+            return nn.Identity()
+        return KHAKnock(variant, dim, config.kha_init)
 
     def tp_plan(self) -> dict[str, str]:
         """Tensor-parallel plan for the submodules. `KHAModel` adds it to the config."""
-        present = dict(self.named_children())
-        split = [name for name in self.projections if name in present]
-        plan = dict.fromkeys(split, "colwise") | {"o_proj": "rowwise"}
+        plan = {"o_proj": "rowwise"}
         for name, module in self.named_modules():
+            if name in self.projections:
+                plan[name] = "colwise"
             if isinstance(module, HeadSharedLinear) or name in ("q_norm", "k_norm"):
                 plan[name] = SHARED_BY_HEADS
         return plan
@@ -203,14 +233,21 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         # Apply KHA before updating the cache, so only new tokens are transformed when decoding.
         cache = pop_cache(kwargs)
         input_shape = hidden_states.shape[:-1]
-        heads = (*input_shape, -1, self.head_dim)
-        query = self.q_knock(self.q_proj(hidden_states).view(heads))
-        key = self.k_knock(self.k_proj(hidden_states).view(heads))
-        value = self.v_knock(self.v_proj(hidden_states).view(heads)).transpose(1, 2)
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(hidden_shape)
+        key = self.k_proj(hidden_states).view(hidden_shape)
+        value = self.v_proj(hidden_states).view(hidden_shape)
+        query = self.q_knock(query)
+        key = self.k_knock(key)
+        value = self.v_knock(value)
         if self.use_qk_norm:
-            query, key = self.q_norm(query), self.k_norm(key)
-        query = apply_rotary(query.transpose(1, 2), *position_embeddings)
-        key = apply_rotary(key.transpose(1, 2), *position_embeddings)
+            query = self.q_norm(query)
+            key = self.k_norm(key)
+        query = query.transpose(1, 2)
+        key = key.transpose(1, 2)
+        value = value.transpose(1, 2)
+        query = apply_rotary(query, *position_embeddings)
+        key = apply_rotary(key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         key, value = update_paged_cache(self, key, value, kwargs)
@@ -227,7 +264,8 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
             scaling=self.scaling,
             **kwargs,
         )
-        return self.o_proj(output.reshape(*input_shape, -1).contiguous()), weights
+        output = output.reshape(*input_shape, -1).contiguous()
+        return self.o_proj(output), weights
 
 
 # Populated by `attention_kha`. That module is only exported with models that need it.
@@ -256,18 +294,20 @@ def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
     remedy = "Please serve the model with transformers."
     if config.kv_lora_rank is not None or config.kha_attention is not None:
         return f"KHA models with MLA, GLA or GTA are not supported in vLLM. {remedy}"
-    if unknown := set(config.mechanisms) - {"gate"}:
-        return f"vLLM does not support kha_{', kha_'.join(sorted(unknown))}. {remedy}"
+    unsupported = sorted(f"kha_{name}" for name in config.mechanisms if name != "gate")
+    if unsupported:
+        return f"vLLM does not support {', '.join(unsupported)}. {remedy}"
     if config.hidden_act != "silu":
         return f"hidden_act={config.hidden_act!r} is not supported in vLLM, only silu. {remedy}"
-    best = 2 if config.scoring_func == "sigmoid" else 1
-    each = config.num_experts_per_tok // config.topk_group
-    if by_backend and config.n_group > 1 and each != best:
-        return (
-            f"vLLM's transformers backend ranks expert groups by their top {best} experts, but "
-            f"this model requires the top {each}. Install kha_megatron from source and remove "
-            "--model-impl."
-        )
+    if by_backend and config.n_group > 1:
+        experts_in_vllm = 2 if config.scoring_func == "sigmoid" else 1
+        experts_per_group = config.num_experts_per_tok // config.topk_group
+        if experts_per_group != experts_in_vllm:
+            return (
+                f"vLLM's transformers backend ranks expert groups by their top {experts_in_vllm} "
+                f"experts, but this model requires the top {experts_per_group}. Install "
+                "kha_megatron from source and remove --model-impl."
+            )
     return None
 
 
@@ -293,15 +333,18 @@ class KHARouter(nn.Module):
         # Qwen3-MoE has no groups.
         self.like_qwen = not self.in_float32 and config.n_group == 1
         self.scaling_factor = config.routed_scaling_factor
-        self.groups, self.groups_per_token = config.n_group, config.topk_group
-        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
+        self.groups = config.n_group
+        self.groups_per_token = config.topk_group
+        weight = torch.empty(config.num_experts, config.hidden_size)
+        self.weight = nn.Parameter(weight)
         if self.score_function == "sigmoid":
             bias = torch.zeros(config.num_experts, dtype=torch.float32)
             self.e_score_correction_bias = nn.Buffer(bias)
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the router logits of all experts, and the weights and indices of the top k."""
-        logits = self.logits(hidden_states.reshape(-1, hidden_states.shape[-1]))
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = self.logits(tokens)
         weights, experts = self.choose(logits)
         return logits, weights.to(logits.dtype), experts
 
@@ -315,22 +358,36 @@ class KHARouter(nn.Module):
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Select the top-k experts for each token. Returns their weights (float32) and indices."""
         if self.score_function == "sigmoid":
-            scores = logits.float().sigmoid()
-            choice = self._mask_groups(scores + self.e_score_correction_bias)
-            # Megatron only sorts during training. Do the same, as the order affects rounding.
-            experts = choice.topk(self.top_k, dim=-1, sorted=torch.is_grad_enabled()).indices
-            weights = scores.gather(-1, experts)
-            if self.normalise:
-                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights, experts = self._choose_by_sigmoid(logits)
         else:
-            selected_only = self.normalise and not self.like_qwen
-            scores = logits if selected_only else logits.softmax(-1, dtype=torch.float32)
-            weights, experts = self._mask_groups(scores).topk(self.top_k, dim=-1)
-            if selected_only:
-                weights = weights.softmax(-1, dtype=torch.float32)
-            elif self.normalise:
-                weights = weights / weights.sum(-1, keepdim=True)
+            weights, experts = self._choose_by_softmax(logits)
         return weights * self.scaling_factor, experts
+
+    def _choose_by_sigmoid(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.float().sigmoid()
+        scores_for_choice = self._mask_groups(scores + self.e_score_correction_bias)
+        # Megatron only sorts during training. Do the same, as the order affects rounding.
+        is_sorted = torch.is_grad_enabled()
+        experts = scores_for_choice.topk(self.top_k, dim=-1, sorted=is_sorted).indices
+        weights = scores.gather(-1, experts)
+        if self.normalise:
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / (total + 1e-20)
+        return weights, experts
+
+    def _choose_by_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self.normalise and not self.like_qwen:
+            scores = self._mask_groups(logits)
+            selected, experts = scores.topk(self.top_k, dim=-1)
+            weights = selected.softmax(-1, dtype=torch.float32)
+            return weights, experts
+        probabilities = logits.softmax(-1, dtype=torch.float32)
+        scores = self._mask_groups(probabilities)
+        weights, experts = scores.topk(self.top_k, dim=-1)
+        if self.normalise:
+            total = weights.sum(-1, keepdim=True)
+            weights = weights / total
+        return weights, experts
 
     def _mask_groups(self, scores: Tensor) -> Tensor:
         """Mask experts outside the `topk_group` best groups. A group's score is the sum of its
@@ -338,10 +395,14 @@ class KHARouter(nn.Module):
         if self.groups == 1:
             return scores
         grouped = scores.unflatten(-1, (self.groups, -1))
-        each = self.top_k // self.groups_per_token
-        best = grouped.topk(each, dim=-1).values.sum(-1).topk(self.groups_per_token, dim=-1).indices
-        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, False)
-        return grouped.masked_fill(outside.unsqueeze(-1), -torch.inf).flatten(-2)
+        experts_per_group = self.top_k // self.groups_per_token
+        best_scores = grouped.topk(experts_per_group, dim=-1).values
+        group_scores = best_scores.sum(-1)
+        selected_groups = group_scores.topk(self.groups_per_token, dim=-1).indices
+        is_masked = torch.ones_like(group_scores, dtype=torch.bool)
+        is_masked = is_masked.scatter(-1, selected_groups, False)
+        masked = grouped.masked_fill(is_masked.unsqueeze(-1), -torch.inf)
+        return masked.flatten(-2)
 
 
 class KHASparseMLP(nn.Module):
@@ -349,7 +410,8 @@ class KHASparseMLP(nn.Module):
         super().__init__()
         self.gate = KHARouter(config)
         self.experts = Qwen3MoeExperts(config)
-        self.shared_experts = self.shared_expert_gate = None
+        self.shared_experts = None
+        self.shared_expert_gate = None
         if config.shared_expert_intermediate_size:
             self.shared_experts = Glm4MoeMLP(config, config.shared_expert_intermediate_size)
         if config.shared_expert_gate:
@@ -358,13 +420,15 @@ class KHASparseMLP(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, experts = self.gate(tokens)
-        output = self.experts(tokens, experts, weights).view_as(hidden_states)
+        output = self.experts(tokens, experts, weights)
+        output = output.view_as(hidden_states)
         if self.shared_experts is None:
             return output
-        shared = self.shared_experts(hidden_states)
+        shared_output = self.shared_experts(hidden_states)
         if self.shared_expert_gate is not None:
-            shared = shared * torch.sigmoid(self.shared_expert_gate(hidden_states))
-        return output + shared
+            gate = self.shared_expert_gate(hidden_states)
+            shared_output = shared_output * torch.sigmoid(gate)
+        return output + shared_output
 
 
 def center_norms(model: nn.Module) -> None:
@@ -381,8 +445,11 @@ class KHADecoderLayer(Glm4MoeDecoderLayer):
         GradientCheckpointingLayer.__init__(self)  # Skip the parent, which builds other submodules.
         self.hidden_size = config.hidden_size
         self.self_attn = attention_class(config)(config, layer_idx)
-        is_sparse = (config.mlp_layer_types or [])[layer_idx] == "sparse"
-        self.mlp = KHASparseMLP(config) if is_sparse else Glm4MoeMLP(config)
+        mlp_types = config.mlp_layer_types or []
+        if mlp_types[layer_idx] == "sparse":
+            self.mlp = KHASparseMLP(config)
+        else:
+            self.mlp = Glm4MoeMLP(config)
         self.input_layernorm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
@@ -410,11 +477,16 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
 
     def _check_config(self, config: KHAModelConfig) -> None:
         """Validate the config. Disables SDPA, FlashAttention etc. if the model needs eager."""
-        in_vllm = config._attn_implementation == "vllm"
-        if in_vllm and (obstacle := vllm_obstacle(config, by_backend=True)):
-            raise ValueError(obstacle)
-        if not config.is_plain and attention_class(config).check_config(config) == "eager":
-            self._supports_sdpa = self._supports_flash_attn = self._supports_flex_attn = False
+        if config._attn_implementation == "vllm":
+            obstacle = vllm_obstacle(config, by_backend=True)
+            if obstacle:
+                raise ValueError(obstacle)
+        if config.is_plain:
+            return
+        if attention_class(config).check_config(config) == "eager":
+            self._supports_sdpa = False
+            self._supports_flash_attn = False
+            self._supports_flex_attn = False
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -422,18 +494,21 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
 
     def _grouped_mm_can_dispatch(self) -> bool:
         # If the user did not ask for grouped_mm, transformers catches this and uses a loop.
-        sizes = self.config.hidden_size, self.config.moe_intermediate_size
-        if any(size % 8 for size in sizes):
+        hidden_size = self.config.hidden_size
+        intermediate_size = self.config.moe_intermediate_size
+        if hidden_size % 8 or intermediate_size % 8:
             raise ValueError(
                 "grouped_mm requires hidden_size and moe_intermediate_size to be multiples of 8, "
-                f"got {sizes[0]} and {sizes[1]}. Please use experts_implementation='eager'."
+                f"got {hidden_size} and {intermediate_size}. Please use "
+                "experts_implementation='eager'."
             )
         return super()._grouped_mm_can_dispatch()
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         std = self.config.initializer_range
-        if (set_initial_value := getattr(module, "set_initial_value", None)) is not None:
+        set_initial_value = getattr(module, "set_initial_value", None)
+        if set_initial_value is not None:
             set_initial_value(std)
             return
         super()._init_weights(module)
@@ -454,33 +529,45 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         super(Glm4MoeModel, self).__init__(config)  # Skip the parent, which builds its own layers.
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
-        self.layers = nn.ModuleList(
-            KHADecoderLayer(config, layer) for layer in range(config.num_hidden_layers)
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size,
+            config.hidden_size,
+            self.padding_idx,
         )
+        self.layers = nn.ModuleList()
+        for layer_idx in range(config.num_hidden_layers):
+            self.layers.append(KHADecoderLayer(config, layer_idx))
         self.norm = Glm4MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Glm4MoeRotaryEmbedding(config)
         self.gradient_checkpointing = False
         if config.zero_centered_norms:
             center_norms(self)
+        plan = dict(type(config).base_model_tp_plan)
         attention: Any = self.layers[0].self_attn
-        self.config.base_model_tp_plan = type(config).base_model_tp_plan | {
-            f"layers.*.self_attn.{module}": style for module, style in attention.tp_plan().items()
-        }
+        for module, style in attention.tp_plan().items():
+            plan[f"layers.*.self_attn.{module}"] = style
+        self.config.base_model_tp_plan = plan
         self.post_init()
 
     @wraps(Glm4MoeModel.forward)
     def forward(self, *args, **kwargs):
-        lengths = [cache.get_seq_length() for cache in find_caches((*args, *kwargs.values()))]
+        past_length = 0
+        past_cache = find_cache((*args, *kwargs.values()))
+        if past_cache is not None:
+            past_length = past_cache.get_seq_length()
         output = super().forward(*args, **kwargs)
-        caches = find_caches(output.values() if isinstance(output, dict) else output)
-        if caches and not torch.compiler.is_compiling():
-            check_is_longer(caches[0], lengths[0] if lengths else 0)
+        outputs = output.values() if isinstance(output, dict) else output
+        cache = find_cache(outputs)
+        if cache is not None and not torch.compiler.is_compiling():
+            check_is_longer(cache, past_length)
         return output
 
 
-def find_caches(values: Iterable[Any]) -> list[Cache]:
-    return [value for value in values if isinstance(value, Cache)]
+def find_cache(values: Iterable[Any]) -> Cache | None:
+    for value in values:
+        if isinstance(value, Cache):
+            return value
+    return None
 
 
 def check_is_longer(cache: Cache, before: int) -> None:

@@ -26,15 +26,16 @@ AUTO_MAP = {
 
 _IMPORT = re.compile(r"^from (kha_megatron[\w.]*) import", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
-_MODELING, _ATTENTION, _REGISTRY = (
-    f"kha_megatron.hf.{name}_kha" for name in ("modeling", "attention", "mechanisms")
-)
+_MODELING = "kha_megatron.hf.modeling_kha"
+_ATTENTION = "kha_megatron.hf.attention_kha"
+_REGISTRY = "kha_megatron.hf.mechanisms_kha"
 
 
 def write_modelling_files(directory: str | Path, config: Any) -> dict[str, str]:
     """Write the modeling files and return the `auto_map` for `config.json`."""
     for name, source in modelling_files(config).items():
-        (Path(directory) / name).write_text(source)
+        path = Path(directory) / name
+        path.write_text(source)
     return dict(AUTO_MAP)
 
 
@@ -48,11 +49,16 @@ def modelling_files(config: Any) -> dict[str, str]:
             "\n# Register the attention classes.\n"
             f"from {_ATTENTION} import KHAHeadsAttention as KHAHeadsAttention  # noqa: E402\n"
         )
-    return {
-        f"{_file_name(module)}.py": f"# {_origin(module)}\n"
-        + _IMPORT.sub(lambda found: f"from .{_file_name(found[1])} import", source)
-        for module, source in sources.items()
-    }
+    files = {}
+    for module, source in sources.items():
+        code = _IMPORT.sub(_make_relative, source)
+        files[f"{_file_name(module)}.py"] = f"# {_origin(module)}\n{code}"
+    return files
+
+
+def _make_relative(absolute_import: re.Match[str]) -> str:
+    module = absolute_import[1]
+    return f"from .{_file_name(module)} import"
 
 
 def is_modelling_file(path: Path) -> bool:
@@ -66,42 +72,68 @@ def _collect(module: str, config: Any, sources: dict[str, str]) -> None:
     """Add `module` and everything it imports from this package to `sources`."""
     if module in sources:
         return
-    path = _ROOT / module.replace(".", "/")
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    if kind := _outsiders().get(module):
-        path = Path(sys.modules[kind.__module__].__file__ or "")
-    sources[module] = _registry(config.mechanisms) if module == _REGISTRY else path.read_text()
-    for imported in _IMPORT.findall(sources[module]):
+    if module == _REGISTRY:
+        source = _registry(config.mechanisms)
+    else:
+        source = _source_path(module).read_text()
+    sources[module] = source
+    for imported in _IMPORT.findall(source):
         _collect(imported, config, sources)
 
 
+def _source_path(module: str) -> Path:
+    outsider = _outsiders().get(module)
+    if outsider is not None:
+        return Path(sys.modules[outsider.__module__].__file__ or "")
+    path = _ROOT / module.replace(".", "/")
+    if path.is_dir():
+        return path / "__init__.py"
+    return path.with_suffix(".py")
+
+
 def _origin(module: str) -> str:
-    if kind := _outsiders().get(module):
-        return f"{kind.__module__}, a head mechanism that is not part of kha-megatron"
+    outsider = _outsiders().get(module)
+    if outsider is not None:
+        return f"{outsider.__module__}, a head mechanism that is not part of kha-megatron"
     return f"{module} of kha-megatron {__version__} (Apache-2.0)"
 
 
 def _outsiders() -> dict[str, type]:
     """Mechanisms from other packages and files, by module name in this package."""
-    own = f"{__package__.partition('.')[0]}."
-    return {
-        f"{own}heads.{name}": kind
-        for name, kind in mechanism_types().items()
-        if not kind.__module__.startswith(own)
-    }
+    package = __package__.partition(".")[0]
+    outsiders = {}
+    for name, mechanism_type in mechanism_types().items():
+        if not mechanism_type.__module__.startswith(f"{package}."):
+            outsiders[f"{package}.heads.{name}"] = mechanism_type
+    return outsiders
 
 
 def _file_name(module: str) -> str:
-    parts = module.split(".")[1:]
-    return "_".join(parts[parts[0] == "hf" :]).removesuffix("_kha") + "_kha"
+    _, _, path = module.partition(".")
+    name = path.removeprefix("hf.").replace(".", "_")
+    return name.removesuffix("_kha") + "_kha"
 
 
 def _registry(names: Any) -> str:
     """Generate a `mechanisms_kha.py` that only imports the given mechanisms."""
-    modules = {kind: module for module, kind in _outsiders().items()}
-    kinds = [kind for name, kind in mechanism_types().items() if name in names]
-    imports = [f"from {modules.get(k, k.__module__)} import {k.__name__}" for k in kinds]
-    entries = ", ".join(f"{kind.name!r}: {kind.__name__}" for kind in kinds)
-    doc = '"""Head mechanisms of this model, in the order in which they are applied."""'
-    function = ["def mechanism_types() -> dict[str, type]:", f"    return {{{entries}}}"]
-    return "\n".join([doc, "", *imports, "", "", *function, ""])
+    modules_of_outsiders = {outsider: module for module, outsider in _outsiders().items()}
+    imports = []
+    entries = []
+    for name, mechanism_type in mechanism_types().items():
+        if name not in names:
+            continue
+        class_name = mechanism_type.__name__
+        module = modules_of_outsiders.get(mechanism_type, mechanism_type.__module__)
+        imports.append(f"from {module} import {class_name}")
+        entries.append(f"{name!r}: {class_name}")
+    lines = [
+        '"""Head mechanisms of this model, in the order in which they are applied."""',
+        "",
+        *imports,
+        "",
+        "",
+        "def mechanism_types() -> dict[str, type]:",
+        f"    return {{{', '.join(entries)}}}",
+        "",
+    ]
+    return "\n".join(lines)

@@ -148,7 +148,7 @@ class ModelConfig:
         writes=_format_layer_frequency,
     )
     """Either an interval, or a list with 0 (dense) or 1 (MoE) for each layer. In models that are
-    converted, this is always a list."""
+    converted, this is always a list. See :attr:`moe_layers`."""
     moe_ffn_hidden_size: int | None = flag(None, hf="moe_intermediate_size")
     moe_shared_expert_intermediate_size: int | None = flag(
         None,
@@ -287,6 +287,27 @@ class ModelConfig:
         return self.mtp_num_layers or 0
 
     @property
+    def vocabulary(self) -> int:
+        assert self.vocab_size is not None
+        return self.vocab_size
+
+    @property
+    def vocabulary_rows(self) -> int:
+        """Rows of the embedding."""
+        assert self.padded_vocab_size is not None
+        return self.padded_vocab_size
+
+    @property
+    def max_length(self) -> int:
+        assert self.max_position_embeddings is not None
+        return self.max_position_embeddings
+
+    @property
+    def query_rank(self) -> int:
+        """Size of compressed queries in MLA, 0 if they are not compressed."""
+        return self.q_lora_rank or 0
+
+    @property
     def dense_width(self) -> int:
         return self.ffn_hidden_size or 0
 
@@ -318,12 +339,17 @@ class ModelConfig:
         """True if all layers have the same parameters. GPTModel stacks them in this case."""
         if not self.num_experts:
             return True
-        return all(map(self.is_moe, range(self.layers)))
+        return all(self.moe_layers)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """For each layer, whether it has experts (0 or 1)."""
+        return tuple(int(self.is_moe(layer)) for layer in range(self.layers))
 
     def layer_pattern(self, stages: Iterable[int]) -> LayerPattern:
         """Describe the layers of a hybrid model. ``stages`` are numbers of layers."""
         return LayerPattern(
-            moe=tuple(int(self.is_moe(layer)) for layer in range(self.layers)),
+            moe=self.moe_layers,
             stages=tuple(stages),
             latent=self.multi_latent_attention,
             predictions=self.predictions,

@@ -295,7 +295,7 @@ def _router_settings(
     settings = {
         "moe_ffn_hidden_size": model.expert_width,
         "moe_shared_expert_intermediate_size": model.shared_width or None,
-        "moe_layer_freq": tuple(int(model.is_moe(layer)) for layer in range(model.layers)),
+        "moe_layer_freq": model.moe_layers,
         "normalizes_topk": normalizes_topk,
         "moe_router_dtype": args.get("moe_router_dtype"),
         "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
@@ -459,7 +459,7 @@ def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
     if model.is_uniform:
         args["moe_layer_freq"] = 1
     else:
-        args["moe_layer_freq"] = [int(model.is_moe(layer)) for layer in range(model.layers)]
+        args["moe_layer_freq"] = list(model.moe_layers)
     is_softmax = model.moe_router_score_function == "softmax"
     args["moe_router_pre_softmax"] = is_softmax and not model.normalizes_topk
     args["moe_router_load_balancing_type"] = "none"

@@ -15,7 +15,14 @@ _EXPERTS = ROUTING | {"num_experts": 8, "moe_router_topk": 2}
 _GROUPED = {"group_query_attention": True, "num_query_groups": 4}
 
 
-def _recipe(name: str, description: str, *, ranks: int, length: int, **values: Any) -> Recipe:
+def _recipe(
+    name: str,
+    description: str,
+    *,
+    ranks: int,
+    length: int,
+    **values: Any,
+) -> Recipe:
     shared = {
         **ATTENTION,
         **TRAINING,

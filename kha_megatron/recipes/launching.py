@@ -15,7 +15,7 @@ from typing import Any
 
 from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError, MissingDependencyError, install_command
-from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
+from kha_megatron.recipes.log_lines import Step, parse_steps, read_new_lines
 from kha_megatron.recipes.logs import Failure, find_failure
 from kha_megatron.recipes.prepare import Job, owned_output
 from kha_megatron.recipes.processes import (
@@ -72,15 +72,20 @@ def dry_run(job: Job) -> Command:
         request = experiment.jobs[0]._dryrun_info.request
     (replica,) = request.role_params[TASK]
     *torchrun, _script = replica.args  # replace NeMo-Run's temporary script by its command
+    environment = dict(replica.env)
+    environment.pop(LAUNCH_VARIABLE, None)
     return Command(
         words=(*torchrun, *job.command),
-        environment={k: v for k, v in replica.env.items() if k != LAUNCH_VARIABLE},
+        environment=environment,
         folder=Path(replica.cwd or os.getcwd()),
     )
 
 
 def launch_job(
-    job: Job, *, on_step: Callable[[Step], None] | None = None, stop: threading.Event | None = None
+    job: Job,
+    *,
+    on_step: Callable[[Step], None] | None = None,
+    stop: threading.Event | None = None,
 ) -> LaunchResult:
     """Run a job on this machine and wait for it. Can be called from several threads.
 
@@ -96,7 +101,8 @@ def launch_job(
         OutputError: If another process uses the output directory.
     """
     launch_id = uuid.uuid4().hex
-    executor, last_step = _executor(job, launch_id=launch_id), None
+    executor = _executor(job, launch_id=launch_id)
+    last_step = None
     # exit the guard first, because the experiment waits for the ranks when it is closed
     with (
         owned_output(job),
@@ -108,7 +114,8 @@ def launch_job(
         experiment.run()
         info = experiment.status(return_dict=True)[TASK]
         logs = Path(info["local_dir"], "nemo_run", info["job_id"])
-        launcher, rank_logs = logs / TASK / "0", logs / "torchelastic" / TASK
+        launcher = logs / TASK / "0"
+        rank_logs = logs / "torchelastic" / TASK
         log = launcher / "combined.log"
         announce(f"Writing the log of all ranks of {job.output or job.recipe.name} to {log}")
         for step in _follow(experiment, launcher / "stdout.log", launch_id, stop):
@@ -179,14 +186,17 @@ def _executor(job: Job, *, launch_id: str) -> Any:
 
 
 def _follow(
-    experiment: Any, log: Path, launch_id: str, stop: threading.Event | None
+    experiment: Any,
+    log: Path,
+    launch_id: str,
+    stop: threading.Event | None,
 ) -> Iterator[Step]:
     with log.open("rb") as file:
         finished = False
         while not finished:
             # query the status before reading, so that no line is missed
             finished = _status(experiment, launch_id) in _FINISHED
-            yield from filter(None, map(parse_step, read_new_lines(file)))
+            yield from parse_steps(read_new_lines(file))
             if stop is not None and stop.is_set():
                 raise KeyboardInterrupt
             if not finished:

@@ -9,12 +9,11 @@ Other lines are ignored, and so are the prefixes that launchers add.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from kha_megatron.errors import DataError
 
@@ -40,55 +39,75 @@ class Step:
     loss: float | None  # None if all iterations were skipped
 
 
-def parse_line(line: str) -> tuple[int, int, dict[str, float]] | None:
-    """Parse a line of Megatron's training log.
+class LogLine(NamedTuple):
+    iteration: int
+    total: int
+    metrics: dict[str, float]
 
-    Returns:
-        The iteration, the total number of iterations and the metrics, or None for other lines.
-    """
-    if (match := _LINE.search(line)) is None:
+
+def parse_line(line: str) -> LogLine | None:
+    """Parse a line of Megatron's training log. Returns None for other lines."""
+    match = _LINE.search(line)
+    if match is None:
         return None
-    values = {}
-    for field in match[3].split("|")[:-1]:  # output of another rank may follow the last bar
-        name, _, text = field.partition(": ")
+    iteration, total, text = match.groups()
+    *fields, _ = text.split("|")  # output of another rank may follow the last bar
+    metrics = {}
+    for field in fields:
+        name, _, value = field.partition(": ")
         with suppress(ValueError):  # not a number
-            values[name.strip()] = float(text)
-    if values.get(_SKIPPED):
-        if values.get(LOSS) == 0:  # all iterations were skipped
-            del values[LOSS]
+            metrics[name.strip()] = float(value)
+    if metrics.get(_SKIPPED):
+        if metrics.get(LOSS) == 0:  # all iterations were skipped
+            del metrics[LOSS]
     else:
-        values.setdefault(LOSS, math.nan)  # Megatron does not log NaN or negative losses
-    return int(match[1]), int(match[2]), values
+        metrics.setdefault(LOSS, math.nan)  # Megatron does not log NaN or negative losses
+    return LogLine(int(iteration), int(total), metrics)
 
 
 def parse_step(line: str) -> Step | None:
     """Same as :func:`parse_line`, but returns a :class:`Step`."""
-    if (found := parse_line(line)) is None:
+    parsed = parse_line(line)
+    if parsed is None:
         return None
-    iteration, total, values = found
-    samples = values.get("consumed samples")
-    milliseconds = values.get("elapsed time per iteration (ms)")
+    samples = parsed.metrics.get("consumed samples")
+    milliseconds = parsed.metrics.get("elapsed time per iteration (ms)")
     return Step(
-        iteration,
-        total,
+        iteration=parsed.iteration,
+        total=parsed.total,
         samples=None if samples is None else int(samples),
         seconds=None if milliseconds is None else milliseconds / 1000,
-        loss=values.get(LOSS),
+        loss=parsed.metrics.get(LOSS),
     )
+
+
+def parse_steps(lines: Iterable[str]) -> Iterator[Step]:
+    for line in lines:
+        step = parse_step(line)
+        if step is not None:
+            yield step
 
 
 def read_steps(log: Path) -> list[Step]:
     with log.open("rb") as file:
-        return list(filter(None, map(parse_step, read_new_lines(file))))
+        return list(parse_steps(read_new_lines(file)))
 
 
 def compute_tokens_per_second(steps: Sequence[Step], seq_length: int) -> float | None:
     """Return the average throughput, excluding the first step. None if there are too few steps."""
-    known = [step for step in steps if step.samples is not None and step.seconds]
-    seconds = sum((b.iteration - a.iteration) * (b.seconds or 0) for a, b in pairwise(known))
+    samples = 0
+    seconds = 0.0
+    previous: Step | None = None
+    for step in steps:
+        if step.samples is None or not step.seconds:
+            continue
+        if previous is not None:
+            samples += step.samples - (previous.samples or 0)
+            seconds += (step.iteration - previous.iteration) * step.seconds
+        previous = step
     if seconds <= 0:
         return None
-    return ((known[-1].samples or 0) - (known[0].samples or 0)) * seq_length / seconds
+    return samples * seq_length / seconds
 
 
 def read_new_lines(file: BinaryIO) -> Iterator[str]:
@@ -114,9 +133,13 @@ def read_log(path: Path) -> History:
     """
     latest: dict[str, dict[int, float]] = {}
     with Path(path).open(encoding="utf-8", errors="replace") as stream:
-        for iteration, _, values in filter(None, map(parse_line, stream)):
-            for name, value in values.items():
-                latest.setdefault(name, {})[iteration] = value
+        for line in stream:
+            parsed = parse_line(line)
+            if parsed is None:
+                continue
+            for name, value in parsed.metrics.items():
+                values = latest.setdefault(name, {})
+                values[parsed.iteration] = value
     if not latest:
         raise DataError(f"No training log lines ('iteration 1/ 10 | ...') found in {path}.")
     return {name: sorted(values.items()) for name, values in latest.items()}
@@ -144,7 +167,10 @@ def read_history(tensorboard_dir: Path) -> History:
         events = EventAccumulator(str(file), size_guidance={"scalars": 0})
         events.Reload()
         for name in events.Tags()["scalars"]:
-            if not name.endswith(" vs samples"):
-                first = {event.step: event.value for event in reversed(events.Scalars(name))}
-                merged.setdefault(name, {}).update(first)
+            if name.endswith(" vs samples"):
+                continue
+            first_values: dict[int, float] = {}
+            for event in events.Scalars(name):
+                first_values.setdefault(event.step, event.value)
+            merged.setdefault(name, {}).update(first_values)
     return {name: sorted(values.items()) for name, values in merged.items()}

@@ -33,11 +33,14 @@ class Failure:
     def __str__(self) -> str:
         if self.rank is None or self.exit_code is None:
             return "torchrun failed without reporting a failed rank"
-        rank = f"rank {self.rank}" + (f" on {self.host}" if self.host else "")
+        rank = f"rank {self.rank}"
+        if self.host:
+            rank += f" on {self.host}"
         if self.exit_code >= 0:
             return f"{rank} failed with exit code {self.exit_code}"
-        hint = " (out of memory?)" if self.exit_code == -signal.SIGKILL else ""
-        return f"{rank} was killed by {signal.Signals(-self.exit_code).name}{hint}"
+        name = signal.Signals(-self.exit_code).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        return f"{rank} was killed by {name}{hint}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +67,11 @@ def find_failure(launcher: Path, ranks: Path) -> Failure:
     if cause is None:
         return Failure(None, None, report, _last_lines(report))
     attempts = sorted(ranks.glob(f"*/attempt_*/{cause.local_rank}"))
-    stderr, stdout = (
-        (attempts[-1] if attempts else launcher) / f"{name}.log" for name in ("stderr", "stdout")
-    )
-    log = stderr if _last_lines(stderr, 1) or not _last_lines(stdout, 1) else stdout
+    folder = attempts[-1] if attempts else launcher
+    log = folder / "stderr.log"
+    stdout = folder / "stdout.log"
+    if not _last_lines(log, 1) and _last_lines(stdout, 1):
+        log = stdout
     lines = _without_usage(_last_lines(log), cause.exit_code)
     return Failure(cause.rank, cause.exit_code, log, lines)
 
@@ -82,13 +86,13 @@ def find_failure_in_log(log: Path) -> Failure:
     if cause is None:
         return Failure(None, None, log, _last_lines(log))
     prefix = f"[default{cause.rank}]:"
-    own_lines = deque(
-        (line for line in _read_lines(log) if line.startswith(prefix)), maxlen=TAIL_LINES
-    )
-    lines = _without_prefixes(own_lines) if own_lines else _last_lines(log)
-    return Failure(
-        cause.rank, cause.exit_code, log, _without_usage(lines, cause.exit_code), cause.host
-    )
+    lines_of_rank: deque[str] = deque(maxlen=TAIL_LINES)
+    for line in _read_lines(log):
+        if line.startswith(prefix):
+            lines_of_rank.append(line)
+    lines = _without_prefixes(lines_of_rank) or _last_lines(log)
+    lines = _without_usage(lines, cause.exit_code)
+    return Failure(cause.rank, cause.exit_code, log, lines, cause.host)
 
 
 def _find_root_cause(lines: Iterable[str]) -> _RootCause | None:
@@ -105,28 +109,36 @@ def _parse_reports(lines: Iterable[str]) -> Iterator[_RootCause]:
     for line in lines:
         if _ROOT_CAUSE in line:
             fields = {}
-        elif fields is not None and (match := _ROOT_CAUSE_FIELD.match(line)):
-            fields[match[1]] = match[2]
-            if match[1] == "exitcode":
-                if (cause := _parse_cause(fields)) is not None:
-                    yield cause
-                fields = None
+            continue
+        match = _ROOT_CAUSE_FIELD.match(line)
+        if fields is None or match is None:
+            continue
+        name, value = match.groups()
+        fields[name] = value
+        if name == "exitcode":
+            cause = _parse_cause(fields)
+            if cause is not None:
+                yield cause
+            fields = None
 
 
 def _parse_cause(fields: dict[str, str]) -> _RootCause | None:
     ranks = _LOCAL_RANK.match(fields.get("rank", ""))
-    exit_code = re.match(r"-?\d+", fields["exitcode"])
-    if ranks is None or exit_code is None:
+    exit_code_match = re.match(r"-?\d+", fields["exitcode"])
+    if ranks is None or exit_code_match is None:
         return None
-    rank, local_rank = int(ranks[1]), int(ranks[2])
-    if int(exit_code[0]) == 2:  # for invalid input, only the first rank of a node prints the error
-        rank, local_rank = rank - local_rank, 0
+    rank = int(ranks[1])
+    local_rank = int(ranks[2])
+    exit_code = int(exit_code_match[0])
+    if exit_code == 2:  # for invalid input, only the first rank of a node prints the error
+        rank -= local_rank
+        local_rank = 0
     return _RootCause(
         time=fields.get("time", ""),
         host=fields.get("host", ""),
         rank=rank,
         local_rank=local_rank,
-        exit_code=int(exit_code[0]),
+        exit_code=exit_code,
     )
 
 
@@ -139,18 +151,25 @@ def _read_lines(log: Path) -> Iterator[str]:
 
 def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
     """Drop the usage text that argparse prints before an error (exit code 2)."""
-    found = [i for i, line in enumerate(lines) if "error: " in line]
-    return lines[found[-1] :] if found and exit_code == 2 else lines
+    if exit_code != 2:
+        return lines
+    start = 0
+    for index, line in enumerate(lines):
+        if "error: " in line:
+            start = index
+    return lines[start:]
 
 
 def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - 512 * count))
+            start = log.stat().st_size - 512 * count
+            file.seek(max(0, start))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ()
-    return _without_prefixes(text.rstrip().splitlines()[-count:])
+    lines = text.rstrip().splitlines()
+    return _without_prefixes(lines[-count:])
 
 
 def _without_prefixes(lines: Iterable[str]) -> tuple[str, ...]:

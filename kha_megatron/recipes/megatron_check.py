@@ -27,22 +27,23 @@ def check_with_megatron(job: Job) -> None:
     if find_spec("torch") is None or find_spec("megatron.training") is None:
         announce("Megatron is not installed here. Its arguments are checked when the job starts.")
         return
-    words = job.command[job.command.index(_TRAINING) + 1 :]
+    first_argument = job.command.index(_TRAINING) + 1
+    words = list(job.command[first_argument:])
     environment = {**os.environ, **job.environment, "WORLD_SIZE": str(job.ranks)}
-    exit_code, output = _run_check(list(words), environment)
+    exit_code, output = _run_check(words, environment)
     lines = output.strip().splitlines()
     if exit_code == 0 or not lines:
         return
     mistake = lines[-1].removeprefix("error: ")
-    if exit_code != 2 or (job.slurm is not None and job.slurm.image is not None):
-        announce(f"WARNING: Megatron's check of the arguments failed: {mistake}")
-        return
-    raise ConfigError(mistake)
+    is_in_container = job.slurm is not None and job.slurm.image is not None
+    if exit_code == 2 and not is_in_container:
+        raise ConfigError(mistake)
+    announce(f"WARNING: Megatron's check of the arguments failed: {mistake}")
 
 
 def _run_check(words: list[str], environment: dict[str, str]) -> tuple[int, str]:
     """Return the exit code and the standard error of the check."""
-    done = subprocess.run(
+    check = subprocess.run(
         [sys.executable, "-m", _CHECK, *words],
         env=environment,
         capture_output=True,
@@ -50,4 +51,4 @@ def _run_check(words: list[str], environment: dict[str, str]) -> tuple[int, str]
         errors="replace",
         check=False,
     )
-    return done.returncode, done.stderr
+    return check.returncode, check.stderr

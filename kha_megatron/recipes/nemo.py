@@ -93,7 +93,14 @@ def train(
     """
     try:
         executor = ctx.executor or run.LocalExecutor(ntasks_per_node=get_recipe(recipe).ranks)
-        task = partial(recipe, executor, data=data, output=output, megatron=megatron, resume=resume)
+        task = partial(
+            recipe,
+            executor,
+            data=data,
+            output=output,
+            megatron=megatron,
+            resume=resume,
+        )
     except (KHAError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -5,6 +5,7 @@ embeddings, the vocabulary size and the sizes of the 6.1B model from the publish
 The parallel sizes are our own, since the paper used FSDP.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from kha_megatron.model.run import Run
 from kha_megatron.recipes.recipe import Recipe
 
 VOCAB_SIZE = 157184
+_UNITS = {"B": 10**9, "T": 10**12}
 
 ATTENTION: dict[str, Any] = {
     "kv_channels": 128,
@@ -85,8 +87,10 @@ class Schedule:
     warm_up: Mapping[str, Any] = MappingProxyType({"lr_warmup_fraction": 0.05})
 
     def arguments(self) -> dict[str, Any]:
-        tokens = int(self.tokens[:-1]) * {"B": 10**9, "T": 10**12}[self.tokens[-1]]
-        iterations = -(-tokens // (self.batch * self.length))
+        number = int(self.tokens[:-1])
+        unit = _UNITS[self.tokens[-1]]
+        tokens_per_batch = self.batch * self.length
+        iterations = math.ceil(number * unit / tokens_per_batch)
         interval = iterations // _KEPT_CHECKPOINTS
         return {
             "seq_length": self.length,
@@ -198,10 +202,14 @@ class Baseline:
 def _recipe(name: str) -> Recipe:
     """Build the main recipe for a model size: KHA-MLP for MoE, KHA-Linear for dense models."""
     shape = MODEL_SIZES[name]
-    kind = "MoE, {1} of {0} experts".format(*shape.experts) if shape.experts else "dense model"
+    description = "the paper's dense model"
+    variant = VARIANTS["linear"]
+    if shape.experts:
+        experts, experts_per_token = shape.experts
+        description = f"the paper's MoE, {experts_per_token} of {experts} experts"
+        variant = VARIANTS["mlp"]
     schedule = SCHEDULE_1T if name == "moe-a1b-6.1b" else SCHEDULE_100B
-    variant = VARIANTS["mlp" if shape.experts else "linear"]
-    base = Baseline(f"the paper's {kind}", shape, schedule)
+    base = Baseline(description, shape, schedule)
     return base.recipe(name, variant, **shape.parameters)
 
 

@@ -76,14 +76,17 @@ class Slurm:
         Raises:
             ConfigError: If ``time`` is malformed.
         """
-        found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", self.time)
-        if found is None:
+        match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", self.time)
+        if match is None:
             raise ConfigError(f"--time must be HH:MM:SS or DAYS-HH:MM:SS, got {self.time!r}.")
-        days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+        days, hours, minutes, seconds = map(int, match.groups(default="0"))
         limit = days * 1440 + hours * 60 + minutes + seconds / 60
-        usable = limit - min(15, math.ceil(limit / 10))
-        duration = {"exit_duration_in_mins": int(usable)} if usable >= 1 else {}
-        return {"exit_signal_handler": True, **duration}
+        reserved = min(15, math.ceil(limit / 10))
+        duration = int(limit - reserved)
+        arguments: dict[str, Any] = {"exit_signal_handler": True}
+        if duration >= 1:
+            arguments["exit_duration_in_mins"] = duration
+        return arguments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,10 +116,16 @@ class Job:
     @property
     def stopped_at(self) -> int | None:
         """Iteration of the last checkpoint. None if the run is complete or has no checkpoint."""
-        save, total = self.run.training.save, self.run.training.train_iters
-        last = newest(Path(save)) if save else None
-        reached = iteration_of(last) if last else None
-        return reached if reached and total and reached < total else None
+        training = self.run.training
+        if not training.save or not training.train_iters:
+            return None
+        checkpoint = newest(Path(training.save))
+        if checkpoint is None:
+            return None
+        iteration = iteration_of(checkpoint)
+        if not iteration or iteration >= training.train_iters:
+            return None
+        return iteration
 
 
 def prepare_job(
@@ -154,18 +163,23 @@ def prepare_job(
         OutputError: If the output directory is not empty.
         CheckpointError: If ``resume`` is set and there is no complete checkpoint.
     """
-    values = {"device": device} if device else {}
+    values: dict[str, Any] = {}
+    if device:
+        values["device"] = device
     restarts = remote or slurm is not None
     if slurm is not None:
         values |= slurm.arguments()
-        ranks, remote = slurm.nodes * slurm.gpus, remote or slurm.image is not None
-    ranks = recipe.ranks if ranks is None else ranks
-    for name, path in {"data": data, "output": output}.items():
-        if remote and path is not None and not path.is_absolute():
-            raise ConfigError(f"--{name} must be an absolute path in the container, got {path}.")
+        ranks = slurm.nodes * slurm.gpus
+        remote = remote or slurm.image is not None
+    elif ranks is None:
+        ranks = recipe.ranks
+    if remote:
+        _check_is_absolute("--data", data)
+        _check_is_absolute("--output", output)
 
     run = recipe.run_for(overrides, data=data, output=output, **values)
-    save, load = run.training.save, run.training.load
+    save = run.training.save
+    load = run.training.load
     if resume and save is None:
         raise ConfigError("--resume requires --output with the directory of the earlier run.")
     if restarts and load not in (None, save):
@@ -188,8 +202,10 @@ def prepare_job(
     if lacks_vocabulary(run.arguments):  # use the vocabulary size of the recipe's tokenizer
         defaults["vocab_size"] = run.vocab_size
     run = run.with_defaults(**defaults).as_hybrid()
-    entry = (recipe.entry,) if recipe.entry.endswith(".py") else ("-m", recipe.entry)
-    command = ("python" if remote else sys.executable, "-u", *entry, *run.words())
+    command = ["python" if remote else sys.executable, "-u"]
+    if not recipe.entry.endswith(".py"):
+        command.append("-m")
+    command += [recipe.entry, *run.words()]
     for word in run.dropped:
         announce(f"Dropping {word} (recipe {recipe.name})")
     check_attention(run.arguments, run.kha)
@@ -202,11 +218,13 @@ def prepare_job(
         check_optimizer_package(run.training.optimizer)
         if not dry_run:
             check_shared_paths(slurm, run.words())
-        _check_directories(run, load or (save if resume else None), output, resume=resume)
+        if resume:
+            load = load or save
+        _check_directories(run, load, output, resume=resume)
     return Job(
         recipe=recipe,
         run=run,
-        command=command,
+        command=tuple(command),
         ranks=ranks,
         environment=_environment(recipe, run, override=restarts),
         output=output,
@@ -214,6 +232,11 @@ def prepare_job(
         slurm=slurm,
         resume=resume or load is not None,
     )
+
+
+def _check_is_absolute(flag: str, path: Path | None) -> None:
+    if path is not None and not path.is_absolute():
+        raise ConfigError(f"{flag} must be an absolute path in the container, got {path}.")
 
 
 def check_shared_paths(slurm: Slurm | None, words: Iterable[str]) -> None:
@@ -224,7 +247,10 @@ def check_shared_paths(slurm: Slurm | None, words: Iterable[str]) -> None:
     """
     if slurm is None or slurm.nodes == 1 or slurm.image is not None:
         return
-    for path in (Path(word) for word in words if word.startswith("/")):
+    for word in words:
+        if not word.startswith("/"):
+            continue
+        path = Path(word)
         for local in _NODE_LOCAL:
             if path.is_relative_to(local) or path.resolve().is_relative_to(local):
                 raise ConfigError(
@@ -242,14 +268,27 @@ def _takes_indices(directory: Path) -> bool:
     return False
 
 
-def _check_directories(run: Run, load: str | None, output: Path | None, *, resume: bool) -> None:
+def _check_directories(
+    run: Run,
+    load: str | None,
+    output: Path | None,
+    *,
+    resume: bool,
+) -> None:
     """Check that we do not overwrite an earlier run or load an incomplete checkpoint."""
-    source = Path(load).absolute() if load else None
-    if source is not None:
+    source = None
+    if load:
+        source = Path(load).absolute()
         _check_checkpoint(source, run)
-    targets = [output, Path(run.training.save) if run.training.save else None]
-    for target in dict.fromkeys(path.absolute() for path in targets if path is not None):
-        if has_files(target) and not (resume or target == source):
+    if resume:
+        return
+    targets = []
+    if output is not None:
+        targets.append(output.absolute())
+    if run.training.save:
+        targets.append(Path(run.training.save).absolute())
+    for target in targets:
+        if target != source and has_files(target):
             raise OutputError(f"{target} is not empty. Choose another --output, or add --resume.")
 
 
@@ -265,8 +304,8 @@ def owned_output(job: Job) -> Iterator[None]:
         yield  # the directory may exist only inside the container
         return
     with owned(job.output):
-        used = any((job.output / name).exists() for name in (CHECKPOINTS, SUBMISSION))
-        if used and not job.resume:
+        is_used = any((job.output / name).exists() for name in (CHECKPOINTS, SUBMISSION))
+        if is_used and not job.resume:
             raise OutputError(
                 f"Another launch has used {job.output} in the meantime. Choose another --output, "
                 "or add --resume."
@@ -279,30 +318,41 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
 
     Megatron itself would silently start from random weights if there is no complete checkpoint.
     """
-    verdict = select_iteration(directory) if directory.is_dir() else None
-    if verdict and verdict.newest:
+    selection = select_iteration(directory) if directory.is_dir() else None
+    if selection is not None and selection.newest is not None:
         if not any(run.arguments.get(name) for name in _OTHER_CHECKPOINT):
-            from kha_megatron.checkpoint.megatron import MegatronCheckpoint  # imports torch
-            from kha_megatron.model import recorded
-
-            path, checkpoint = verdict.newest, MegatronCheckpoint.open(verdict.newest, verify=False)
-            recorded.check_same_heads(path, recorded.read_kha_config(checkpoint), run.kha)
-            recorded.check_same_tensors(path, checkpoint.args, run.arguments)
-            check_same_tokenizer(path, checkpoint.args, run.arguments)
-            if path.name != RELEASE and not any(map(_OTHER_SCHEDULE.fullmatch, run.arguments)):
-                _check_schedule(path, checkpoint.args, run)
-    elif not (verdict and verdict.named and run.training.ckpt_format != "torch_dist"):
-        # for other formats than torch_dist, Megatron's tracker file has to be trusted
+            _check_same_run(selection.newest, run)
+        return
+    # for other formats than torch_dist, Megatron's tracker file has to be trusted
+    is_named = selection is not None and selection.named is not None
+    if not is_named or run.training.ckpt_format == "torch_dist":
         raise CheckpointError(
             f"There is no complete checkpoint in {directory}. To start a new run, use an empty "
             "--output without --resume."
         )
 
 
+def _check_same_run(path: Path, run: Run) -> None:
+    """Check that a checkpoint has the heads, tensors, tokenizer and schedule of ``run``."""
+    from kha_megatron.checkpoint.megatron import MegatronCheckpoint  # imports torch
+    from kha_megatron.model import recorded
+
+    checkpoint = MegatronCheckpoint.open(path, verify=False)
+    recorded.check_same_heads(path, recorded.read_kha_config(checkpoint), run.kha)
+    recorded.check_same_tensors(path, checkpoint.args, run.arguments)
+    check_same_tokenizer(path, checkpoint.args, run.arguments)
+    has_other_schedule = any(map(_OTHER_SCHEDULE.fullmatch, run.arguments))
+    if path.name != RELEASE and not has_other_schedule:
+        _check_schedule(path, checkpoint.args, run)
+
+
 def _check_schedule(path: Path, saved: Mapping[str, Any], run: Run) -> None:
+    if saved.get("no_save_optim"):
+        return
     for name in _SCHEDULE:
-        old, new = saved.get(name), run.arguments.get(name)
-        if None not in (old, new) and old != new and not saved.get("no_save_optim"):
+        old = saved.get(name)
+        new = run.arguments.get(name)
+        if old is not None and new is not None and old != new:
             raise CheckpointError(
                 f"{run.explicit[name].flag} is {new}, but {path} was saved with {old}. Add "
                 "--override-opt-param-scheduler to use the new value, or "
@@ -315,9 +365,13 @@ def _environment(recipe: Recipe, run: Run, *, override: bool) -> dict[str, str]:
 
     By default, variables that are already set in the current process win over the recipe's.
     """
-    variables, layout = dict(recipe.environment), run.layout(None)
+    variables = dict(recipe.environment)
+    layout = run.layout(None)
     if run.training.use_torch_fsdp2 or run.training.use_megatron_fsdp:
         variables.pop(_CONNECTIONS, None)  # Megatron requires 1 below, but forbids it with FSDP
-    elif max(layout.tp, layout.cp) > 1:
+    elif layout.tp > 1 or layout.cp > 1:
         variables = {_CONNECTIONS: "1"} | variables
-    return variables if override else {n: os.environ.get(n, v) for n, v in variables.items()}
+    if not override:
+        for name in variables.keys() & os.environ.keys():
+            variables[name] = os.environ[name]
+    return variables

@@ -75,8 +75,9 @@ def interruptible() -> Iterator[list[int]]:
 def end_processes(launch_id: str, grace: float = _GRACE_SECONDS) -> None:
     """Send SIGTERM to torchrun (it forwards the signal), and SIGKILL after ``grace`` seconds."""
     deadline = time.monotonic() + grace
-    found = find_processes(launch_id)
-    _signal((pid for pid, parent in found.items() if parent not in found), signal.SIGTERM)
+    parents = find_processes(launch_id)
+    launchers = [pid for pid, parent in parents.items() if parent not in parents]
+    _signal(launchers, signal.SIGTERM)
     while find_processes(launch_id) and time.monotonic() < deadline:
         time.sleep(0.1)
     _signal(find_processes(launch_id), signal.SIGKILL)
@@ -84,10 +85,12 @@ def end_processes(launch_id: str, grace: float = _GRACE_SECONDS) -> None:
 
 def find_processes(launch_id: str) -> dict[int, int]:
     """Return ``{pid: parent_pid}`` for all processes of a launch."""
-    infos = [p.info for p in psutil.process_iter(["pid", "ppid", "environ"])]
-    # environ is None for processes of other users
-    found = [x for x in infos if (x["environ"] or {}).get(LAUNCH_VARIABLE) == launch_id]
-    return {x["pid"]: x["ppid"] for x in found}
+    parents = {}
+    for process in psutil.process_iter(["pid", "ppid", "environ"]):
+        environment = process.info["environ"] or {}  # None for processes of other users
+        if environment.get(LAUNCH_VARIABLE) == launch_id:
+            parents[process.info["pid"]] = process.info["ppid"]
+    return parents
 
 
 def _signal(pids: Iterable[int], number: signal.Signals) -> None:

@@ -10,7 +10,9 @@ from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.model.run import Run
 
-CHECKPOINTS, TENSORBOARD, INDICES = "checkpoints", "tensorboard", "indices"
+CHECKPOINTS = "checkpoints"
+TENSORBOARD = "tensorboard"
+INDICES = "indices"
 """Subdirectories of a run's output directory."""
 
 HEAD_ARGUMENTS = tuple(f"kha_{name}" for name in ("preset", *PROJECTIONS, "init", "heads"))
@@ -42,7 +44,8 @@ class Recipe:
     def with_heads(self, kha: HeadsConfig) -> Self:
         """Return a copy with different head mechanisms but the same attention type."""
         options = kha.to_options()
-        return self.updated(**{name: options[name.removeprefix("kha_")] for name in HEAD_ARGUMENTS})
+        arguments = {name: options[name.removeprefix("kha_")] for name in HEAD_ARGUMENTS}
+        return self.updated(**arguments)
 
     def run_for(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.recipes.launching import create_experiment
-from kha_megatron.recipes.log_lines import Step, parse_step, read_new_lines
+from kha_megatron.recipes.log_lines import Step, parse_steps, read_new_lines
 from kha_megatron.recipes.logs import Failure, find_failure_in_log
 from kha_megatron.recipes.prepare import SUBMISSION, Job, check_shared_paths, owned_output
 from kha_megatron.recipes.slurm_executor import create_executor
@@ -88,12 +88,18 @@ def dry_submission(job: Job) -> Submission:
     """Return the scripts that :func:`submit` would submit."""
     with _experiment(job) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
-        requests = tuple(f"{item._dryrun_info!r}".strip() + "\n" for item in experiment.jobs)
-    return Submission(requests=requests, script=job.script)
+        requests = []
+        for item in experiment.jobs:
+            request = repr(item._dryrun_info).strip()
+            requests.append(f"{request}\n")
+    return Submission(requests=tuple(requests), script=job.script)
 
 
 def submit(
-    job: Job, *, detach: bool = False, on_step: Callable[[Step], None] | None = None
+    job: Job,
+    *,
+    detach: bool = False,
+    on_step: Callable[[Step], None] | None = None,
 ) -> SubmitResult:
     """Submit a job (or a chain of jobs) to Slurm, and wait unless ``detach`` is set.
 
@@ -139,8 +145,8 @@ def _run_experiment(experiment: Any) -> str | None:
     try:
         experiment.run(detach=True)
     except Exception as error:  # NeMo-Run does not define exception types
-        lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-        return lines[-1] if lines else type(error).__name__
+        _, _, last_line = str(error).strip().rpartition("\n")
+        return last_line.strip() or type(error).__name__
     return None
 
 
@@ -160,12 +166,14 @@ def _experiment(job: Job) -> Iterator[Any]:
 
 
 def _job_id(job: Any) -> str:
-    return str(job.handle).rpartition("/")[2]
+    _, _, job_id = str(job.handle).rpartition("/")
+    return job_id
 
 
 def _log_path(job: Any, restarts: str = "0") -> str:
     log = str(job._dryrun_info.request.executor.job_details.srun_stdout)
-    return log.replace("%j", _job_id(job)).replace("${SLURM_RESTART_COUNT:-0}", restarts)
+    log = log.replace("%j", _job_id(job))
+    return log.replace("${SLURM_RESTART_COUNT:-0}", restarts)
 
 
 def _follow_chain(submitted: Sequence[Any], on_step: Callable[[Step], None] | None) -> _JobEnd:
@@ -206,13 +214,16 @@ def _follow(job: Any, on_step: Callable[[Step], None] | None) -> _JobEnd:
         time.sleep(_POLL_SECONDS)
 
 
-def _report_steps(log: str, position: int, on_step: Callable[[Step], None] | None) -> int:
+def _report_steps(
+    log: str,
+    position: int,
+    on_step: Callable[[Step], None] | None,
+) -> int:
     """Report all training steps in a log from a position on. Return the new position."""
     with open(log, "rb") as file:
         file.seek(position)
-        for line in read_new_lines(file):
-            step = parse_step(line)
-            if step is not None and on_step is not None:
+        for step in parse_steps(read_new_lines(file)):
+            if on_step is not None:
                 on_step(step)
         return file.tell()
 
@@ -259,16 +270,20 @@ def _query(job_id: str) -> dict[str, str]:
         announce(f"scontrol failed and will be retried: {error}", once=job_id)
         return {}
     accounting = _run("sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State,ExitCode")
-    last_line = accounting.stdout.strip().rpartition("\n")[2]
-    state, _, exit_code = last_line.partition("|")
-    first_word = state.partition(" ")[0]  # e.g. of "CANCELLED by 1000"
-    return {"JobState": first_word or "UNKNOWN", "ExitCode": exit_code}
+    _, _, last_line = accounting.stdout.strip().rpartition("\n")
+    description, _, exit_code = last_line.partition("|")
+    state, _, _ = description.partition(" ")  # e.g. of "CANCELLED by 1000"
+    return {"JobState": state or "UNKNOWN", "ExitCode": exit_code}
 
 
 def _run(*command: str) -> "subprocess.CompletedProcess[str]":
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_ANSWER_SECONDS
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_ANSWER_SECONDS,
         )
     except subprocess.TimeoutExpired:
         reason = f"no answer within {_ANSWER_SECONDS} s"

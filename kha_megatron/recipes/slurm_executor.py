@@ -50,7 +50,12 @@ _CPUS = ("cpus_per_task", "cpus_per_gpu")
 _MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu")
 
 
-def create_executor(slurm: Slurm, environment: Mapping[str, str], *, device: str) -> Any:
+def create_executor(
+    slurm: Slurm,
+    environment: Mapping[str, str],
+    *,
+    device: str,
+) -> Any:
     """Return the executor of a job.
 
     GPU jobs get whole nodes, unless the user sets ``exclusive`` or the number of CPUs. On clusters
@@ -78,13 +83,20 @@ def create_executor(slurm: Slurm, environment: Mapping[str, str], *, device: str
         "poll_estimated_start_time": False,  # would be printed on stdout
     }
     # NeMo-Run does not quote values in `export NAME=value`, and changes names to upper case
-    quoted = {name: shlex.quote(value) for name, value in variables.items()}
-    values["env_vars"] = {name: value for name, value in quoted.items() if name.isupper()}
-    setup_lines += [f"export {name}={quoted[name]}" for name in quoted if not name.isupper()]
+    env_vars = {}
+    for name, value in variables.items():
+        quoted = shlex.quote(value)
+        if name.isupper():
+            env_vars[name] = quoted
+        else:
+            setup_lines.append(f"export {name}={quoted}")
+    values["env_vars"] = env_vars
     if slurm.image is None:
-        setup_lines.append(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
+        binaries = shlex.quote(str(Path(sys.executable).parent))
+        setup_lines.append(f"export PATH={binaries}:$PATH")
     elif variables:  # by default, variables of the container image take precedence
-        values["container_env"] = [*(settings.pop("container_env", None) or ()), *variables]
+        container_env = settings.pop("container_env", None) or []
+        values["container_env"] = [*container_env, *variables]
     values["setup_lines"] = "\n".join(filter(None, setup_lines))
     if slurm.account is None:  # otherwise part of the job name
         values["job_name_prefix"] = "kha-megatron."
@@ -95,7 +107,8 @@ def create_executor(slurm: Slurm, environment: Mapping[str, str], *, device: str
     values |= _choose_resources(slurm, values, device=device)
     if values.get("exclusive") is False:  # NeMo-Run would write --exclusive=False
         del values["exclusive"]
-    if srun_args := [*_choose_srun_args(values), *user_srun_args]:
+    srun_args = [*_choose_srun_args(values), *user_srun_args]
+    if srun_args:
         values["srun_args"] = srun_args
     try:
         executor = run.SlurmExecutor(**values)
@@ -129,19 +142,26 @@ def add_protection(executor: Any, slurm: Slurm) -> None:
     executor.retries = 0  # see run_ranks
 
 
-def _choose_resources(slurm: Slurm, values: Mapping[str, Any], *, device: str) -> dict[str, Any]:
+def _choose_resources(
+    slurm: Slurm,
+    values: Mapping[str, Any],
+    *,
+    device: str,
+) -> dict[str, Any]:
     """Return the CPUs, GPUs and memory that are not in ``values``."""
-    chosen = _sbatch_options(values)
-    if device == "cpu":
-        return {} if "cpus_per_task" in chosen else {"cpus_per_task": slurm.gpus}
+    options = _sbatch_options(values)
     resources: dict[str, Any] = {}
-    if "gpus_per_node" not in chosen:
+    if device == "cpu":
+        if "cpus_per_task" not in options:
+            resources["cpus_per_task"] = slurm.gpus
+        return resources
+    if "gpus_per_node" not in options:
         resources["gpus_per_node"] = slurm.gpus
-    chooses_cpus = any(name in chosen for name in _CPUS)
-    exclusive = chosen.get("exclusive", not chooses_cpus)
+    chooses_cpus = any(name in options for name in _CPUS)
+    exclusive = options.get("exclusive", not chooses_cpus)
     if exclusive is True:  # may also be "user" or "mcs"
         resources["exclusive"] = True
-        if not any(name in chosen for name in _MEMORY):
+        if not any(name in options for name in _MEMORY):
             resources["mem"] = "0"  # all memory of the node
     return resources
 
@@ -150,8 +170,9 @@ def _choose_srun_args(values: Mapping[str, Any]) -> list[str]:
     """Return the arguments of ``srun`` that it does not inherit from ``sbatch``."""
     options = _sbatch_options(values)
     srun_args = []
-    if cpus := options.get("cpus_per_task"):  # since Slurm 22.05, srun does not inherit it
-        srun_args.append(f"--cpus-per-task={cpus}")
+    cpus_per_task = options.get("cpus_per_task")
+    if cpus_per_task:  # since Slurm 22.05, srun does not inherit it
+        srun_args.append(f"--cpus-per-task={cpus_per_task}")
     elif options.get("exclusive") is True:
         # all ranks of a node belong to one task, which must not be bound to one core
         srun_args.append("--cpu-bind=none")
@@ -162,9 +183,11 @@ def _choose_srun_args(values: Mapping[str, Any]) -> list[str]:
 
 def _sbatch_options(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of the executor and additional parameters, as ``{"cpus_per_task": ...}``."""
+    options = dict(values)
     additional = values.get("additional_parameters") or {}
-    renamed = {name.replace("-", "_"): value for name, value in additional.items()}
-    return {**values, **renamed}
+    for name, value in additional.items():
+        options[name.replace("-", "_")] = value
+    return options
 
 
 def _check_variables(variables: Mapping[str, Any]) -> None:
@@ -178,36 +201,40 @@ def _check_variables(variables: Mapping[str, Any]) -> None:
 def _parse_settings(settings: Mapping[str, str], executor: type) -> dict[str, Any]:
     """Parse the values of ``--set``. Refuse fields that cannot be set."""
     hints = get_type_hints(executor)
-    known = {field.name for field in fields(executor) if field.init}
+    init_fields = {field.name for field in fields(executor) if field.init}
     parsed = {}
     for name, text in settings.items():
-        if option := _OPTIONS.get(name):
-            raise ConfigError(f"--set {name} is not supported. Use {option}.")
-        if name in _OURS or (name in hints and name not in known):
+        if name in _OPTIONS:
+            raise ConfigError(f"--set {name} is not supported. Use {_OPTIONS[name]}.")
+        if name in _OURS or (name in hints and name not in init_fields):
             raise ConfigError(f"--set {name} is not supported, because launch sets this field.")
-        if name not in known:
-            additional = shlex.quote(f"additional_parameters={json.dumps({name: text})}")
+        if name not in init_fields:
+            additional = json.dumps({name: text})
+            setting = shlex.quote(f"additional_parameters={additional}")
             raise ConfigError(
                 f"NeMo-Run's SlurmExecutor has no field {name!r}. To pass an option to sbatch, use "
-                f"--set {additional}."
+                f"--set {setting}."
             )
         parsed[name] = _parse_setting(name, text, hints[name])
     return parsed
 
 
 def _parse_setting(name: str, text: str, hint: Any) -> Any:
-    types = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    is_literal = (text == "null" and type(None) in types) or (
-        text in ("true", "false") and bool in types
-    )
-    if str in types and not is_literal:
+    alternatives: tuple[Any, ...] = (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        alternatives = get_args(hint)
+    types = [get_origin(alternative) or alternative for alternative in alternatives]
+    is_null = text == "null" and type(None) in types
+    is_boolean = text in ("true", "false") and bool in types
+    if str in types and not is_null and not is_boolean:
         return text
-    allowed = [get_origin(each) or each for each in types]
     try:
         value = json.loads(text)
     except ValueError:
         value = ...
-    if type(value) not in allowed:
-        names = " or ".join(each.__name__ for each in allowed if each is not type(None))
-        raise ConfigError(f"--set {name}={text}: the value must be valid JSON of type {names}.")
+    if type(value) not in types:
+        names = [each.__name__ for each in types if each is not type(None)]
+        raise ConfigError(
+            f"--set {name}={text}: the value must be valid JSON of type {' or '.join(names)}."
+        )
     return value

@@ -4,6 +4,7 @@ There is one recipe per row, e.g. ``table1/mlp-kv4`` or ``table5/dense-1.7b-line
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kha_megatron.recipes.paper import (
@@ -56,16 +57,67 @@ _LATENT_NOTE = (
     "this recipe uses --norm-epsilon 1e-6 instead of 1e-5, because Hugging Face's DeepSeek-V3, to "
     "which it can be exported, supports no other value for the latents"
 )
-_GTA = grouped_query(32, 4) | {"kha_attention": "gta", "rotary_percent": 0.5}
-_TABLE_3: Mapping[str, tuple[dict[str, Any], str, str, str, float, float]] = {
-    # arguments, description, variant, active parameters, loss of baseline and variant
-    "mla": (_LATENT, "MLA", "linear", "970M", 1.812, 1.801),
-    "gta": (_GTA, "GTA, 32 query and 4 KV heads", "mlp", "868M", 1.819, 1.802),
-    "mqa": (grouped_query(32, 1), "MQA, 32 query heads", "mlp", "859M", 1.814, 1.801),
-    "gqa8": (grouped_query(16, 8), "GQA, 16 query and 8 KV heads", "mlp", "795M", 1.801, 1.791),
-    "gqa4": (grouped_query(32, 4), "GQA, 32 query and 4 KV heads", "mlp", "880M", 1.807, 1.787),
-    "mha": (grouped_query(16, 16), "MHA, 16 heads", "mlp", "852M", 1.795, 1.785),
-}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attention:
+    """An attention type in Table 3."""
+
+    name: str
+    description: str
+    arguments: dict[str, Any]
+    active: str
+    """Active parameters."""
+    losses: Mapping[str, float]
+    """Loss by variant."""
+    note: str = ""
+
+
+_TABLE_3 = (
+    _Attention(
+        name="mla",
+        description="MLA",
+        arguments=_LATENT,
+        active="970M",
+        losses={"baseline": 1.812, "linear": 1.801},
+        note=_LATENT_NOTE,
+    ),
+    _Attention(
+        name="gta",
+        description="GTA, 32 query and 4 KV heads",
+        arguments=grouped_query(32, 4) | {"kha_attention": "gta", "rotary_percent": 0.5},
+        active="868M",
+        losses={"baseline": 1.819, "mlp": 1.802},
+    ),
+    _Attention(
+        name="mqa",
+        description="MQA, 32 query heads",
+        arguments=grouped_query(32, 1),
+        active="859M",
+        losses={"baseline": 1.814, "mlp": 1.801},
+    ),
+    _Attention(
+        name="gqa8",
+        description="GQA, 16 query and 8 KV heads",
+        arguments=grouped_query(16, 8),
+        active="795M",
+        losses={"baseline": 1.801, "mlp": 1.791},
+    ),
+    _Attention(
+        name="gqa4",
+        description="GQA, 32 query and 4 KV heads",
+        arguments=grouped_query(32, 4),
+        active="880M",
+        losses={"baseline": 1.807, "mlp": 1.787},
+    ),
+    _Attention(
+        name="mha",
+        description="MHA, 16 heads",
+        arguments=grouped_query(16, 16),
+        active="852M",
+        losses={"baseline": 1.795, "mlp": 1.785},
+    ),
+)
 
 _TABLE_5: Mapping[str, Mapping[str, float]] = {
     "moe-a0.44b-2.3b": {"baseline": 1.896, "mlp": 1.881, "linear": 1.882},
@@ -79,48 +131,65 @@ _TABLE_5: Mapping[str, Mapping[str, float]] = {
 
 def _table_1() -> Iterator[Recipe]:
     for name, losses in _TABLE_1.items():
-        for groups, loss in zip(_KV_HEADS, losses, strict=True):
-            text = f"A0.8B-6.6B MoE, 32 query and {groups} KV heads"
-            base = Baseline(text, MODEL_SIZES[_NAME], SCHEDULE_75B, grouped_query(32, groups))
-            yield base.recipe(f"table1/{name}-kv{groups}", VARIANTS[name], loss=loss)
+        for kv_heads, loss in zip(_KV_HEADS, losses, strict=True):
+            base = Baseline(
+                f"A0.8B-6.6B MoE, 32 query and {kv_heads} KV heads",
+                MODEL_SIZES[_NAME],
+                SCHEDULE_75B,
+                grouped_query(32, kv_heads),
+            )
+            yield base.recipe(f"table1/{name}-kv{kv_heads}", VARIANTS[name], loss=loss)
 
 
 def _table_2() -> Iterator[Recipe]:
     base = Baseline("A0.8B-6.6B MoE", MODEL_SIZES[_NAME], SCHEDULE_75B)
-    parameters, loss = base.shape.parameters, _TABLE_1["baseline"][2]
+    parameters = base.shape.parameters
+    loss = _TABLE_1["baseline"][_KV_HEADS.index(4)]
     yield base.recipe("table2/baseline", VARIANTS["baseline"], **parameters, loss=loss)
-    for kind, losses in _TABLE_2.items():
+    for variant_name, losses in _TABLE_2.items():
         for letters, projections in _PROJECTIONS.items():
-            heads = {f"kha_{projection}": kind for projection in projections}
-            variant = HeadVariant(f"{kind} on {', '.join(letters)}", heads=heads)
-            printed = {"loss": losses[letters]} if letters in losses else {}
-            yield base.recipe(f"table2/{kind}-{letters}", variant, **parameters, **printed)
+            variant = HeadVariant(
+                f"{variant_name} on {', '.join(letters)}",
+                heads={f"kha_{projection}": variant_name for projection in projections},
+            )
+            results: dict[str, str | float] = {**parameters}
+            if letters in losses:
+                results["loss"] = losses[letters]
+            yield base.recipe(f"table2/{variant_name}-{letters}", variant, **results)
 
 
 def _table_3() -> Iterator[Recipe]:
-    for name, (attention, what, variant, active, plain, knocked) in _TABLE_3.items():
-        note = _LATENT_NOTE if attention is _LATENT else ""
+    for attention in _TABLE_3:
         base = Baseline(
-            f"A0.8B-6.6B MoE with {what}", MODEL_SIZES[_NAME], SCHEDULE_100B, attention, note=note
+            f"A0.8B-6.6B MoE with {attention.description}",
+            MODEL_SIZES[_NAME],
+            SCHEDULE_100B,
+            attention.arguments,
+            note=attention.note,
         )
-        for kind, loss in (("baseline", plain), (variant, knocked)):
-            yield base.recipe(f"table3/{name}-{kind}", VARIANTS[kind], active=active, loss=loss)
+        for variant, loss in attention.losses.items():
+            name = f"table3/{attention.name}-{variant}"
+            yield base.recipe(name, VARIANTS[variant], active=attention.active, loss=loss)
 
 
 def _table_4() -> Iterator[Recipe]:
     base = Baseline("A1.01B-6.1B MoE", MODEL_SIZES["moe-a1b-6.1b"], SCHEDULE_1T)
-    for kind in ("baseline", "mlp"):
-        yield base.recipe(f"table4/{kind}", VARIANTS[kind], **base.shape.parameters)
+    for variant in ("baseline", "mlp"):
+        yield base.recipe(f"table4/{variant}", VARIANTS[variant], **base.shape.parameters)
 
 
 def _table_5() -> Iterator[Recipe]:
     for name, losses in _TABLE_5.items():
         family, _, size = name.partition("-")
-        text = f"{size.upper()} {'MoE' if family == 'moe' else 'dense'}"
-        base = Baseline(text, MODEL_SIZES[name], SCHEDULE_100B)
-        for kind, loss in losses.items():
+        architecture = "MoE" if family == "moe" else "dense"
+        description = f"{size.upper()} {architecture}"
+        base = Baseline(description, MODEL_SIZES[name], SCHEDULE_100B)
+        for variant, loss in losses.items():
             yield base.recipe(
-                f"table5/{name}-{kind}", VARIANTS[kind], **base.shape.parameters, loss=loss
+                f"table5/{name}-{variant}",
+                VARIANTS[variant],
+                **base.shape.parameters,
+                loss=loss,
             )
 
 
@@ -133,8 +202,8 @@ def _gla() -> Iterator[Recipe]:
         _LATENT | {"kha_attention": "gla", "kha_latent_heads": 2},
         note=_LATENT_NOTE,
     )
-    for kind in ("baseline", "linear"):
-        yield base.recipe(f"attention/gla-{kind}", VARIANTS[kind])
+    for variant in ("baseline", "linear"):
+        yield base.recipe(f"attention/gla-{variant}", VARIANTS[variant])
 
 
 TABLES = (*_table_1(), *_table_2(), *_table_3(), *_table_4(), *_table_5(), *_gla())

@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,12 @@ def register() -> None:
     # vLLM looks for the class in the transformers package if --model-impl is transformers, or if
     # no class is registered.
     transformers.KHAForCausalLM = hf.KHAForCausalLM
-    if missing := ", ".join(_missing_names()):
+    missing_names = list(_missing_names())
+    if missing_names:
         announce(
-            f"vLLM {vllm.__version__} does not have {missing}. KHA models will run in vLLM's "
-            "transformers backend. To use our implementation, install vLLM 0.32 or 0.33.",
+            f"vLLM {vllm.__version__} does not have {', '.join(missing_names)}. KHA models will "
+            "run in vLLM's transformers backend. To use our implementation, install vLLM 0.32 or "
+            "0.33.",
             once="vLLM",
         )
         return
@@ -39,8 +40,9 @@ def register() -> None:
 
         @staticmethod
         def verify_and_update_model_config(model_config: Any) -> None:
-            if why := vllm_obstacle(model_config.hf_config, by_backend=False):
-                raise ConfigError(why)
+            obstacle = vllm_obstacle(model_config.hf_config, by_backend=False)
+            if obstacle is not None:
+                raise ConfigError(obstacle)
 
     MODELS_CONFIG_MAP[_ARCHITECTURE] = KHAVerifyConfig
     ModelRegistry.register_model(_ARCHITECTURE, f"kha_megatron.serving.vllm_model:{_ARCHITECTURE}")
@@ -48,11 +50,24 @@ def register() -> None:
 
 def _missing_names() -> Iterator[str]:
     """Find names that vLLM does not have. Reads source files, as imports may initialize CUDA."""
-    trees = [ast.parse(file.read_text()) for file in Path(__file__).parent.glob("*.py")]
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith("vllm"):
-            source = ""
-            with suppress(ImportError):  # the parent package is missing
-                if (spec := find_spec(module)) and spec.origin:
-                    source = Path(spec.origin).read_text()
-            yield from (f"{module}.{name.name}" for name in node.names if name.name not in source)
+    for file in Path(__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.ImportFrom) or node.module is None:
+                continue
+            if not node.module.startswith("vllm"):
+                continue
+            source = _read_source(node.module)
+            for imported in node.names:
+                if imported.name not in source:
+                    yield f"{node.module}.{imported.name}"
+
+
+def _read_source(module: str) -> str:
+    """Return the source code of a module, or an empty string if there is no such module."""
+    try:
+        spec = find_spec(module)
+    except ImportError:  # the parent package is missing
+        return ""
+    if spec is None or not spec.origin:
+        return ""
+    return Path(spec.origin).read_text()

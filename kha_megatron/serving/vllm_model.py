@@ -47,7 +47,13 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
     Note that they support neither quantization nor LoRA.
     """
 
-    def __init__(self, config: Any, cache_config: Any, quant_config: Any, prefix: str) -> None:
+    def __init__(
+        self,
+        config: Any,
+        cache_config: Any,
+        quant_config: Any,
+        prefix: str,
+    ) -> None:
         # Glm4MoeAttention defaults to 0.5.
         config.rope_parameters.setdefault("partial_rotary_factor", 1.0)
         super().__init__(
@@ -65,7 +71,8 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
             prefix=prefix,
         )
         if self.use_qk_norm:
-            self.q_norm, self.k_norm = (rms_norm(config, self.head_dim) for _ in range(2))
+            self.q_norm = rms_norm(config, self.head_dim)
+            self.k_norm = rms_norm(config, self.head_dim)
         self.layer_idx = extract_layer_index(prefix)
         self.add_heads(config, ranks=get_tensor_model_parallel_world_size())
         for parameter in self.parameters():
@@ -73,46 +80,58 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
                 parameter.weight_loader = load_head_shard
 
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
-        seen = self.read_input(hidden_states)
+        input_projections = self.read_input(hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_dim))
-            for part in qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        )
+        query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        query = query.unflatten(-1, (-1, self.head_dim))
+        key = key.unflatten(-1, (-1, self.head_dim))
+        value = value.unflatten(-1, (-1, self.head_dim))
         query, key, value = self.apply_heads(
-            "qkv", seen, query=self.q_knock(query), key=self.k_knock(key), value=self.v_knock(value)
+            "qkv",
+            input_projections,
+            query=self.q_knock(query),
+            key=self.k_knock(key),
+            value=self.v_knock(value),
         )
         if self.use_qk_norm:
-            query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
+            query = self.q_norm(query.contiguous())
+            key = self.k_norm(key.contiguous())
         query, key = self.rotary_emb(positions, query.flatten(-2), key.flatten(-2))
-        heads = self.attn(query, key, value.flatten(-2)).unflatten(-1, (-1, self.head_dim))
-        (heads,) = self.apply_heads("output", seen, output=heads)
+        heads = self.attn(query, key, value.flatten(-2))
+        heads = heads.unflatten(-1, (-1, self.head_dim))
+        (heads,) = self.apply_heads("output", input_projections, output=heads)
         output, _ = self.o_proj(heads.flatten(-2))
-        (output,) = self.apply_heads("dense", seen, dense=output)
+        (output,) = self.apply_heads("dense", input_projections, dense=output)
         return output
 
 
-def load_head_shard(parameter: nn.Parameter, whole: Tensor) -> None:
+def load_head_shard(parameter: nn.Parameter, weight: Tensor) -> None:
     """Weight loader for per-head parameters. KV heads are replicated if there are more TP ranks."""
-    rows, ranks = len(parameter), get_tensor_model_parallel_world_size()
-    parts = len(whole) // rows
-    if len(whole) % rows or not 1 <= parts <= ranks:
+    ranks = get_tensor_model_parallel_world_size()
+    shard_size = len(parameter)
+    shards = len(weight) // shard_size
+    if len(weight) % shard_size or not 1 <= shards <= ranks:
         raise ValueError(
-            f"Cannot shard a weight of shape {tuple(whole.shape)} into {tuple(parameter.shape)} on "
-            f"{ranks} ranks. Please check that config.json belongs to this model."
+            f"Cannot shard a weight of shape {tuple(weight.shape)} into {tuple(parameter.shape)} "
+            f"on {ranks} ranks. Please check that config.json belongs to this model."
         )
-    start = get_tensor_model_parallel_rank() * parts // ranks * rows
-    parameter.data.copy_(whole[start : start + rows])
+    shard = get_tensor_model_parallel_rank() * shards // ranks
+    start = shard * shard_size
+    parameter.data.copy_(weight[start : start + shard_size])
 
 
 class KHASparseMLP(nn.Module):
     def __init__(self, config: Any, quant_config: Any, prefix: str) -> None:
         super().__init__()
         self.gate = KHARouter(config)
-        self.shared_expert_gate = self.shared_experts = None
+        self.shared_expert_gate = None
+        self.shared_experts = None
         if config.shared_expert_gate:
             self.shared_expert_gate = ReplicatedLinear(
-                config.hidden_size, 1, bias=False, prefix=f"{prefix}.shared_expert_gate"
+                config.hidden_size,
+                1,
+                bias=False,
+                prefix=f"{prefix}.shared_expert_gate",
             )
         if config.shared_expert_intermediate_size:
             self.shared_experts = Qwen3MoeMLP(
@@ -138,7 +157,11 @@ class KHASparseMLP(nn.Module):
         )
 
     def _choose(
-        self, hidden_states: Tensor, gating_output: Tensor, topk: int, renormalize: bool
+        self,
+        hidden_states: Tensor,
+        gating_output: Tensor,
+        topk: int,
+        renormalize: bool,
     ) -> tuple[Tensor, Tensor]:
         weights, experts = self.gate.choose(gating_output)
         return weights, experts.to(torch.int32)
@@ -151,10 +174,14 @@ class KHASparseMLP(nn.Module):
 class KHADecoderLayer(Qwen3MoeDecoderLayer):
     def __init__(self, vllm_config: Any, prefix: str = "") -> None:
         nn.Module.__init__(self)  # Skip the parent, which builds other submodules.
-        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
+        config = vllm_config.model_config.hf_config
+        quant_config = vllm_config.quant_config
         self.hidden_size = config.hidden_size
         self.self_attn = KHAAttention(
-            config, vllm_config.cache_config, quant_config, f"{prefix}.self_attn"
+            config,
+            vllm_config.cache_config,
+            quant_config,
+            f"{prefix}.self_attn",
         )
         if config.mlp_layer_types[extract_layer_index(prefix)] == "sparse":
             self.mlp = KHASparseMLP(config, quant_config, f"{prefix}.mlp")
@@ -193,7 +220,11 @@ class KHAModel(Qwen3MoeModel):
     )
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix, decoder_layer_type=KHADecoderLayer)
+        super().__init__(
+            vllm_config=vllm_config,
+            prefix=prefix,
+            decoder_layer_type=KHADecoderLayer,
+        )
         if get_pp_group().is_last_rank:
             config = vllm_config.model_config.hf_config
             self.norm = rms_norm(config, config.hidden_size)
@@ -208,8 +239,11 @@ class KHAForCausalLM(Qwen3ForCausalLM):
 
     def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
         nn.Module.__init__(self)  # Skip the parent, which builds another model.
-        config, quant_config = vllm_config.model_config.hf_config, vllm_config.quant_config
-        self.config, self.vllm_config, self.quant_config = config, vllm_config, quant_config
+        config = vllm_config.model_config.hf_config
+        quant_config = vllm_config.quant_config
+        self.config = config
+        self.vllm_config = vllm_config
+        self.quant_config = quant_config
         self.model = KHAModel(vllm_config=vllm_config, prefix=maybe_prefix(prefix, "model"))
         self.lm_head = PPMissingLayer()
         if get_pp_group().is_last_rank:

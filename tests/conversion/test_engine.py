@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.conversion.engine import transfer
 from kha_megatron.conversion.sources import ModelSource
+from kha_megatron.model.config import ModelConfig
 
-MODEL = Architecture(
+MODEL = ModelConfig(
     vocab_size=200_003,
     padded_vocab_size=200_003,
     hidden_size=1001,

@@ -33,6 +33,7 @@ FORMS = (
     ("kha-megatron compare *", "parse"),  # trains
     ("kha-megatron data prepare --vocab-size *", "small"),
     ("kha-megatron convert upcycle * --text *", "parse"),  # takes 20 s
+    ("kha-megatron convert update-code *", "run"),
     ("kha-megatron convert *", "unverified"),  # tests/cli/test_convert.py verifies
     ("kha-megatron verify *", "no logits"),
     ("kha-megatron *", "run"),

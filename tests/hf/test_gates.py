@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 
+from kha_megatron.heads import Gate
 from kha_megatron.hf import read_kha
 from tests.hf import test_attention, test_family
 from tests.hf.conftest import (
@@ -33,7 +34,7 @@ KNOCKED = {"query": "linear", "value": "mlp"}
 
 def oracle_of(config, module, *given):
     """Return the oracle of a gated layer."""
-    gate = read_kha(config).gate
+    gate = read_kha(config).get(Gate)
 
     def oracle(layer, hidden):
         weights = {}

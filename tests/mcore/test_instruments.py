@@ -60,7 +60,9 @@ def _reference(case):
     first = [r * MICROBATCHES[0] // case.layout.dp for r in range(case.layout.dp)]
     run = _start(case.twin())
     (model,) = run.chunks
-    kept, gates = {}, case.khas[0].gate.positions if case.khas[0].gate else ()
+    kept = {}
+    gate = case.khas[0].get(Gate)
+    gates = gate.positions if gate else ()
 
     def keep(what, index):
         def hook(module, inputs):

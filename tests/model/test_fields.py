@@ -5,9 +5,8 @@ import dataclasses
 
 import pytest
 
-from kha_megatron.conversion.architecture import Architecture
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.config import parse_layer_frequency
+from kha_megatron.model.config import ModelConfig, parse_layer_frequency
 from kha_megatron.model.fields import declared_fields
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.megatron import model_from_arguments
@@ -46,7 +45,7 @@ def test_table_agrees_with_megatrons_parser(ranks):
     actions = ranks(_actions, 1)[0]
     assert len({field.argument for field in TABLE}) == len(TABLE)
     assert len({field.flag for field in TABLE}) == len(TABLE)
-    for field in {*TABLE, *declared_fields(Architecture)}:
+    for field in {*TABLE, *declared_fields(ModelConfig)}:
         argument, default, alone, const = actions[field.flag]
         assert field.argument == argument, field.flag
         if field.name not in REQUIRED:
