@@ -41,8 +41,8 @@ def params(
     original = recipes.get_recipe(recipe)
     chosen = original.updated(megatron or [])
     model = get_countable_model(chosen.run.model)
-    kha = model.kha
     original_model = get_countable_model(original.run.model)
+    kha = model.kha
     counts = count_model(model)
     counts_without_kha = count_model(model.without_heads())
     kha_share = compute_flops(model, chosen.run.arguments["seq_length"]).share_of_layers
@@ -158,7 +158,6 @@ def count_flops(
     """
     chosen = recipes.get_recipe(recipe).updated(megatron or [])
     model = get_countable_model(chosen.run.model)
-    kha = model.kha
     length = seq or chosen.run.arguments["seq_length"]
     flops = compute_flops(model, length)
     if as_json:
@@ -179,7 +178,7 @@ def count_flops(
         }
         console.print_json(data)
         return
-    console.out.print(f"{chosen.name}: {chosen.description} (KHA: {kha})", markup=False)
+    console.out.print(f"{chosen.name}: {chosen.description} (KHA: {model.kha})", markup=False)
     console.out.print(_flops_table(flops, length))
     console.out.print(
         f"KHA adds {flops.share_of_layers:.2%} to the layers and {flops.share_of_attention:.2%} to "

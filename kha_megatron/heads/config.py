@@ -36,7 +36,8 @@ INIT_SEED = 1234
 LATENT_HEADS = 2
 """Default number of latent heads (the paper's GLA-2)."""
 
-_KNOCK_SETTINGS = tuple(field.name for field in fields(Knock))
+_KNOCK_DEFAULTS = {field.name: field.default for field in fields(Knock)}
+_KNOCK_SETTINGS = tuple(_KNOCK_DEFAULTS)
 _OTHER_SETTINGS = ("init_seed", "attention", "latent_heads")
 
 
@@ -122,17 +123,10 @@ class HeadsConfig:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Self:
         """Build a config from a dict (see :meth:`to_dict`). Missing settings have defaults."""
-        known = setting_names()
-        unknown = sorted(settings.keys() - set(known))
-        if unknown:
-            raise ConfigError(
-                f"Unknown KHA setting {', '.join(unknown)}. Available settings: {', '.join(known)}."
-            )
+        _check_known(settings)
         mechanisms: list[Mechanism] = []
-        knock_settings = {"init": Knock.init} | _select(settings, _KNOCK_SETTINGS)
-        variants = _select(knock_settings, PROJECTIONS).values()
-        has_variant = any(variant is not None for variant in variants)
-        if has_variant or knock_settings["init"] != Knock.init:
+        knock_settings = _select(settings, _KNOCK_SETTINGS)
+        if any(value != _KNOCK_DEFAULTS[name] for name, value in knock_settings.items()):
             mechanisms.append(Knock(**knock_settings))
         for name, mechanism_type in mechanism_types().items():
             value = settings.get(name)
@@ -158,9 +152,11 @@ class HeadsConfig:
         for name, value in options.items():
             if value is not None:
                 passed[name] = value
-        registry.use_files(passed.pop("heads_from", ()))
+        files = passed.pop("heads_from", ())
         preset = passed.pop("preset", None)
-        passed = parse_heads(passed.pop("heads", ())) | passed
+        head_arguments = passed.pop("heads", ())
+        registry.use_files(files)
+        passed = parse_heads(head_arguments) | passed
         if preset is None and not _enables_mechanism(passed):
             return None
         _replace_none_strings(passed)
@@ -200,7 +196,9 @@ class HeadsConfig:
 
     def to_entries(self, *, multi_latent: bool = False) -> dict[str, Any]:
         """Inverse of :meth:`from_entries`, for Megatron args."""
-        entries = {f"kha_{name}": value for name, value in self.to_dict().items()}
+        entries = {}
+        for name, value in self.to_dict().items():
+            entries[f"kha_{name}"] = value
         # Megatron's own output gate is not available for MLA
         if self.has_output_gate and not multi_latent:
             entries["attention_output_gate"] = True
@@ -285,8 +283,9 @@ class HeadsConfig:
 
     def merge(self, other: Self) -> Self:
         """Return a copy that also has the mechanisms of ``other``."""
-        ours = self.without(*map(type, other.mechanisms))
-        return self._with([*ours.mechanisms, *other.mechanisms])
+        overridden_types = map(type, other.mechanisms)
+        remaining = self.without(*overridden_types).mechanisms
+        return self._with([*remaining, *other.mechanisms])
 
     def _with(self, mechanisms: Iterable[Mechanism]) -> Self:
         return type(self)(
@@ -415,6 +414,15 @@ class KHAConfig:
         return HeadsConfig.from_dict(settings)
 
 
+def _check_known(settings: Mapping[str, Any]) -> None:
+    names = setting_names()
+    unknown_names = sorted(settings.keys() - set(names))
+    if unknown_names:
+        unknown = ", ".join(unknown_names)
+        available = ", ".join(names)
+        raise ConfigError(f"Unknown KHA setting {unknown}. Available settings: {available}.")
+
+
 def _select(
     settings: Mapping[str, Any],
     names: Iterable[str],
@@ -423,7 +431,8 @@ def _select(
 
 
 def _enables_mechanism(settings: Mapping[str, Any]) -> bool:
-    return not settings.keys().isdisjoint([*PROJECTIONS, *mechanism_types()])
+    names = [*PROJECTIONS, *mechanism_types()]
+    return not settings.keys().isdisjoint(names)
 
 
 def _replace_none_strings(settings: dict[str, Any]) -> None:

@@ -96,9 +96,10 @@ class HeadTensor:
     @property
     def hf_names(self) -> tuple[str, ...]:
         """Hugging Face checkpoint keys, relative to ``model.layers.{layer}.``"""
+        module = f"self_attn.{self.hf}"
         if not self.matrices:
-            return (f"self_attn.{self.hf}.weight",)
-        return tuple(f"self_attn.{self.hf}.{matrix}.weight" for matrix in self.matrices)
+            return (f"{module}.weight",)
+        return tuple(f"{module}.{matrix}.weight" for matrix in self.matrices)
 
     @property
     def size(self) -> int:
@@ -317,7 +318,8 @@ class Mechanism:
         rows_size = sum(rows.size(sizes) for rows in self.rows(sizes))
         count = rows_size // tp
         for tensor in self.tensors(sizes):
-            count += tensor.size // tensor.ranks(tp)
+            ranks = tensor.ranks(tp)
+            count += tensor.size // ranks
         return count
 
     def costs(self, sizes: HeadSizes) -> Costs:
@@ -400,8 +402,12 @@ class Mechanism:
         return settings
 
     def __str__(self) -> str:
-        settings = ", ".join(f"{name}={value}" for name, value in self.non_defaults().items())
-        return f"{self.name}({settings})" if settings else self.name
+        settings = []
+        for name, value in self.non_defaults().items():
+            settings.append(f"{name}={value}")
+        if not settings:
+            return self.name
+        return f"{self.name}({', '.join(settings)})"
 
 
 def check_fields(settings: Any, prefix: str) -> None:

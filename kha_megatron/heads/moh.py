@@ -377,8 +377,9 @@ def _load(routing: Routing, ranks: Ranks) -> "Tensor":
     import torch
 
     frequency = ranks.token_mean(routing.chosen)
-    shared = routing.weights.shape[-1] - len(frequency)
-    return torch.cat([frequency.new_ones(shared), frequency])
+    heads = routing.weights.shape[-1]
+    shared_frequency = frequency.new_ones(heads - len(frequency))
+    return torch.cat([shared_frequency, frequency])
 
 
 def _spread(norms: "Tensor") -> "Tensor":

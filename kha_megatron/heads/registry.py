@@ -149,10 +149,10 @@ def presets() -> dict[str, Mapping[str, Any]]:
     for name, mechanism in mechanism_types().items():
         for preset, settings in mechanism.presets.items():
             all_presets[preset] = {name: dict(settings)}
-    for knock in ("kha_linear", "kha_mlp"):
-        for addition in ("gate_output", "moh_75"):
-            combined = {**all_presets[knock], **all_presets[addition]}
-            all_presets[f"{knock}_{addition}"] = combined
+    for first in ("kha_linear", "kha_mlp"):
+        for second in ("gate_output", "moh_75"):
+            settings = {**all_presets[first], **all_presets[second]}
+            all_presets[f"{first}_{second}"] = settings
     return all_presets
 
 

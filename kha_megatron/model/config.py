@@ -337,7 +337,9 @@ class ModelConfig:
     @property
     def is_uniform(self) -> bool:
         """True if all layers have the same parameters. GPTModel stacks them in this case."""
-        return not self.num_experts or all(self.moe_layers)
+        if not self.num_experts:
+            return True
+        return all(self.moe_layers)
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

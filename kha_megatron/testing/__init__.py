@@ -98,17 +98,21 @@ def _raise_first(mistakes: Iterator[str]) -> None:
 
 def _find_wrong_declarations(kha: HeadsConfig) -> Iterator[str]:
     (mechanism,) = kha.mechanisms
+    prefix = f"{mechanism.name}_"
     tensors = kha.tensors(SIZES)
     weights: list[HeadTensor | HeadRows] = [*tensors, *kha.rows(SIZES)]
     exported_names = [weight.hf for weight in weights]
     for weight in weights:
-        if not weight.name.startswith(f"{mechanism.name}_"):
-            yield f"The name of `{weight.name}` must start with `{mechanism.name}_`."
-        is_used = weight.hf in _TAKEN or exported_names.count(weight.hf) > 1
-        if is_used or not weight.hf.isidentifier():
+        name = weight.name
+        exported_name = weight.hf
+        if not name.startswith(prefix):
+            yield f"The name of `{name}` must start with `{prefix}`."
+        is_duplicate = exported_names.count(exported_name) > 1
+        is_valid = exported_name.isidentifier() and exported_name not in _TAKEN
+        if is_duplicate or not is_valid:
             yield (
-                f"Export name of `{weight.name}` is {weight.hf!r}. Set `hf` to a name that no "
-                "other module in `self_attn` has."
+                f"Export name of `{name}` is {exported_name!r}. Set `hf` to a name that no other "
+                "module in `self_attn` has."
             )
     for tensor in tensors:
         heads = SIZES.heads(tensor.heads)

@@ -101,21 +101,19 @@ def find_mistakes(
 ) -> Iterator[str]:
     """Yield a message for each broken rule."""
     unsharded: dict[int, Shards] = {}
-    for requested_layout in (*UNSHARDED, *SHARDED):
-        layout = _supported(kha, requested_layout)
+    for layout in (*UNSHARDED, *SHARDED):
+        if not is_supported(kha, qk_norm=layout.qk_norm):
+            layout = replace(layout, qk_norm=not layout.qk_norm)
         results = _run(kha, layout, scratch, smooth)
         if isinstance(results, str):
             yield _explain_failure(kha, layout, results)
             return
+        shards = []
         for result in results:
             yield from result.mistakes
-        expected = unsharded.setdefault(layout.groups, results[0].shards)
-        yield from _compare(
-            kha,
-            layout,
-            [result.shards for result in results],
-            expected,
-        )
+            shards.append(result.shards)
+        expected = unsharded.setdefault(layout.groups, shards[0])
+        yield from _compare(kha, layout, shards, expected)
 
 
 def _explain_failure(kha: HeadsConfig, layout: Layout, error: str) -> str:
@@ -127,16 +125,10 @@ def _explain_failure(kha: HeadsConfig, layout: Layout, error: str) -> str:
             sharded_names.append(f"`{tensor.name}`")
     hint = ""
     if sharded_names:
-        hint = f" Set `per_head` if {', '.join(sharded_names)} is split along the heads."
+        names = ", ".join(sharded_names)
+        hint = f" Set `per_head` if {names} is split along the heads."
     subject = "TP split: the layer" if layout.tp > 1 else "The layer"
     return f"{subject} fails under {layout}.{hint} The error is: {error}"
-
-
-def _supported(kha: HeadsConfig, layout: Layout) -> Layout:
-    """Change ``qk_norm`` if the mechanism only supports models with, or without, QK-norm."""
-    if is_supported(kha, qk_norm=layout.qk_norm):
-        return layout
-    return replace(layout, qk_norm=not layout.qk_norm)
 
 
 def _compare(
@@ -152,7 +144,9 @@ def _compare(
         names.sort(key=lambda name: name not in tensors)  # first the mechanism, then Megatron
         for name in names:
             tensor = tensors.get(name)
-            if "layernorm" in name or (tensor is None and check in ("initial", "loaded")):
+            if "layernorm" in name:
+                continue
+            if tensor is None and check in ("initial", "loaded"):
                 continue
             expected = unsharded[check, name].tensor
             shards = [rank[check, name] for rank in ranks]
@@ -305,9 +299,10 @@ def _run_layer(
     hidden, upstream = _inputs()
     first_token = 0
     if layout.sp:
-        hidden = hidden.chunk(layout.tp)[rank]
-        upstream = upstream.chunk(layout.tp)[rank]
-        first_token = rank * len(hidden)
+        tokens_per_rank = _TOKENS // layout.tp
+        first_token = rank * tokens_per_rank
+        hidden = hidden.narrow(0, first_token, tokens_per_rank)
+        upstream = upstream.narrow(0, first_token, tokens_per_rank)
     hidden = hidden.clone().requires_grad_()
     output = _forward(layer, hidden, rotary)
     output.backward(upstream)
@@ -472,7 +467,8 @@ def _find_wrong_derivatives(
             loss_before = loss().item()
             weight += step
         expected = (loss_after - loss_before) / (2 * _FINITE_STEP)
-        actual = (_gradient(weight) * direction).sum().item()
+        directional_gradient = _gradient(weight) * direction
+        actual = directional_gradient.sum().item()
         if not math.isclose(actual, expected, rel_tol=1e-4, abs_tol=1e-5):
             yield (
                 f"Gradient of `{tensor.name}` differs from finite differences ({actual:.6g} "
@@ -607,8 +603,10 @@ def main() -> None:
     patches.use_forked_writers()
     gc.freeze()  # so that no garbage collection of a rank visits what torch and Megatron hold
     kha = HeadsConfig.from_dict(request["kha"])
-    mistakes = find_mistakes(kha, Path(request["scratch"]), request["smooth"])
-    sys.stdout.write(json.dumps(next(mistakes, None)))
+    scratch = Path(request["scratch"])
+    mistakes = find_mistakes(kha, scratch, request["smooth"])
+    first_mistake = next(mistakes, None)
+    sys.stdout.write(json.dumps(first_mistake))
 
 
 if __name__ == "__main__":
