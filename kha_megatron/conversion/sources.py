@@ -108,31 +108,32 @@ def open_source(
     source = _open_hf(path) if is_hf_folder(path) else _open_megatron(path)
     if comparing:
         return source
-    files = TokenizerFiles.open(source.checkpoint, tokenizer)
+    tokenizer_files = TokenizerFiles.open(source.checkpoint, tokenizer)
     rows = source.model.vocabulary_rows
-    entries = len(files.loaded or ())
-    if entries > rows:
+    vocab_size = len(tokenizer_files.loaded or ())
+    if vocab_size > rows:
         raise CheckpointError(
-            f"The tokenizer {files.origin} has a vocabulary size of {entries}, but the embedding "
-            f"has only {rows} rows. Please pass the model's tokenizer with --tokenizer."
+            f"The tokenizer {tokenizer_files.origin} has a vocabulary size of {vocab_size}, but "
+            f"the embedding has only {rows} rows. Please pass the model's tokenizer with "
+            "--tokenizer."
         )
-    return replace(source, tokenizer=files)
+    return replace(source, tokenizer=tokenizer_files)
 
 
 def _open_hf(path: Path) -> ModelSource:
     checkpoint = HFCheckpoint.open(path)
-    files = family_of(checkpoint.config).files
+    file_format = family_of(checkpoint.config).files
     tensors = SplitExperts(checkpoint)
-    infos = {}
-    for name, info in tensors.entries.items():
+    entries = {}
+    for name, entry in tensors.entries.items():
         if not name.endswith(_RECOMPUTED):
-            infos[name] = info
+            entries[name] = entry
     model = from_hf_config(checkpoint.config)
     # config.json often has a number of MTP layers even if the model was saved without them
-    predictions = _count_predictions(model, files, infos)
+    predictions = _count_predictions(model, file_format, entries)
     model = replace(model, mtp_num_layers=predictions or None)
-    expected = _expected_shapes(model, files, limit=2 * len(infos) + 1000)
-    copies = _find_copies(model, files, infos)
+    expected = _expected_shapes(model, file_format, limit=2 * len(entries) + 1000)
+    copies = _find_copies(model, file_format, entries)
     for copy, original in copies.items():
         stored_copy = tensors.tensor(copy)
         stored_original = tensors.tensor(original)
@@ -140,33 +141,33 @@ def _open_hf(path: Path) -> ModelSource:
             raise CheckpointError(
                 f"{copy} differs from {original} in {path}, but Megatron shares them in this model."
             )
-    missing = expected.keys() - infos.keys()
-    known = expected.keys() | copies.keys() | _unused_experts(infos)
-    unexpected = infos.keys() - known
-    _check_tensors(path, CONFIG, infos, expected, missing, unexpected)
+    missing = expected.keys() - entries.keys()
+    known = expected.keys() | copies.keys() | _unused_experts(entries)
+    unexpected = entries.keys() - known
+    _check_tensors(path, CONFIG, entries, expected, missing, unexpected)
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
-        names = files.names(slot, model)
+        names = file_format.names(slot, model)
         if meta:
-            stored = [_meta_tensor(infos[name].shape, infos[name].dtype) for name in names]
+            stored = [_meta_tensor(entries[name].shape, entries[name].dtype) for name in names]
         else:
             stored = [tensors.tensor(name) for name in names]
-        return files.read(slot, model, stored)
+        return file_format.read(slot, model, stored)
 
-    return ModelSource(checkpoint, model, read, files)
+    return ModelSource(checkpoint, model, read, file_format)
 
 
 def _count_predictions(
     model: ModelConfig,
-    files: FileFormat,
-    infos: Entries,
+    file_format: FileFormat,
+    entries: Entries,
 ) -> int:
     """Count the MTP layers that the files contain."""
     count = 0
-    while count < files.predictions:
+    while count < file_format.predictions:
         projection = TensorSlot(PREDICTION_PROJECTION, model.layers + count)
-        (name,) = files.names(projection, model)
-        if name not in infos:
+        (name,) = file_format.names(projection, model)
+        if name not in entries:
             break
         count += 1
     return count
@@ -174,7 +175,7 @@ def _count_predictions(
 
 def _expected_shapes(
     model: ModelConfig,
-    files: FileFormat,
+    file_format: FileFormat,
     limit: int,
 ) -> dict[str, Shape]:
     """Return the shapes of the tensors in the files of a model by name.
@@ -184,13 +185,13 @@ def _expected_shapes(
     """
     shapes: dict[str, Shape] = {}
     for slot in islice(tensor_slots(model), limit):
-        names = files.names(slot, model)
+        names = file_format.names(slot, model)
         shape = slot.mapping.shape(model)
         is_too_large = math.prod(shape) > _MAX_ELEMENTS
         if min(shape) < 0 or is_too_large:
             raise CheckpointError(f"{CONFIG} leads to an invalid shape {shape} for {names[0]}.")
         parts = slot.mapping.split(_meta_tensor(shape), model)
-        stored = files.write(slot, model, parts)
+        stored = file_format.write(slot, model, parts)
         for name, tensor in zip(names, stored, strict=True):
             shapes[name] = tuple(tensor.shape)
     return shapes
@@ -202,25 +203,25 @@ def _meta_tensor(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def _find_copies(
     model: ModelConfig,
-    files: FileFormat,
-    infos: Entries,
+    file_format: FileFormat,
+    entries: Entries,
 ) -> dict[str, str]:
     """Map copies of the embedding and LM head to their originals, if the files contain both."""
-    copies = files.copies(model)
+    copies = file_format.copies(model)
     if model.tied_embeddings:
         copies[LM_HEAD.hf] = EMBEDDING.hf
     present = {}
     for copy, original in copies.items():
-        if copy in infos and original in infos:
+        if copy in entries and original in entries:
             present[copy] = original
     return present
 
 
-def _unused_experts(infos: Entries) -> set[str]:
+def _unused_experts(entries: Entries) -> set[str]:
     """Return empty tensors, which models without shared experts may still have for them."""
     unused = set()
-    for name, info in infos.items():
-        if ".shared_experts." in name and 0 in info.shape:
+    for name, entry in entries.items():
+        if ".shared_experts." in name and 0 in entry.shape:
             unused.add(name)
     return unused
 
@@ -228,30 +229,34 @@ def _unused_experts(infos: Entries) -> set[str]:
 def _open_megatron(path: Path) -> ModelSource:
     checkpoint = MegatronCheckpoint.open(path)
     args = checkpoint.args
-    infos = checkpoint.keys()
+    entries = checkpoint.keys()
     embedding = EMBEDDING.megatron
-    if embedding not in infos:
+    if embedding not in entries:
         raise CheckpointError(f"Tensor {embedding} not found in {path}. Is this a GPT checkpoint?")
-    padded_vocab_size = infos[embedding].shape[0]
+    padded_vocab_size = entries[embedding].shape[0]
     heads = HeadsConfig.from_entries(args) or HeadsConfig()
     model = model_from_checkpoint(args, heads, padded_vocab_size)
-    located = locate_tensors(infos, model)
+    located = locate_tensors(entries, model)
     expected = {}
     for slot, location in located.slots.items():
         shape = slot.mapping.shape(model)
         stacked_dims = len(location.index)
         if slot.expert is not None:
+            # the last stacked dimension has one entry per expert
             shape = (model.experts, *shape)
             stacked_dims -= 1
-        stack = infos[location.key].shape[:stacked_dims]
-        expected[location.key] = (*stack, *shape)
-    _check_tensors(path, "training arguments", infos, expected, located.missing, located.unexpected)
+        # the others are layers and pipeline stages, which depend on how the model was trained
+        layers_shape = entries[location.key].shape[:stacked_dims]
+        expected[location.key] = (*layers_shape, *shape)
+    _check_tensors(
+        path, "training arguments", entries, expected, located.missing, located.unexpected
+    )
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         location = located.slots[slot]
         if meta:
             shape = slot.mapping.shape(model)
-            tensor = _meta_tensor(shape, infos[location.key].dtype)
+            tensor = _meta_tensor(shape, entries[location.key].dtype)
         else:
             tensor = checkpoint.tensor(location.key, location.index)
         return slot.mapping.split(tensor, model)

@@ -131,7 +131,8 @@ def flag(
     """Like ``dataclasses.field``, with the metadata of :class:`Field`.
 
     Names are derived from the field by default, e.g. ``num_layers`` becomes ``--num-layers``. If
-    you pass a different flag, ``argument`` and ``attribute`` follow the flag.
+    you pass a different flag, ``argument`` and ``attribute`` follow the flag. Pass
+    ``attribute=None`` if ``TransformerConfig`` does not have the field.
     """
     declaration = {
         "flag": name,

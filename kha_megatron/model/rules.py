@@ -169,9 +169,11 @@ class _DividedSize(NamedTuple):
 def _advise_larger_replicas(size: int, factors: Mapping[str, int]) -> str:
     """Return how to keep the global batch size by changing the parallel layout, if possible."""
     replicas = factors.get(_REPLICAS, 1)
-    other_factors = math.prod(factors.values()) // replicas
+    divisor = math.prod(factors.values())
     for scale in divisors(replicas):
-        if size % (other_factors * (replicas // scale)) == 0:
+        # if each replica has `scale` times as many ranks, there are fewer replicas
+        divisor_with_larger_replicas = divisor // scale
+        if size % divisor_with_larger_replicas == 0:
             return (
                 f" To keep this value, use {scale} times as many ranks per replica, e.g. with "
                 "--pipeline-model-parallel-size or --tensor-model-parallel-size, "

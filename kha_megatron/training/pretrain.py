@@ -80,8 +80,47 @@ _BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def run(program_start: float) -> None:
+    """Train a model with the arguments in ``sys.argv``.
+
+    Megatron's arguments are parsed twice. The first time, they are not validated, so that rank 0
+    can choose a checkpoint, whose arguments complete them.
+    """
     set_startup_timestamps(program_start=program_start, main_entry=time.time())
     protect_children()
+    _patch_megatron()
+    parsed_args = parse_args(add_kha_arguments)
+    check_args(parsed_args)
+    patches.let_learning_rate_change(keep=parsed_args.use_checkpoint_opt_param_scheduler)
+
+    start = _prepare_directories(parsed_args)
+    kha = restored_kha(start, parsed_args) or kha_from_args(parsed_args)
+    patches.load_from_either(scales=loads_fp8_scales(start, parsed_args))
+    args = _validate(parsed_args, start, kha)
+    _configure_saves(args)
+    if args.log_throughput:
+        log_speed()
+    check_same_state(start, args)
+    # the checkpoint's arguments record the resolved values
+    args.vocab_size = vocabulary_size(start, parsed_args, get_tokenizer().vocab_size)
+    for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
+        setattr(args, name, value)
+
+    upcycled_path = start.path if is_upcycled(start, parsed_args, kha) else None
+    config = _model_config(args, kha, upcycled_path)
+    with explain_failures(args):
+        pretrain(
+            pretrain_cfg_container_from_args(args, config),
+            _build_datasets,
+            ModelType.encoder_or_decoder,
+            _forward_step,
+        )
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def _patch_megatron() -> None:
+    """Apply the patches that do not depend on arguments. Each one explains itself."""
     patches.use_shipped_dataset_helpers()
     patches.let_distributed_optimizer_resume()
     patches.load_latent_gpt_checkpoints()
@@ -98,62 +137,22 @@ def run(program_start: float) -> None:
         patches.use_forked_writers()
         patches.skip_fusion_warm_up()
 
-    early = parse_args(add_kha_arguments)
-    check_args(early)
-    patches.let_learning_rate_change(keep=early.use_checkpoint_opt_param_scheduler)
+
+def _prepare_directories(args: argparse.Namespace) -> Start:
+    """Claim ``--save`` and choose the checkpoint to start from. Errors of rank 0 end all ranks."""
     ownership: Ownership | None = None
 
-    def prepare_directories() -> dict[str, Any]:
+    def claim_and_choose() -> dict[str, Any]:
         nonlocal ownership
-        ownership = _claim_save(early)
-        return choose_start(early).to_dict()
+        ownership = _claim_save(args)
+        return choose_start(args).to_dict()
 
-    timeout = timedelta(minutes=early.distributed_timeout_minutes)
-    start = Start.from_dict(compute_on_first_rank(prepare_directories, timeout))
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    start = Start.from_dict(compute_on_first_rank(claim_and_choose, timeout))
     if start.is_tracker_repaired and not is_first_rank():
-        repair_tracker(early)
+        repair_tracker(args)  # waits until it sees the change
     make_saves_safe(ownership)
-    kha = restored_kha(start, early) or kha_from_args(early)
-    patches.load_from_either(scales=loads_fp8_scales(start, early))
-    pattern_is_saved = not early.hybrid_layer_pattern
-
-    def complete(args: argparse.Namespace) -> None:
-        describe_layers(args, pattern_is_saved=pattern_is_saved)
-        check_model_class(start, args)
-        check_restored_sizes(args, kha)
-
-    patches.change_arguments(complete)
-
-    defaults = {"tokenizer_type": "NullTokenizer"} if early.mock_data else {}
-    args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
-    args.verify_integrity &= args.ckpt_format == "torch_dist"  # only supported for torch_dist
-    if args.verify_integrity and (remote := object_store(args)):
-        announce(f"Writing and checking no hashes in the object store of {remote}.")
-        args.verify_integrity = False
-    if start.is_pretrained:  # Megatron would continue with the optimizer of a GPTModel
-        args.no_load_optim = True
-    if args.log_throughput:
-        log_speed()
-    if args.save and args.save_interval_in_mins:
-        save_by_time(args.save_interval_in_mins)
-    keep_release(args)
-    check_same_state(start, args)
-    # the checkpoint's arguments record the resolved values
-    args.vocab_size = vocabulary_size(start, early, get_tokenizer().vocab_size)
-    for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
-        setattr(args, name, value)
-
-    upcycled = start.path if is_upcycled(start, early, kha) else None
-    with explain_failures(args):
-        pretrain(
-            pretrain_cfg_container_from_args(args, _model_config(args, kha, upcycled)),
-            _build_datasets,
-            ModelType.encoder_or_decoder,
-            _forward_step,
-        )
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    return start
 
 
 def _claim_save(args: argparse.Namespace) -> Ownership | None:
@@ -166,45 +165,90 @@ def _claim_save(args: argparse.Namespace) -> Ownership | None:
     return ownership
 
 
-def _model_config(args: argparse.Namespace, kha: HeadsConfig, upcycled: str | None) -> Any:
+def _validate(
+    parsed_args: argparse.Namespace, start: Start, kha: HeadsConfig
+) -> argparse.Namespace:
+    """Let Megatron complete and validate the arguments, with ours in between."""
+    pattern_is_saved = not parsed_args.hybrid_layer_pattern
+
+    def complete(args: argparse.Namespace) -> None:
+        describe_layers(args, pattern_is_saved=pattern_is_saved)
+        check_model_class(start, args)
+        check_restored_sizes(args, kha)
+
+    patches.change_arguments(complete)
+    defaults = {"tokenizer_type": "NullTokenizer"} if parsed_args.mock_data else {}
+    args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
+    if start.is_pretrained:  # Megatron would continue with the optimizer of a GPTModel
+        args.no_load_optim = True
+    return args
+
+
+def _configure_saves(args: argparse.Namespace) -> None:
+    args.verify_integrity &= args.ckpt_format == "torch_dist"  # only supported for torch_dist
+    remote = object_store(args)
+    if args.verify_integrity and remote:
+        announce(f"Writing and checking no hashes in the object store of {remote}.")
+        args.verify_integrity = False
+    if args.save and args.save_interval_in_mins:
+        save_by_time(args.save_interval_in_mins)
+    keep_release(args)
+
+
+def _model_config(args: argparse.Namespace, kha: HeadsConfig, upcycled_path: str | None) -> Any:
     """Build Megatron's model config and register our hooks on the unwrapped model."""
     config = model_config(args, kha)
 
     def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         announce(describe_model(models, kha))
-        if upcycled:
+        if upcycled_path:
             announce(
-                f"Starting a new run with the weights of {upcycled}. The shared matrices start at "
-                "the identity."
+                f"Starting a new run with the weights of {upcycled_path}. The shared matrices "
+                "start at the identity."
             )
-            for module in (each for model in models for each in model.modules()):
-                if isinstance(module, MechanismWeight):
-                    module.keep_at_next_load()
+            _keep_initial_mechanisms(models)
         if args.kha_perturb_embedding:
             perturb_embedding(models, args.kha_perturb_embedding, args.seed)
         if args.moe_router_enable_expert_bias:
-            by_rms = args.moe_router_bias_update_rms
-            captured = args.cuda_graph_impl == "full_iteration"  # runs no Python
-            report = None if captured else report_expert_load
-            balance_experts(models, "rms" if by_rms else "sign", report)
+            _balance_experts(models, args)
         check_optimizer_of_experts(models, args)
         stop_on_non_finite_weights(models, args)
-        if args.check_for_nan_in_loss_and_grad:  # must wrap the bias update
+        if args.check_for_nan_in_loss_and_grad:  # must wrap the update of expert biases
             stop_before_non_finite_steps(models)
         if args.kha_log_interval:
-            watch_heads(
-                models,
-                kha,
-                interval=args.kha_log_interval,
-                iteration=lambda: get_args().curr_iteration + 1,
-                write=write_scalars,
-            )
-            if args.cuda_graph_impl != "none":
-                announce("--kha-log-interval logs only the matrices with CUDA graphs.")
+            _watch_heads(models, args, kha)
         return models
 
     config.pre_wrap_hooks.append(prepare)
     return config
+
+
+def _keep_initial_mechanisms(models: list[torch.nn.Module]) -> None:
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, MechanismWeight):
+                module.keep_at_next_load()
+
+
+def _balance_experts(models: list[torch.nn.Module], args: argparse.Namespace) -> None:
+    runs_no_python = args.cuda_graph_impl == "full_iteration"
+    balance_experts(
+        models,
+        "rms" if args.moe_router_bias_update_rms else "sign",
+        None if runs_no_python else report_expert_load,
+    )
+
+
+def _watch_heads(models: list[torch.nn.Module], args: argparse.Namespace, kha: HeadsConfig) -> None:
+    watch_heads(
+        models,
+        kha,
+        interval=args.kha_log_interval,
+        iteration=lambda: get_args().curr_iteration + 1,
+        write=write_scalars,
+    )
+    if args.cuda_graph_impl != "none":
+        announce("--kha-log-interval logs only the matrices with CUDA graphs.")
 
 
 def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
