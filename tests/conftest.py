@@ -20,7 +20,6 @@ from tests.conversion.forked import run_in_fork
 from tests.distributed.launcher import RankPool
 from tests.interpreting import interpret
 from tests.tables import SECTIONS, TABLES, Tables
-from tests.test_fast import mark_fast
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))  # programs, not a package
 torch.set_num_threads(1)  # as in ranks; more would only wait for one another
@@ -34,7 +33,11 @@ def pytest_addoption(parser):
     group = parser.getgroup("kha_megatron")
     group.addoption("--whole", action="store_true", help="every case of the grids")
     for name in TABLES:
-        group.addoption(f"--{name}-table", metavar="FILE", help="write that table there")
+        group.addoption(
+            f"--{name}-table",
+            metavar="FILE",
+            help="write that table there",
+        )
 
 
 def pytest_configure(config):
@@ -49,7 +52,23 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
     items.sort(key=lambda item: item.path.parent.name not in LONG)
-    mark_fast(config, items)
+    unmark_further_cases(items)
+
+
+def unmark_further_cases(items):
+    """Remove the marker ``fast`` of a parametrized test from all cases but the first.
+
+    Markers of single cases, which ``pytest.param`` sets, remain.
+    """
+    tests = set()
+    for item in items:
+        marks_of_test = getattr(item.function, "pytestmark", [])
+        if not any(mark.name == "fast" for mark in marks_of_test):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if test in tests:
+            item.own_markers = [mark for mark in item.own_markers if mark.name != "fast"]
+        tests.add(test)
 
 
 def pytest_collection_finish():
@@ -81,19 +100,19 @@ def run_megatron_in_forks():
 
 @pytest.fixture(scope="session")
 def whole(request) -> bool:
-    """Whether all cases run, as in ``make test-all``."""
+    """Return True if all cases run, as in ``make test-all``."""
     return request.config.getoption("--whole")
 
 
 @pytest.fixture
 def parallelism_table(record_property):
-    """``parallelism_table(case, knocked, error, quantity)`` adds a row."""
+    """Return a function ``(case, knocked, error, quantity)`` that adds a row."""
     return lambda *row: record_property("parallelism", row)
 
 
 @pytest.fixture
 def faults_table(record_property):
-    """``faults_table(section, *cells)`` adds a row to a section of ``tests.tables.SECTIONS``."""
+    """Return a function ``(section, *cells)`` that adds a row to one of ``SECTIONS``."""
 
     def add(section, *cells):
         assert len(cells) == len(SECTIONS[section][1])
@@ -104,7 +123,7 @@ def faults_table(record_property):
 
 @pytest.fixture
 def nodes_table(record_property):
-    """``nodes_table(fault, result)`` adds a row."""
+    """Return a function ``(fault, result)`` that adds a row."""
     return lambda *row: record_property("nodes", row)
 
 

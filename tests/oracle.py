@@ -47,7 +47,8 @@ def knock_head(x: Tensor, matrices: list[Tensor] | None, variant: Variant | None
         return torch.einsum("bsi,ij->bsj", x, t)
     if variant == "mlp":
         up, gate, down = matrices
-        hidden = torch.einsum("bsi,ij->bsj", x, up) * sigmoid(torch.einsum("bsi,ij->bsj", x, gate))
+        scores = torch.einsum("bsi,ij->bsj", x, gate)
+        hidden = torch.einsum("bsi,ij->bsj", x, up) * sigmoid(scores)
         return 2 * torch.einsum("bsi,ij->bsj", hidden, down)
     if variant == "gate":
         (gate,) = matrices
@@ -56,7 +57,12 @@ def knock_head(x: Tensor, matrices: list[Tensor] | None, variant: Variant | None
 
 
 def gate_head(
-    x: Tensor, hidden: Tensor, position: str, head: int, gate: Gate | None, weights: dict
+    x: Tensor,
+    hidden: Tensor,
+    position: str,
+    head: int,
+    gate: Gate | None,
+    weights: dict,
 ) -> Tensor:
     """Gate one position of one head, if ``gate`` has this position (arXiv 2505.06708, section 3).
 
@@ -72,18 +78,24 @@ def gate_head(
     weight = weights[position]
     if position != "dense" and granularity != "shared":
         weight = weight[head]
-    score = torch.einsum("bsk,fk->bsf", hidden, weight) if gate.reads_input else weight
+    score = weight
+    if gate.reads_input:
+        score = torch.einsum("bsk,fk->bsf", hidden, weight)
     sigmoid = 1 / (1 + torch.exp(-score))
-    score = {"sigmoid": sigmoid, "silu": score * sigmoid, "half_sigmoid": 0.5 + 0.5 * sigmoid}[
-        gate.activation
-    ]
-    return x * score if gate.form == "multiply" else x + score
+    activations = {
+        "sigmoid": sigmoid,
+        "silu": score * sigmoid,
+        "half_sigmoid": 0.5 + 0.5 * sigmoid,
+    }
+    activated = activations[gate.activation]
+    return x * activated if gate.form == "multiply" else x + activated
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is None:
         return x
-    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
+    mean_square = x.pow(2).mean(-1, keepdim=True)
+    return x / torch.sqrt(mean_square + eps) * weight
 
 
 def rotate(x: Tensor, base: float | None) -> Tensor:
@@ -92,9 +104,12 @@ def rotate(x: Tensor, base: float | None) -> Tensor:
         return x
     half = x.shape[-1] // 2
     steps = torch.arange(half, dtype=x.dtype, device=x.device) / half
-    angle = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)[:, None] * base ** (-steps)
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = angle.cos(), angle.sin()
+    positions = torch.arange(x.shape[1], dtype=x.dtype, device=x.device)
+    angle = positions[:, None] * base ** (-steps)
+    first = x[..., :half]
+    second = x[..., half:]
+    cos = angle.cos()
+    sin = angle.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
@@ -104,9 +119,14 @@ def rotate_pairs(x: Tensor, base: float) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal softmax attention of one head: ``[B, S, D]`` each, values of any width."""
+    """Compute causal softmax attention of one head: ``[B, S, D]`` each, values of any width."""
     length = query.shape[1]
-    future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
+    future = torch.ones(
+        length,
+        length,
+        dtype=torch.bool,
+        device=query.device,
+    ).triu(1)
     scores = torch.einsum("bqd,bkd->bqk", query, key) / math.sqrt(query.shape[-1])
     weights = scores.masked_fill(future, -torch.inf).softmax(-1)
     return torch.einsum("bqk,bkd->bqd", weights, value)
@@ -147,7 +167,8 @@ def attention(
 
     def project(weight: Tensor, head: int, name: str) -> Tensor:
         x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
-        return gated(knock_head(x, matrices.get(name), kha.variants.get(name)), name, head)
+        knocked = knock_head(x, matrices.get(name), kha.variants.get(name))
+        return gated(knocked, name, head)
 
     outputs = []
     queries = [project(w_query, head, "query") for head in range(heads)]
@@ -197,47 +218,58 @@ def mixture_weights(
         total = sum(torch.exp(score) for score in scores)
         return [torch.exp(score) / total for score in scores]
 
-    rows, probabilities, selections = [], [], []
+    def normalised_norms(b: int, t: int) -> list[Tensor]:
+        norms = [query[b, t].pow(2).sum().sqrt() for query in queries[shared:]]
+        if scale != "code":
+            return norms
+        mean = sum(norms) / routed
+        variance = sum((norm - mean) ** 2 for norm in norms) / (routed - 1)
+        return [norm / variance**0.5 for norm in norms]
+
+    token_weights = []
+    probabilities = []
+    selections = []
     for b in range(hidden.shape[0]):
         for t in range(hidden.shape[1]):
+            alpha = None
             if router is None:
-                norms = [query[b, t].pow(2).sum().sqrt() for query in queries[shared:]]
-                if scale == "code":
-                    mean = sum(norms) / routed
-                    spread = (sum((n - mean) ** 2 for n in norms) / (routed - 1)) ** 0.5
-                    norms = [n / spread for n in norms]
-                p = softmax(norms)
-                of_shared, alpha = [hidden.new_ones(()) for _ in range(shared)], None
+                p = softmax(normalised_norms(b, t))
+                shared_weights = [hidden.new_ones(()) for _ in range(shared)]
+                routed_weights = p
             else:
                 scores = [row @ hidden[b, t] for row in router]
                 p = softmax(scores[shared:heads])
                 alpha = softmax(scores[heads:])
-                of_shared = [alpha[0] * g for g in softmax(scores[:shared])]
+                shared_weights = [alpha[0] * weight for weight in softmax(scores[:shared])]
+                routed_weights = [alpha[1] * weight for weight in p]
             ranked = sorted(range(routed), key=lambda i: -p[i].item())
             chosen = [i in ranked[:active] for i in range(routed)]
-            of_routed = [x if alpha is None else alpha[1] * x for x in p]
+            weights = []
             if quantized:
-                real = [*of_shared, *of_routed]
-                on = [True] * shared + chosen
-                weights = [(int(c) - g).detach() + g for c, g in zip(on, real, strict=True)]
+                is_on = [True] * shared + chosen
+                real_weights = [*shared_weights, *routed_weights]
+                for on, weight in zip(is_on, real_weights, strict=True):
+                    weights.append((int(on) - weight).detach() + weight)
             else:
                 if scale == "code":
-                    both = 1 if alpha is None else 2
-                    total = sum(x for x, c in zip(p, chosen, strict=True) if c)
-                    of_routed = [x / total * active * both for x in of_routed]
+                    factor = active if alpha is None else 2 * active
+                    total = sum(p[i] for i in range(routed) if chosen[i])
+                    routed_weights = [weight / total * factor for weight in routed_weights]
                     if alpha is not None:
-                        of_shared = [g * shared * 2 for g in of_shared]
-                of_routed = [x if c else 0 * x for x, c in zip(of_routed, chosen, strict=True)]
-                weights = [*of_shared, *of_routed]
-            rows.append(torch.stack(weights))
+                        shared_weights = [weight * shared * 2 for weight in shared_weights]
+                weights += shared_weights
+                for is_chosen, weight in zip(chosen, routed_weights, strict=True):
+                    weights.append(weight if is_chosen else 0 * weight)
+            token_weights.append(torch.stack(weights))
             probabilities.append(torch.stack(p))
             selections.append(chosen)
-    tokens = len(rows)
-    loss = sum(
-        sum(p[i] for p in probabilities) / tokens * (sum(c[i] for c in selections) / tokens)
-        for i in range(routed)
-    )
-    return torch.stack(rows).view(*hidden.shape[:2], heads), loss
+    tokens = len(token_weights)
+    loss = 0
+    for i in range(routed):
+        probability = sum(p[i] for p in probabilities) / tokens
+        load = sum(chosen[i] for chosen in selections) / tokens
+        loss += probability * load
+    return torch.stack(token_weights).view(*hidden.shape[:2], heads), loss
 
 
 def tied_attention(
@@ -256,7 +288,7 @@ def tied_attention(
     k_norm: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Grouped-Tied Attention: keys and values of a group are one state of ``D`` features.
+    """Compute Grouped-Tied Attention: keys and values of a group are one state of ``D`` features.
 
     The whole state is the value, and its first half is the half of the key without position. The
     other half of the key, with the rotary embedding, is one head of ``D / 2`` features for all
@@ -271,7 +303,8 @@ def tied_attention(
         w_output: ``[H * D, K]``.
         kha: ``value`` is the variant of the tied state.
     """
-    heads, half = w_query.shape[1] // head_dim, head_dim // 2
+    heads = w_query.shape[1] // head_dim
+    half = head_dim // 2
 
     def project(weight: Tensor, head: int, name: str) -> Tensor:
         x = hidden @ weight[:, head * head_dim : (head + 1) * head_dim]
@@ -279,14 +312,16 @@ def tied_attention(
 
     def normed_and_rotated(x: Tensor, norm: Tensor | None) -> Tensor:
         x = rms_norm(x, norm, eps)
-        return torch.cat([rotate(x[..., :half], rotary_base), x[..., half:]], dim=-1)
+        rotated = rotate(x[..., :half], rotary_base)
+        return torch.cat([rotated, x[..., half:]], dim=-1)
 
     outputs = []
     for head in range(heads):
         query = project(w_query, head, "query")
         tied = project(w_tied, head // (heads // num_query_groups), "value")
         key = torch.cat([hidden @ w_rotary, tied[..., :half]], dim=-1)
-        query, key = normed_and_rotated(query, q_norm), normed_and_rotated(key, k_norm)
+        query = normed_and_rotated(query, q_norm)
+        key = normed_and_rotated(key, k_norm)
         outputs.append(attend(query, key, tied))
     return torch.cat(outputs, dim=-1) @ w_output
 
@@ -311,7 +346,7 @@ def latent_attention(
     gate: Gate | None = None,
     gate_weights: dict[str, Tensor] | None = None,
 ) -> Tensor:
-    """Multi-head Latent Attention, or Grouped Latent Attention with several latent heads.
+    """Compute Multi-head Latent Attention, or Grouped Latent Attention with several latent heads.
 
     Keys and values of a head are up-projections of a latent without position, and one rotary key of
     ``R`` features is shared by all heads. In GLA the latent has ``kha.latent_heads`` heads. Each is
@@ -335,15 +370,16 @@ def latent_attention(
         gate: may only gate the output.
     """
     latent_heads = kha.latent_heads if kha.attention == "gla" else 1
-    rotary_dim, nope = w_rotary.shape[1], w_key.shape[1] // heads
+    rotary_dim = w_rotary.shape[1]
+    nope = w_key.shape[1] // heads
     value_dim = w_value.shape[1] // heads
     query_source = hidden
     if w_query_latent is not None:
         query_source = rms_norm(hidden @ w_query_latent, q_norm, eps)
     latents = list((hidden @ w_latent).chunk(latent_heads, dim=-1))
     if kv_norm is not None:
-        weights = kv_norm.chunk(latent_heads)
-        latents = [rms_norm(x, w, eps) for x, w in zip(latents, weights, strict=True)]
+        for latent_head, weight in enumerate(kv_norm.chunk(latent_heads)):
+            latents[latent_head] = rms_norm(latents[latent_head], weight, eps)
     rotary_key = rotate_pairs(hidden @ w_rotary, rotary_base)
 
     def knocked(x: Tensor, name: str) -> Tensor:
@@ -352,16 +388,20 @@ def latent_attention(
     outputs = []
     for head in range(heads):
         latent = latents[head // (heads // latent_heads)]
-        query = query_source @ w_query[:, head * (nope + rotary_dim) :][:, : nope + rotary_dim]
-        key = latent @ w_key[:, head * nope : (head + 1) * nope]
-        value = latent @ w_value[:, head * value_dim : (head + 1) * value_dim]
-        query = torch.cat(
-            [knocked(query[..., :nope], "query"), rotate_pairs(query[..., nope:], rotary_base)], -1
-        )
+        query = query_source @ columns_of_head(w_query, head, nope + rotary_dim)
+        key = latent @ columns_of_head(w_key, head, nope)
+        value = latent @ columns_of_head(w_value, head, value_dim)
+        nope_query = knocked(query[..., :nope], "query")
+        rotary_query = rotate_pairs(query[..., nope:], rotary_base)
+        query = torch.cat([nope_query, rotary_query], dim=-1)
         key = torch.cat([knocked(key, "key"), rotary_key], dim=-1)
         output = attend(query, key, knocked(value, "value"))
         outputs.append(gate_head(output, hidden, "output", head, gate, gate_weights or {}))
     return torch.cat(outputs, dim=-1) @ w_output
+
+
+def columns_of_head(weight: Tensor, head: int, width: int) -> Tensor:
+    return weight[:, head * width : (head + 1) * width]
 
 
 def mixed_attention(
@@ -381,8 +421,10 @@ def mixed_attention(
     rotary_base: float | None = None,
     rotary_dim: int | None = None,
 ) -> Tensor:
-    """Talking heads (Shazeer et al. 2020, arXiv 2003.02436, section 2) and collaborative heads
-    (Cordonnier et al. 2020, arXiv 2006.16362, section 3.2).
+    """Compute talking or collaborative heads.
+
+    Talking heads are described by Shazeer et al. 2020 (arXiv 2003.02436, section 2), collaborative
+    heads by Cordonnier et al. 2020 (arXiv 2006.16362, section 3.2).
 
     Talking heads: the softmax of head ``k`` gets the sum over heads ``h`` of ``pre[h, k]`` times
     the logits of ``h``, and its values get the sum of ``post[h, k]`` times the softmax of ``h``.
@@ -405,23 +447,30 @@ def mixed_attention(
     length = hidden.shape[1]
 
     def normed_and_rotated(x: Tensor, norm: Tensor | None) -> Tensor:
-        x, dim = rms_norm(x, norm, eps), rotary_dim or x.shape[-1]
-        return torch.cat([rotate(x[..., :dim], rotary_base), x[..., dim:]], dim=-1)
+        x = rms_norm(x, norm, eps)
+        dim = rotary_dim or x.shape[-1]
+        rotated = rotate(x[..., :dim], rotary_base)
+        return torch.cat([rotated, x[..., dim:]], dim=-1)
 
-    def columns(weight: Tensor, head: int, of: int) -> Tensor:
-        width = weight.shape[1] // of
-        return hidden @ weight[:, head * width : (head + 1) * width]
+    def project(weight: Tensor, head: int, weight_heads: int) -> Tensor:
+        width = weight.shape[1] // weight_heads
+        return hidden @ columns_of_head(weight, head, width)
 
-    logits, values = [], []
+    logits = []
+    values = []
     for head in range(heads):
         group = head // (heads // num_query_groups)
         if mixing is not None:
-            query, key = (hidden @ w_query) * mixing[head], hidden @ w_key
+            query = (hidden @ w_query) * mixing[head]
+            key = hidden @ w_key
         else:
-            query, key = columns(w_query, head, heads), columns(w_key, group, num_query_groups)
-        query, key = normed_and_rotated(query, q_norm), normed_and_rotated(key, k_norm)
-        logits.append(torch.einsum("bqd,bkd->bqk", query, key) / math.sqrt(query.shape[-1]))
-        values.append(columns(w_value, group, num_query_groups))
+            query = project(w_query, head, heads)
+            key = project(w_key, group, num_query_groups)
+        query = normed_and_rotated(query, q_norm)
+        key = normed_and_rotated(key, k_norm)
+        products = torch.einsum("bqd,bkd->bqk", query, key)
+        logits.append(products / math.sqrt(query.shape[-1]))
+        values.append(project(w_value, group, num_query_groups))
 
     def mix(of_heads: list[Tensor], weight: Tensor | None) -> list[Tensor]:
         if weight is None:
@@ -431,7 +480,12 @@ def mixed_attention(
             for k in range(heads)
         ]
 
-    future = torch.ones(length, length, dtype=torch.bool, device=hidden.device).triu(1)
+    future = torch.ones(
+        length,
+        length,
+        dtype=torch.bool,
+        device=hidden.device,
+    ).triu(1)
     weights = [x.masked_fill(future, -torch.inf).softmax(-1) for x in mix(logits, pre)]
     outputs = [
         torch.einsum("bqk,bkd->bqd", weight, value)

@@ -8,7 +8,7 @@ _CHOOSE = random.SystemRandom()
 
 
 def free_port() -> int:
-    """A port of this machine on which nothing listens.
+    """Return a port of this machine on which nothing listens.
 
     Below those that Linux hands out (32768 and up): between here and its use, a connection of
     whatever else runs on the machine may take one of them.

@@ -31,7 +31,8 @@ class Tables:
         """Write the requested tables."""
         for name, file in self._files.items():
             if file and self._rows[name]:
-                path, text = Path(file), TABLES[name](self._rows[name]) + "\n"
+                path = Path(file)
+                text = TABLES[name](self._rows[name]) + "\n"
                 old = path.read_text() if path.exists() else ""
                 head, mark, nodes = old.partition(NODES)
                 path.write_text(head + text if name == "nodes" else text + mark + nodes)
@@ -48,9 +49,15 @@ def _parallelism(rows: Rows) -> str:
     for case, _, error, _ in rows:
         worst["bf16" in case] = max(worst["bf16" in case], error)
     heading = _PARALLELISM.format(
-        machine=_machine(), rows=len(rows), fp32=worst[False], bf16=worst[True]
+        machine=_machine(),
+        rows=len(rows),
+        fp32=worst[False],
+        bf16=worst[True],
     )
-    return "\n".join([heading, *(f"| {c} | {k} | {e:.1e} | {w} |" for c, k, e, w in rows)])
+    lines = [heading]
+    for case, kha, error, quantity in rows:
+        lines.append(f"| {case} | {kha} | {error:.1e} | {quantity} |")
+    return "\n".join(lines)
 
 
 _PARALLELISM = """# Parallel runs compared with an unsharded run
@@ -110,11 +117,11 @@ def _faults(rows: Rows) -> str:
     lines += ["be rejected or read correctly. To update this page, run `make test-all`."]
     lines += [f"{_machine()}."]
     for name, (text, columns) in SECTIONS.items():
-        found = [tuple(cells) for section, *cells in rows if section == name]
-        found = list(dict.fromkeys(found))  # without repetitions
-        lines += ["", f"## {name}: {len(found)}", "", text, ""]
+        rows_of_section = [tuple(cells) for section, *cells in rows if section == name]
+        rows_of_section = list(dict.fromkeys(rows_of_section))  # without repetitions
+        lines += ["", f"## {name}: {len(rows_of_section)}", "", text, ""]
         lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        lines += [f"| {' | '.join(map(str, cells))} |" for cells in found]
+        lines += [f"| {' | '.join(map(str, cells))} |" for cells in rows_of_section]
     return "\n".join(lines)
 
 

@@ -32,7 +32,8 @@ def test_messages_are_lines_on_stderr_once_for_each_key(capsys):
 
 
 @pytest.mark.parametrize(
-    ("every_rank", "line"), [(False, ""), (True, "kha_megatron: rank 5: WARNING: it\n")]
+    ("every_rank", "line"),
+    [(False, ""), (True, "kha_megatron: rank 5: WARNING: it\n")],
 )
 def test_other_ranks_print_only_messages_of_every_rank(monkeypatch, capsys, every_rank, line):
     monkeypatch.setenv("RANK", "5")

@@ -17,6 +17,7 @@ def test_presets_have_their_settings():
         assert found == dict(settings)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "kha",
     [
@@ -74,6 +75,7 @@ def test_the_name_of_version_0_1_still_works(capfd):
         _ = kha_megatron.KHAConfg
 
 
+@pytest.mark.fast
 def test_the_papers_parameter_count():
     """Three [D, D] matrices for KHA-Linear on q, k, v and for KHA-MLP on v alike (section 3.2)."""
     sizes = HeadSizes(query_heads=32, kv_heads=8, head_dim=128)
@@ -105,7 +107,8 @@ def test_entries_name_a_preset_by_its_spec():
 
 
 @pytest.mark.parametrize(
-    "name", ["kha_mlp+gate_output+gate_value", "gate_value+gate_output+kha_mlp"]
+    "name",
+    ["kha_mlp+gate_output+gate_value", "gate_value+gate_output+kha_mlp"],
 )
 def test_presets_are_joined_with_a_plus(name):
     both = HeadsConfig(Knock(value="mlp"), Gate(output="element", value="element"))
@@ -173,7 +176,8 @@ def test_numbers_of_gates_are_those_of_the_paper():
 
 
 def test_megatrons_output_gate_is_a_gate():
-    stock, others = Gate(output="element"), HeadsConfig(Knock(value="mlp"), Gate(key="head"))
+    stock = Gate(output="element")
+    others = HeadsConfig(Knock(value="mlp"), Gate(key="head"))
     assert HeadsConfig().with_output_gate(True) == HeadsConfig(stock)
     assert HeadsConfig().with_output_gate(False) == HeadsConfig()
     both = others.with_output_gate(True)

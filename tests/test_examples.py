@@ -23,7 +23,13 @@ def test_example_prints_its_documented_output(name, tmp_path):
         "OUTPUT": str(tmp_path / "out"),
     }
     command = ["bash" if script.suffix == ".sh" else sys.executable, script]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert result.returncode == 0, result.stderr
     documented = script.read_text().split("# What you should see:")[1]
     for line in re.findall(r"#   (.+)", documented):
@@ -31,12 +37,19 @@ def test_example_prints_its_documented_output(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["docker", "slurm", pytest.param("lepton", marks=pytest.mark.whole)]
+    "name",
+    ["docker", "slurm", pytest.param("lepton", marks=pytest.mark.whole)],
 )
 def test_dry_run_of_an_executor_starts_the_recipe(name, nemorun_home):  # noqa: F811
     command = [sys.executable, LAUNCH, name, "--dry-run"]
     wide = os.environ | {"COLUMNS": "2000"}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, env=wide)
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=wide,
+    )
     assert result.returncode == 0, result.stderr
     assert "torchrun" in result.stdout
     assert "nemo_run.core.runners.fdl_runner" in result.stdout

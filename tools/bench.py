@@ -30,7 +30,7 @@ BENCHMARKS = {
 }
 """Contenders by subject.
 
-A module has ``DEFAULTS`` by device, ``options(add)`` for its arguments, ``cells(given, device)``
+A module has ``DEFAULTS`` by device, ``options(add)`` for its arguments, ``cells(args, device)``
 which yields the name of each comparison and a function that returns its result as a dictionary,
 and ``HEADER`` and ``rows(result)`` for the table. The entries ``skipped`` and ``failed`` of a
 result say why contenders are missing.
@@ -44,7 +44,8 @@ def cuda_is_available() -> bool:
 
 def positive(word: str) -> int:
     """Parse an integer of at least 1."""
-    if (number := int(word)) < 1:
+    number = int(word)
+    if number < 1:
         raise argparse.ArgumentTypeError(f"expected at least 1, got {word}")
     return number
 
@@ -69,56 +70,79 @@ def arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("--device", default="cuda" if cuda_is_available() else "cpu", choices=["cuda", "cpu"])
+    add(
+        "--device",
+        default="cuda" if cuda_is_available() else "cpu",
+        choices=["cuda", "cpu"],
+    )
     add("--repetitions", type=positive, help="turns of all contenders")
-    add("--json", type=Path, help="write the results and a description of the machine there")
-    add("--resume", action="store_true", help="measure only what is missing in the --json file")
+    add(
+        "--json",
+        type=Path,
+        help="write the results and a description of the machine there",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="measure only what is missing in the --json file",
+    )
     module.options(add)
-    given = parser.parse_args(words)
-    if given.device == "cuda" and not cuda_is_available():
+    args = parser.parse_args(words)
+    if args.device == "cuda" and not cuda_is_available():
         parser.error(f"No CUDA device found: {compat.cuda_versions()}. Use --device cpu.")
-    if given.resume and not given.json:
+    if args.resume and not args.json:
         parser.error("--resume needs --json FILE.")
-    for option, value in module.DEFAULTS[given.device].items():
-        if getattr(given, option) is None:
-            setattr(given, option, value)
-    return given
+    for option, value in module.DEFAULTS[args.device].items():
+        if getattr(args, option) is None:
+            setattr(args, option, value)
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; return 1 if a contender failed and 2 if the subject is unknown."""
     name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name not in BENCHMARKS:
-        print(__doc__, *(f"  {n:<12} {what}" for n, what in BENCHMARKS.items()), sep="\n")
+        print(__doc__)
+        for subject, contenders in BENCHMARKS.items():
+            print(f"  {subject:<12} {contenders}")
         return 0 if name in ("--help", "-h") else 2
-    given, module = arguments(name, words), importlib.import_module(f"bench_{name}")
-    device = torch.device(given.device)
+    args = arguments(name, words)
+    module = importlib.import_module(f"bench_{name}")
+    device = torch.device(args.device)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+    options = dict(vars(args))
+    del options["json"], options["resume"]
     report = {
         "machine": measuring.describe_machine(device),
-        "arguments": {k: v for k, v in vars(given).items() if k not in ("json", "resume")},
+        "arguments": options,
         "header": module.HEADER,
         "complete": False,
         "results": [],
     }
-    if given.resume and given.json.is_file():
-        report = measuring.read_report(given.json, report)
+    if args.resume and args.json.is_file():
+        report = measuring.read_report(args.json, report)
     results = report["results"]
-    rows = [row for result in results for row in result["rows"]]
+    rows = []
+    for result in results:
+        rows += result["rows"]
     print(measuring.machine_line(report["machine"]), "", sep="\n")
     print(measuring.markdown_table(module.HEADER, rows), flush=True)
-    done = {result["cell"] for result in results}
-    for cell, measure in () if report["complete"] else module.cells(given, device):
-        if cell not in done:
-            print(cell, file=sys.stderr, flush=True)
-            result = {"cell": cell} | measure()
-            results.append(result | {"rows": module.rows(result)})
-            print(*map(measuring.markdown_row, results[-1]["rows"]), sep="\n", flush=True)
-            measuring.write_report(given.json, report)
-            gc.collect()
-            torch.cuda.empty_cache()
-    measuring.write_report(given.json, report | {"complete": True})
+    measured = {result["cell"] for result in results}
+    cells = [] if report["complete"] else module.cells(args, device)
+    for cell, measure in cells:
+        if cell in measured:
+            continue
+        print(cell, file=sys.stderr, flush=True)
+        result = {"cell": cell} | measure()
+        result["rows"] = module.rows(result)
+        results.append(result)
+        for row in result["rows"]:
+            print(measuring.markdown_row(row), flush=True)
+        measuring.write_report(args.json, report)
+        gc.collect()
+        torch.cuda.empty_cache()
+    measuring.write_report(args.json, report | {"complete": True})
     print()
     for result in results:
         for word in ("skipped", "failed"):

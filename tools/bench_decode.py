@@ -33,21 +33,37 @@ AT_MOST = {"mlp": 1.01, "folded": 1.01}
 """Targets: the largest ratio of times to the baseline."""
 
 DEFAULTS = {
-    "cuda": {"shape": "dense-1.7b", "batches": [1, 64], "prompt": 128, "new": 128}
-    | {"dtype": "bfloat16", "repetitions": 10},
-    "cpu": {"shape": "small", "batches": [1, 8], "prompt": 16, "new": 16}
-    | {"dtype": "float32", "repetitions": 5},
+    "cuda": {
+        "shape": "dense-1.7b",
+        "batches": [1, 64],
+        "prompt": 128,
+        "new": 128,
+        "dtype": "bfloat16",
+        "repetitions": 10,
+    },
+    "cpu": {
+        "shape": "small",
+        "batches": [1, 8],
+        "prompt": 16,
+        "new": 16,
+        "dtype": "float32",
+        "repetitions": 5,
+    },
 }
 HEADER = ["batch", "cache", "model", "class", "tokens/s", "time over baseline", "cache bytes"]
 HEADER += ["target"]
 
 
-def make_models(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
+def make_models(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Save and convert the models in ``folder`` and return them on the device."""
-    dtype = getattr(torch, given.dtype)
-    shape = SMALL if given.shape == "small" else MODEL_SIZES[given.shape]
+    dtype = getattr(torch, args.dtype)
+    shape = SMALL
+    vocabulary = 4096
+    if args.shape != "small":
+        shape = MODEL_SIZES[args.shape]
+        vocabulary = VOCAB_SIZE
     config = Qwen3Config(
-        vocab_size=4096 if given.shape == "small" else VOCAB_SIZE,
+        vocab_size=vocabulary,
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
         num_hidden_layers=shape.layers,
@@ -58,18 +74,18 @@ def make_models(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / BASELINE)
-    for name in {"linear" if model == "folded" else model for model in given.models}:
+    for name in {"linear" if model == "folded" else model for model in args.models}:
         kha = HeadsConfig.from_preset(f"kha_{name}")
         to_hf.plan_export(folder / BASELINE, upcycle=kha).write(folder / name)
-    if "folded" in given.models:
+    if "folded" in args.models:
         to_hf.plan_export(folder / "linear", fold=True).write(folder / "folded")
     models = {}
-    for name in (BASELINE, *given.models):
+    for name in (BASELINE, *args.models):
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype)
         for parameter in model.parameters():
             # products with weights in mapped files are up to a tenth slower on a CPU
             parameter.data = parameter.data.clone()
-        models[name] = model.eval().to(given.device)
+        models[name] = model.eval().to(args.device)
     return models
 
 
@@ -93,61 +109,92 @@ def generate(model: Any, prompt: torch.Tensor, new: int, cache: str) -> int:
     return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def measure(find: Callable[[], dict], batch: int, cache: str, given: Any) -> dict[str, Any]:
+def measure(find: Callable[[], dict], batch: int, cache: str, args: Any) -> dict[str, Any]:
     """Return tokens per second and cache bytes of every model. ``find`` makes the models once."""
     models = find()
     generator = torch.Generator().manual_seed(batch)
     vocabulary = models[BASELINE].config.vocab_size
-    prompt = torch.randint(vocabulary, (batch, given.prompt), generator=generator)
-    prompt = prompt.to(given.device)
+    prompt = torch.randint(vocabulary, (batch, args.prompt), generator=generator)
+    prompt = prompt.to(args.device)
     calls = {
-        name: functools.partial(generate, model, prompt, given.new, cache)
+        name: functools.partial(generate, model, prompt, args.new, cache)
         for name, model in models.items()
     }
-    held = {name: call() for name, call in calls.items()}
-    device = torch.device(given.device)
-    times = interleaved(calls, device, repetitions=given.repetitions, warm_up=1)
+    cache_bytes = {name: call() for name, call in calls.items()}
+    device = torch.device(args.device)
+    times = interleaved(calls, device, repetitions=args.repetitions, warm_up=1)
     return {
         "batch": batch,
         "cache": cache,
         "classes": {name: type(model).__name__ for name, model in models.items()},
-        "tokens_per_second": spreads(times, lambda seconds: batch * given.new / seconds),
+        "tokens_per_second": spreads(times, lambda seconds: batch * args.new / seconds),
         "over_baseline": {name: ratios(t, times[BASELINE]) for name, t in times.items()},
-        "cache_bytes": held,
+        "cache_bytes": cache_bytes,
     }
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    found = []
+    lines = []
     for name, speed in result["tokens_per_second"].items():
-        over, held = result["over_baseline"][name], result["cache_bytes"][name]
-        target = over.verdict(AT_MOST[name]) if name in AT_MOST else ""
-        if target and held != result["cache_bytes"][BASELINE]:
+        ratio = result["over_baseline"][name]
+        cache_bytes = result["cache_bytes"][name]
+        target = ratio.verdict(AT_MOST[name]) if name in AT_MOST else ""
+        if target and cache_bytes != result["cache_bytes"][BASELINE]:
             target = "MISSED: the cache is not the baseline's"
-        cells = [str(result["batch"]), result["cache"], name, result["classes"][name]]
-        found.append([*cells, speed.text(1), over.text(4), f"{held:,}", target])
-    return found
+        lines.append(
+            [
+                str(result["batch"]),
+                result["cache"],
+                name,
+                result["classes"][name],
+                speed.text(1),
+                ratio.text(4),
+                f"{cache_bytes:,}",
+                target,
+            ]
+        )
+    return lines
 
 
 def options(add: Callable[..., Any]) -> None:
     dense = [name for name, shape in MODEL_SIZES.items() if not shape.experts]
-    add("--shape", choices=["small", *dense], help="default: dense-1.7b; on a CPU: small")
-    add("--models", nargs="+", choices=CONTENDERS, default=CONTENDERS, help="default: all")
-    add("--batches", nargs="+", type=positive, help="batch sizes (default: 1 64; on a CPU: 1 8)")
+    add(
+        "--shape",
+        choices=["small", *dense],
+        help="default: dense-1.7b; on a CPU: small",
+    )
+    add(
+        "--models",
+        nargs="+",
+        choices=CONTENDERS,
+        default=CONTENDERS,
+        help="default: all",
+    )
+    add(
+        "--batches",
+        nargs="+",
+        type=positive,
+        help="batch sizes (default: 1 64; on a CPU: 1 8)",
+    )
     add("--prompt", type=positive, help="tokens of the prompt")
     add("--new", type=positive, help="tokens to generate")
-    add("--caches", nargs="+", choices=["dynamic", "static"], default=["dynamic", "static"])
+    add(
+        "--caches",
+        nargs="+",
+        choices=["dynamic", "static"],
+        default=["dynamic", "static"],
+    )
     add("--dtype", choices=["bfloat16", "float16", "float32"])
 
 
-def cells(given: argparse.Namespace, device: torch.device) -> Cells:
+def cells(args: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each batch size and cache, and a function that measures it."""
 
     @functools.cache
     def models() -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="kha-decode-") as folder:
-            return make_models(given, Path(folder))
+            return make_models(args, Path(folder))
 
-    for batch, cache in itertools.product(given.batches, given.caches):
-        run = functools.partial(measure, models, batch, cache, given)
+    for batch, cache in itertools.product(args.batches, args.caches):
+        run = functools.partial(measure, models, batch, cache, args)
         yield f"batch {batch}, {cache} cache", run

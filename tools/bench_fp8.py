@@ -43,7 +43,12 @@ HEADER = ["contender", "steps", "first loss", "last loss", "from bf16", "target"
 
 def options(add: Callable[..., Any]) -> None:
     add("--steps", type=positive, help="of every run (default: 200)")
-    add("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    add(
+        "--contenders",
+        nargs="+",
+        choices=list(CONTENDERS),
+        default=list(CONTENDERS),
+    )
 
 
 def train(name: str, data: Path, folder: Path, steps: int) -> list[float]:
@@ -59,7 +64,11 @@ def train(name: str, data: Path, folder: Path, steps: int) -> list[float]:
         target[target.index("kha_megatron.training")] = "tests.transformer_engine"
     environment = os.environ | job.environment
     done = subprocess.run(
-        [python, *torchrun, *target], env=environment, capture_output=True, text=True, check=False
+        [python, *torchrun, *target],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "Error" in line]
@@ -67,7 +76,7 @@ def train(name: str, data: Path, folder: Path, steps: int) -> list[float]:
     return [loss for _, loss in read_history(folder)[LOSS]]
 
 
-def cells(given: argparse.Namespace, device: torch.device) -> Cells:
+def cells(args: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each contender and a function that returns its losses and the reference."""
     with tempfile.TemporaryDirectory(prefix="kha-fp8-") as made:
         folder = Path(made)
@@ -76,15 +85,15 @@ def cells(given: argparse.Namespace, device: torch.device) -> Cells:
 
         @functools.cache
         def losses(name: str) -> list[float]:
-            return train(name, folder / "data", folder / name, given.steps)
+            return train(name, folder / "data", folder / name, args.steps)
 
         def compare(name: str) -> dict[str, Any]:
             try:
-                return {"losses": losses(name), "reference": losses(given.contenders[0])}
+                return {"losses": losses(name), "reference": losses(args.contenders[0])}
             except RuntimeError as error:
                 return {"failed": {name: str(error)}}
 
-        for name in given.contenders:
+        for name in args.contenders:
             yield name, functools.partial(compare, name)
 
 
@@ -93,8 +102,20 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     if "failed" in result:
         return []
     losses = result["losses"]
-    last, reference = (fmean(x[-max(1, len(x) // 4) :]) for x in (losses, result["reference"]))
-    distance = last - reference
+    last = mean_of_last_quarter(losses)
+    distance = last - mean_of_last_quarter(result["reference"])
     met = "met" if abs(distance) <= BOUND else "MISSED"
-    figures = [f"{losses[0]:.4f}", f"{last:.4f}", f"{distance:+.4f}"]
-    return [[result["cell"], str(len(losses)), *figures, f"{met} (at most {BOUND})"]]
+    return [
+        [
+            result["cell"],
+            str(len(losses)),
+            f"{losses[0]:.4f}",
+            f"{last:.4f}",
+            f"{distance:+.4f}",
+            f"{met} (at most {BOUND})",
+        ]
+    ]
+
+
+def mean_of_last_quarter(losses: list[float]) -> float:
+    return fmean(losses[-max(1, len(losses) // 4) :])

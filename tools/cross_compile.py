@@ -31,7 +31,11 @@ from kha_megatron.heads.kernels.tilings import (
 )
 from kha_megatron.heads.knock import Variant
 
-TRITON_DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+TRITON_DTYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
 ROWS_ARGUMENTS = ("X", "Y", "DX", "DY")
 TENSOR_CORES = {"HMMA", "HGMMA", "UTCHMMA"}  # instructions of Ampere, Hopper and Blackwell
 
@@ -51,8 +55,9 @@ class Launch(NamedTuple):
         return tiling(self.kernel, self.variant, self.head_dim, self.dtype, self.arch)
 
     def __str__(self) -> str:
-        how = "tma" if self.tma else "pointers"
-        return "-".join(map(str, (self.arch, *self[:3], TRITON_DTYPES[self.dtype], how)))
+        dtype = TRITON_DTYPES[self.dtype]
+        access = "tma" if self.tma else "pointers"
+        return f"{self.arch}-{self.kernel}-{self.variant}-{self.head_dim}-{dtype}-{access}"
 
 
 class Report(NamedTuple):
@@ -80,13 +85,13 @@ class Report(NamedTuple):
 
 def launches(dtypes: tuple[torch.dtype, ...], arch: str = "sm_90") -> list[Launch]:
     """Return all launches of the package for these dtypes."""
-    found = []
+    all_launches = []
     for sizes in itertools.product(get_args(Kernel), KERNEL_VARIANTS, HEAD_DIMS, dtypes):
         launch = Launch(*sizes, tma=False, arch=arch)
-        found.append(launch)
+        all_launches.append(launch)
         if launch.tiling.allows_descriptors(launch.variant, launch.head_dim, launch.dtype, arch):
-            found.append(launch._replace(tma=True))
-    return found
+            all_launches.append(launch._replace(tma=True))
+    return all_launches
 
 
 def compile_launch(launch: Launch) -> Report:
@@ -100,43 +105,65 @@ def compile_launch(launch: Launch) -> Report:
 
     options = launch.tiling.options(launch.variant, launch.head_dim) | {"TMA": launch.tma}
     function = getattr(knock_kernels, f"knock_{launch.kernel}_kernel")
-    # rows at one stride have one head per token; otherwise the number of heads is an argument
-    constants = {name: 1 for name in function.arg_names if launch.tma and name.endswith("_heads")}
-    constants |= {name: value for name, value in options.items() if name in function.arg_names}
-    dtype = TRITON_DTYPES[launch.dtype]
-    signature, aligned = {}, []
+    constants = {}
     for name in function.arg_names:
-        kind = f"*{dtype}" if name in (*ROWS_ARGUMENTS, "W") else "i32"
+        if name in options:
+            constants[name] = options[name]
+        elif launch.tma and name.endswith("_heads"):
+            # rows at one stride have one head per token; otherwise the number is an argument
+            constants[name] = 1
+    signature = {}
+    constexprs = {}
+    attributes = {}
+    for position, name in enumerate(function.arg_names):
         if name in constants:
-            kind = "constexpr"
-        elif name == "PARTIAL":
-            kind = "*fp32"
-        elif name in ROWS_ARGUMENTS and launch.tma:
-            kind = f"tensordesc<{dtype}[{launch.tiling.rows},{padded(launch.head_dim)}]>"
-        signature[name] = kind
-        if kind.startswith("*") or name.endswith(("_token", "_head")):
-            aligned.append(name)
-    knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
-    at = function.arg_names.index
+            argument_type = "constexpr"
+            constexprs[position,] = constants[name]
+        else:
+            argument_type = _argument_type(launch, name)
+        signature[name] = argument_type
+        if argument_type.startswith("*") or name.endswith(("_token", "_head")):
+            attributes[position,] = [["tt.divisibility", 16]]
+    knobs.nvidia.dump_ptxas_log = True
+    knobs.compilation.always_compile = True
     source = ASTSource(
         fn=function,
         signature=signature,
-        constexprs={(at(name),): value for name, value in constants.items()},
-        attrs={(at(name),): [["tt.divisibility", 16]] for name in aligned},
+        constexprs=constexprs,
+        attrs=attributes,
     )
     target = GPUTarget("cuda", int(launch.arch.removeprefix("sm_")), 32)
-    options = {name: options[name] for name in ("num_warps", "num_stages")}
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        compiled = triton.compile(source, target=target, options=options)
-    words = said.getvalue()
-    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", words)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        compiled = triton.compile(
+            source,
+            target=target,
+            options={
+                "num_warps": options["num_warps"],
+                "num_stages": options["num_stages"],
+            },
+        )
+    log = output.getvalue()
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     return Report(
-        registers=int(re.search(r"Used (\d+) registers", words)[1]),
+        registers=int(registers[1]),
         spilled=max(int(spills[1]), int(spills[2])),
         shared=compiled.metadata.shared,
         threads=32 * options["num_warps"],
         instructions=_instructions(compiled.asm["cubin"]),
     )
+
+
+def _argument_type(launch: Launch, name: str) -> str:
+    """Return the type of an argument of a kernel in Triton's signature."""
+    dtype = TRITON_DTYPES[launch.dtype]
+    if name == "PARTIAL":
+        return "*fp32"
+    if name in ROWS_ARGUMENTS and launch.tma:
+        return f"tensordesc<{dtype}[{launch.tiling.rows},{padded(launch.head_dim)}]>"
+    if name in ROWS_ARGUMENTS or name == "W":
+        return f"*{dtype}"
+    return "i32"
 
 
 def _instructions(cubin: bytes) -> Counter[str]:
@@ -147,7 +174,12 @@ def _instructions(cubin: bytes) -> Counter[str]:
         file.write(cubin)
         file.flush()
         command = [nvdisasm, "-c", file.name]
-        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        listing = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
     # an address, an optional predicate, and the name up to its first dot
     lines = re.finditer(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_]+)", listing, re.M)
     return Counter(line[1] for line in lines)
@@ -155,14 +187,15 @@ def _instructions(cubin: bytes) -> Counter[str]:
 
 def complaints(launch: Launch, report: Report) -> list[str]:
     """Return which bounds the report exceeds."""
-    found = []
+    limit = SHARED_MEMORY[launch.arch]
+    exceeded = []
     if report.spilled:
-        found.append(f"{report.spilled} bytes spilled")
-    if report.shared > (limit := SHARED_MEMORY[launch.arch]):
-        found.append(f"{report.shared} bytes of shared memory, limit {limit}")
+        exceeded.append(f"{report.spilled} bytes spilled")
+    if report.shared > limit:
+        exceeded.append(f"{report.shared} bytes of shared memory, limit {limit}")
     if launch.dtype.itemsize == 2 and not report.instructions.keys() & TENSOR_CORES:
-        found.append("no tensor cores")
-    return found
+        exceeded.append("no tensor cores")
+    return exceeded
 
 
 def compile_all(chosen: list[Launch]) -> dict[Launch, Report]:
@@ -172,7 +205,9 @@ def compile_all(chosen: list[Launch]) -> dict[Launch, Report]:
 
 
 def main() -> None:
-    chosen = [x for a in sys.argv[1:] or SHARED_MEMORY for x in launches(tuple(TRITON_DTYPES), a)]
+    chosen = []
+    for arch in sys.argv[1:] or SHARED_MEMORY:
+        chosen += launches(tuple(TRITON_DTYPES), arch)
     for launch, report in compile_all(chosen).items():
         print(
             f"{launch!s:52} registers {report.registers:3}  spilled {report.spilled:4}  "

@@ -86,7 +86,7 @@ class Cell(NamedTuple):
 
     shape: str
     tokens: int
-    """Of one microbatch."""
+    """Tokens of one microbatch."""
     sequence: int
     precision: str
 
@@ -157,7 +157,8 @@ class Layer:
 
         from kha_megatron.mcore.specs import kha_layer_spec
 
-        self.variant, config = variant, transformer_config(cell)
+        self.variant = variant
+        config = transformer_config(cell)
         self.backend = config.transformer_impl
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         torch.manual_seed(1)
@@ -166,10 +167,17 @@ class Layer:
         else:
             engine = config.transformer_impl == "transformer_engine"
             spec = get_gpt_decoder_block_spec(
-                config, use_transformer_engine=engine, normalization=config.normalization
+                config,
+                use_transformer_engine=engine,
+                normalization=config.normalization,
             )
         with variant.chosen():
-            block = TransformerBlock(config, spec, post_layer_norm=False, post_process=False)
+            block = TransformerBlock(
+                config,
+                spec,
+                post_layer_norm=False,
+                post_process=False,
+            )
         block = block.cuda().to(config.params_dtype)  # as Float16Module would
         self._move_matrices(block)
         ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
@@ -188,7 +196,11 @@ class Layer:
         generator = torch.Generator().manual_seed(3)
         for name, weight in block.named_parameters():
             if ".knock_" in name:
-                noise = torch.randn(weight.shape, generator=generator, device="cpu")
+                noise = torch.randn(
+                    weight.shape,
+                    generator=generator,
+                    device="cpu",
+                )
                 weight += (0.02 * noise).to(weight)
 
     def forward(self) -> Tensor:

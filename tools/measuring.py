@@ -31,7 +31,15 @@ FLUSHES = 24
 queued, so that no gap between launches is timed. The launches of a backward pass can take 1 ms."""
 
 ROOT = Path(__file__).resolve().parents[1]
-Cells = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
+Call = Callable[[], Any]
+Report = dict[str, Any]
+Reading = Callable[[], float]
+"""Returns the seconds of a call."""
+Clock = Callable[[Call], Reading]
+"""Runs a call."""
+Times = Mapping[str, list[float]]
+"""Seconds of each call by contender."""
+Cells = Iterator[tuple[str, Callable[[], Report]]]
 """The name of each comparison of a benchmark, and a function that returns its result."""
 PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "transformers")
 
@@ -55,7 +63,10 @@ class Spread:
 
     def text(self, digits: int) -> str:
         """Format as ``1.23 (1.20-1.31)``."""
-        return f"{self.median:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
+        median = f"{self.median:.{digits}f}"
+        low = f"{self.low:.{digits}f}"
+        high = f"{self.high:.{digits}f}"
+        return f"{median} ({low}-{high})"
 
     def verdict(self, limit: float) -> str:
         """Return whether the median keeps to the limit, and whether the quartiles agree."""
@@ -64,12 +75,8 @@ class Spread:
         return f"{word} (at most {limit:g}){undecided}"
 
 
-Clock = Callable[[Callable[[], Any]], Callable[[], float]]
-"""Runs a call and returns a function that returns its seconds."""
-
-
 def interleaved(
-    contenders: Mapping[str, Callable[[], Any]],
+    contenders: Mapping[str, Call],
     device: torch.device,
     *,
     repetitions: int,
@@ -85,19 +92,24 @@ def interleaved(
         warm_up: turns before these, which do not count.
         clock: how to time a call, if not so.
     """
-    clock = clock or (_gpu_clock(device) if device.type == "cuda" else _cpu_clock)
-    shuffled, names = random.Random(0), list(contenders)
-    readings: dict[str, list[Callable[[], float]]] = {name: [] for name in names}
+    if clock is None:
+        clock = _gpu_clock(device) if device.type == "cuda" else _cpu_clock
+    shuffled = random.Random(0)
+    names = list(contenders)
+    readings: dict[str, list[Reading]] = {name: [] for name in names}
     for turn in range(warm_up + repetitions):
         shuffled.shuffle(names)
         for name in names:
             reading = clock(contenders[name])
             if turn >= warm_up:
                 readings[name].append(reading)
-    return {name: [read() for read in values] for name, values in readings.items()}
+    times = {}
+    for name, readings_of_contender in readings.items():
+        times[name] = [read() for read in readings_of_contender]
+    return times
 
 
-def kernel_clock(call: Callable[[], Any]) -> Callable[[], float]:
+def kernel_clock(call: Call) -> Reading:
     """Time the GPU's kernels and copies in a call, without the gaps between them."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -105,13 +117,16 @@ def kernel_clock(call: Callable[[], Any]) -> Callable[[], float]:
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
-    seconds = sum(event.self_device_time_total for event in profiled.key_averages()) / 1e6
-    return lambda: seconds
+    microseconds = sum(event.self_device_time_total for event in profiled.key_averages())
+    return lambda: microseconds / 1e6
 
 
-def spreads(times: Mapping[str, list[float]], convert: Callable[[float], float]) -> dict:
+def spreads(times: Times, convert: Callable[[float], float]) -> dict[str, Spread]:
     """Return the spread of the converted times of each contender."""
-    return {name: Spread.of([*map(convert, values)]) for name, values in times.items()}
+    converted = {}
+    for name, values in times.items():
+        converted[name] = Spread.of([convert(value) for value in values])
+    return converted
 
 
 def ratios(times: list[float], baseline: list[float]) -> Spread:
@@ -119,7 +134,7 @@ def ratios(times: list[float], baseline: list[float]) -> Spread:
     return Spread.of([a / b for a, b in zip(times, baseline, strict=True)])
 
 
-def _cpu_clock(call: Callable[[], Any]) -> Callable[[], float]:
+def _cpu_clock(call: Call) -> Reading:
     start = time.perf_counter()
     call()
     seconds = time.perf_counter() - start
@@ -129,8 +144,9 @@ def _cpu_clock(call: Callable[[], Any]) -> Callable[[], float]:
 def _gpu_clock(device: torch.device) -> Clock:
     scratch = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
 
-    def clock(call: Callable[[], Any]) -> Callable[[], float]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def clock(call: Call) -> Reading:
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         for _ in range(FLUSHES):
             scratch.zero_()
         start.record()
@@ -146,59 +162,69 @@ def _gpu_clock(device: torch.device) -> Clock:
     return clock
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
+def describe_machine(device: torch.device) -> Report:
     """Return what is needed to judge a figure: hardware, versions, commit, date (UTC), load."""
-    found: dict[str, Any] = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    now = datetime.datetime.now(datetime.UTC)
+    cores = len(os.sched_getaffinity(0))
+    versions = {name: version_of(name) for name in PACKAGES}
+    machine: Report = {
+        "date": now.isoformat(timespec="seconds"),
         "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
-        "hardware": f"{_processor()}, {len(os.sched_getaffinity(0))} cores, no GPU",
+        "hardware": f"{_processor()}, {cores} cores, no GPU",
         "load": round(os.getloadavg()[0], 1),
-        "versions": {name: version for name in PACKAGES if (version := version_of(name))},
+        "versions": {name: version for name, version in versions.items() if version},
     }
     if device.type == "cuda":
-        found["hardware"] = torch.cuda.get_device_properties(device).name
-        found["cuda"] = torch.version.cuda
+        machine["hardware"] = torch.cuda.get_device_properties(device).name
+        machine["cuda"] = torch.version.cuda
         query = ("--query-gpu=driver_version", "--format=csv,noheader")
-        found["driver"] = _output("nvidia-smi", *query)
-    return found
+        machine["driver"] = _output("nvidia-smi", *query)
+    return machine
 
 
-def machine_line(machine: Mapping[str, Any]) -> str:
+def machine_line(machine: Report) -> str:
     """Return the most important entries of :func:`describe_machine` in one line."""
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
-    return f"{machine['date']}, {machine['hardware']}, load {machine['load']}, {versions}"
+    entries = [machine["date"], machine["hardware"], f"load {machine['load']}"]
+    for name, version in machine["versions"].items():
+        entries.append(f"{name} {version}")
+    return ", ".join(entries)
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:
     """Return a table in Markdown. Line breaks in cells become spaces."""
-    return "\n".join(map(markdown_row, [header, ["---"] * len(header), *rows]))
+    separator = ["---"] * len(header)
+    lines = [markdown_row(row) for row in (header, separator, *rows)]
+    return "\n".join(lines)
 
 
 def markdown_row(cells: list[str]) -> str:
     """Return a row of a table in Markdown."""
-    return f"| {' | '.join(cell.replace('|', '\\|').replace('\n', ' ') for cell in cells)} |"
+    escaped = [cell.replace("|", "\\|").replace("\n", " ") for cell in cells]
+    return f"| {' | '.join(escaped)} |"
 
 
-def read_report(file: Path, like: Mapping[str, Any]) -> dict[str, Any]:
+def read_report(file: Path, like: Report) -> Report:
     """Return a report of ``write_report`` without the results in which a contender failed.
 
     Raises:
         ConfigError: the report has other arguments, or another machine, commit or version.
     """
-    found = json.loads(file.read_text())
-    for part, ignored in (("machine", ("date", "load")), ("arguments", ())):
-        now = json.loads(json.dumps(like[part], default=_plain))
-        for key in sorted((now.keys() | found[part].keys()) - {*ignored}):
-            if found[part].get(key) != now.get(key):
+    report = json.loads(file.read_text())
+    for section, ignored in (("machine", {"date", "load"}), ("arguments", set())):
+        values = report[section]
+        expected = json.loads(json.dumps(like[section], default=_plain))
+        for key in sorted((expected.keys() | values.keys()) - ignored):
+            if values.get(key) != expected.get(key):
                 raise ConfigError(
-                    f"Cannot resume {file}: its {key} is {found[part].get(key)}, expected "
-                    f"{now.get(key)}. Choose another file."
+                    f"Cannot resume {file}: its {key} is {values.get(key)}, expected "
+                    f"{expected.get(key)}. Choose another file."
                 )
-    kept = [result for result in found["results"] if not result.get("failed")]
-    return found | {"results": kept, "complete": found["complete"] and kept == found["results"]}
+    results = [result for result in report["results"] if not result.get("failed")]
+    complete = report["complete"] and results == report["results"]
+    return report | {"results": results, "complete": complete}
 
 
-def write_report(file: Path | None, content: Mapping[str, Any]) -> None:
+def write_report(file: Path | None, content: Report) -> None:
     """Write ``content`` as JSON, if there is a file to write."""
     if file:
         with staged_file(file) as staged:

@@ -32,7 +32,8 @@ def main() -> None:
         requirement = requirements.get(canonicalize_name(package["name"]))
         latest = package["latest_version"]
         if requirement and latest not in requirement.specifier:
-            name, tested = package["name"], package["version"]
+            name = package["name"]
+            tested = package["version"]
             print(f"newer release: {name} {latest} (tested: {tested}, allowed: {requirement})")
 
 

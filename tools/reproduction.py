@@ -10,7 +10,7 @@ with each variant at its best rate (``--picture`` also draws it in ``reproductio
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,23 +21,47 @@ from measuring import ROOT, markdown_table
 from kha_megatron.checkpoint.staging import staged_file, write_json
 from kha_megatron.compare.page import format_estimate
 from kha_megatron.compare.report import find_verdict
-from kha_megatron.compare.statistics import estimate, estimate_noise
+from kha_megatron.compare.statistics import Estimate, estimate, estimate_noise
 from kha_megatron.compare.variants import NULL
 
 PAGE = ROOT / "benchmarks" / "reproduction.md"
-BEGIN, END = "<!-- tables: begin -->\n", "<!-- tables: end -->\n"
+BEGIN = "<!-- tables: begin -->\n"
+END = "<!-- tables: end -->\n"
 VARIANTS = ("baseline", "kha_mlp", "kha_linear", "gate_output", "moh_75", "mea", "mea_no_norm")
 TITLES = {"laptop/dense": "Dense model", "laptop/moe": "Mixture of experts"}
+RESULT_KEYS = ("recipe", "iterations", "devices", "written", "versions")
+RUN_KEYS = ("variant", "seed", "seconds_per_step", "loss", "held_out")
 _COLOUR = "#0b62c4"
 
-Losses = dict[str, dict[int, float]]  # held out, by variant and seed
+Losses = dict[str, dict[int, float]]
+"""Held-out losses by variant and seed."""
 Floor = Mapping[str, float] | None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A variant at its best learning rate, and its difference from the baseline."""
+
+    name: str
+    rate: str
+    losses: dict[int, float]
+    delta: Estimate | None
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The variants of one recipe and the noise floor of their differences."""
+
+    variants: list[Variant]
+    floor: Floor
 
 
 def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("comparisons", nargs="*", metavar="DIRECTORY")
     parser.add_argument("--page", type=Path, default=PAGE, help="default: %(default)s")
@@ -49,107 +73,181 @@ def main() -> None:
         _add(results, json.loads(Path(folder, "report.json").read_text()))
     write_json(file, results)
     before, _, rest = options.page.read_text(encoding="utf-8").partition(BEGIN)
-    tables, reports = "", {}
+    after = rest.partition(END)[2]
+    tables = ""
+    comparisons = {}
     for recipe, title in TITLES.items():
         rates = _rates(results, recipe)
-        reports[title] = _compare(rates)
-        tables += f"### {title}\n\n{_sweep(rates)}\n\n{_differences(*reports[title])}\n\n"
+        comparison = _compare(rates)
+        comparisons[title] = comparison
+        tables += f"### {title}\n\n{_sweep(rates)}\n\n{_differences(comparison)}\n\n"
     if options.picture:
         with staged_file(options.page.with_suffix(".png")) as staged:
-            _draw(reports, staged)
+            _draw(comparisons, staged)
     with staged_file(options.page) as staged:
-        staged.write_text(before + BEGIN + tables + END + rest.partition(END)[2], encoding="utf-8")
+        staged.write_text(before + BEGIN + tables + END + after, encoding="utf-8")
 
 
 def _add(results: dict[str, Any], report: Mapping[str, Any]) -> None:
     """Add the runs of a report, without their curves."""
-    rate = report["command"][report["command"].index("--lr") + 1]
-    same = (t for t, r in results.items() if (r["recipe"], r.get("lr")) == (report["recipe"], rate))
-    fields = "recipe", "iterations", "devices", "written", "versions"
-    new = {"lr": rate, "runs": []} | {key: report[key] for key in fields}
-    runs = results.setdefault(next(same, f"{report['recipe']} at {rate}"), new)["runs"]
-    keys = "variant", "seed", "seconds_per_step", "loss", "held_out"
+    command = report["command"]
+    rate = command[command.index("--lr") + 1]
+    runs = _find_result(results, report, rate)["runs"]
     known = {(run["variant"], run["seed"]) for run in runs}
     for run in report["runs"]:
         if "loss" in run and (run["variant"], run["seed"]) not in known:
-            runs.append({key: run[key] for key in keys})
+            runs.append({key: run[key] for key in RUN_KEYS})
+
+
+def _find_result(
+    results: dict[str, Any],
+    report: Mapping[str, Any],
+    rate: str,
+) -> dict[str, Any]:
+    """Return the result for the recipe and the learning rate of a report. Add it if missing."""
+    for result in results.values():
+        if result["recipe"] == report["recipe"] and result.get("lr") == rate:
+            return result
+    result = {"lr": rate, "runs": []}
+    for key in RESULT_KEYS:
+        result[key] = report[key]
+    return results.setdefault(f"{report['recipe']} at {rate}", result)
 
 
 def _rates(results: Mapping[str, Any], recipe: str) -> dict[str, Losses]:
+    """Return the losses of a recipe by learning rate, lowest rate first."""
     rates: dict[str, Losses] = {}
     for result in results.values():
-        if result["recipe"] == recipe and "lr" in result:
-            for run in result["runs"]:
-                losses = rates.setdefault(result["lr"], {}).setdefault(run["variant"], {})
-                losses[run["seed"]] = run["held_out"]
+        if result["recipe"] != recipe or "lr" not in result:
+            continue
+        losses = rates.setdefault(result["lr"], {})
+        for run in result["runs"]:
+            losses.setdefault(run["variant"], {})[run["seed"]] = run["held_out"]
     return dict(sorted(rates.items(), key=lambda item: float(item[0])))
 
 
 def _sweep(rates: Mapping[str, Losses]) -> str:
     rows = []
     for name in VARIANTS:
-        found = [losses.get(name, {}).get(1) for losses in rates.values()]
-        rows.append([name, *("not measured" if x is None else f"{x:.3f}" for x in found)])
+        row = [name]
+        for losses in rates.values():
+            loss = losses.get(name, {}).get(1)
+            row.append("not measured" if loss is None else f"{loss:.3f}")
+        rows.append(row)
     return markdown_table(["held out, seed 1", *rates], rows)
 
 
-def _compare(rates: Mapping[str, Losses]) -> tuple[list[dict[str, Any]], Floor]:
-    """Compare variants at their best rates with the baseline at its best rate, seed by seed.
+def _best_rate(rates: Mapping[str, Losses], name: str) -> str | None:
+    """Return the rate with the lowest mean among those with the most seeds.
 
-    The best rate has the lowest mean, among those with the most seeds.
+    Returns:
+        The rate, or None if the variant was not trained.
     """
-    best = {}
+    trained = {rate: losses[name] for rate, losses in rates.items() if name in losses}
+    if not trained:
+        return None
+    most_seeds = max(len(losses) for losses in trained.values())
+    means = {}
+    for rate, losses in trained.items():
+        if len(losses) == most_seeds:
+            means[rate] = fmean(losses.values())
+    return min(means, key=means.__getitem__)
+
+
+def _compare(rates: Mapping[str, Losses]) -> Comparison:
+    """Compare variants at their best rates with the baseline at its best rate, seed by seed."""
+    best_rates = {}
     for name in VARIANTS:
-        if trained := {r: x[name].values() for r, x in rates.items() if name in x}:
-            ranks = {r: (-len(losses), fmean(losses)) for r, losses in trained.items()}
-            best[name] = min(ranks, key=ranks.__getitem__)
-    reference = rates[best["baseline"]]["baseline"]
-    variants, floor = [], None
-    for name, rate in {NULL: best["baseline"], **best}.items():
+        rate = _best_rate(rates, name)
+        if rate is not None:
+            best_rates[name] = rate
+    reference = rates[best_rates["baseline"]]["baseline"]
+    variants = []
+    floor = None
+    for name, rate in {NULL: best_rates["baseline"], **best_rates}.items():
         losses = rates[rate].get(name, {})
-        found = [loss - reference[seed] for seed, loss in losses.items() if seed in reference]
-        if name == NULL and found:
-            floor = estimate_noise(found)
-        delta = estimate(found) if found and name != "baseline" else None
-        verdict = find_verdict(name, delta, floor) if delta else "–"
-        variants.append(
-            {"name": name, "rate": rate, "losses": losses, "delta": delta, "is": verdict}
-        )
-    return variants, floor
+        differences = []
+        for seed, loss in losses.items():
+            if seed in reference:
+                differences.append(loss - reference[seed])
+        if name == NULL and differences:
+            floor = estimate_noise(differences)
+        delta = None
+        verdict = "–"
+        if differences and name != "baseline":
+            delta = estimate(differences)
+            verdict = find_verdict(name, delta, floor)
+        variants.append(Variant(name, rate, losses, delta, verdict))
+    return Comparison(variants, floor)
 
 
-def _differences(variants: list[dict[str, Any]], floor: Floor) -> str:
-    text, rows = "", []
+def _differences(comparison: Comparison) -> str:
+    text = ""
+    rows = []
+    floor = comparison.floor
     if floor:
         text = f"The noise floor is {floor['rms']:.2g} (largest {floor['largest']:.2g}).\n\n"
-    for v in variants:
-        mean = f"{fmean(v['losses'].values()):.3f}" if v["losses"] else "not measured"
-        delta = format_estimate(v["delta"] and asdict(v["delta"]), 4, "+").replace("-", "−")
-        rows.append([v["name"], v["rate"], str(len(v["losses"])), mean, delta, v["is"]])
+    for variant in comparison.variants:
+        mean = "not measured"
+        if variant.losses:
+            mean = f"{fmean(variant.losses.values()):.3f}"
+        delta = asdict(variant.delta) if variant.delta else None
+        rows.append(
+            [
+                variant.name,
+                variant.rate,
+                str(len(variant.losses)),
+                mean,
+                format_estimate(delta, 4, "+").replace("-", "−"),
+                variant.verdict,
+            ]
+        )
     return text + markdown_table(["variant", "rate", "seeds", "held out", "ΔL", "verdict"], rows)
 
 
-def _draw(reports: Mapping[str, tuple[list[dict[str, Any]], Floor]], file: Path) -> None:
+def _draw(comparisons: Mapping[str, Comparison], file: Path) -> None:
     """Draw one panel per recipe: means with their intervals, and the floor as a band."""
-    rows = [len(variants) - 1 for variants, _ in reports.values()]
-    figure = Figure(figsize=(7, 0.8 + 0.3 * sum(rows) + 0.55 * len(rows)), layout="constrained")
-    panels = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows, sharex=True)[:, 0]
-    for axis, (title, (variants, floor)) in zip(panels, reports.items(), strict=True):
-        shown = [v for v in variants if v["name"] != "baseline"]
-        for y, delta in enumerate(v["delta"] for v in shown):
-            if delta:
-                style = {"fmt": "o", "markersize": 4, "capsize": 3, "color": _COLOUR}
-                axis.errorbar(delta.mean, y, xerr=delta.half_width or 0, **style)
-        if floor:
-            axis.axvspan(-floor["rms"], floor["rms"], color=_COLOUR, alpha=0.12, lw=0)
-        axis.axvline(0, color="#1c1e21", linewidth=1)
-        axis.set_yticks(range(len(shown)), [f"{v['name']} at {v['rate']}" for v in shown])
-        axis.set_ylim(len(shown) - 0.5, -0.5)
-        seeds = max(len(v["losses"]) for v in shown)
-        axis.set_title(f"{title}: difference from the baseline, {seeds} seeds", fontsize=10)
-        axis.grid(axis="x", alpha=0.3)
-    panels[-1].set_xlabel("ΔL held out in nats per token (95 % intervals; band: the floor)")
+    heights = [len(comparison.variants) - 1 for comparison in comparisons.values()]
+    count = len(heights)
+    height = 0.8 + 0.3 * sum(heights) + 0.55 * count
+    figure = Figure(figsize=(7, height), layout="constrained")
+    panels = figure.subplots(
+        count,
+        1,
+        squeeze=False,
+        height_ratios=heights,
+        sharex=True,
+    )
+    for axis, title in zip(panels[:, 0], comparisons, strict=True):
+        _draw_panel(axis, title, comparisons[title])
+    lowest = panels[-1, 0]
+    lowest.set_xlabel("ΔL held out in nats per token (95 % intervals; band: the floor)")
     figure.savefig(file, format="png", dpi=150)
+
+
+def _draw_panel(axis: Any, title: str, comparison: Comparison) -> None:
+    variants = [v for v in comparison.variants if v.name != "baseline"]
+    for y, variant in enumerate(variants):
+        delta = variant.delta
+        if delta:
+            axis.errorbar(
+                delta.mean,
+                y,
+                xerr=delta.half_width or 0,
+                fmt="o",
+                markersize=4,
+                capsize=3,
+                color=_COLOUR,
+            )
+    floor = comparison.floor
+    if floor:
+        axis.axvspan(-floor["rms"], floor["rms"], color=_COLOUR, alpha=0.12, lw=0)
+    axis.axvline(0, color="#1c1e21", linewidth=1)
+    axis.set_yticks(range(len(variants)), [f"{v.name} at {v.rate}" for v in variants])
+    axis.set_ylim(len(variants) - 0.5, -0.5)
+    seeds = max(len(v.losses) for v in variants)
+    axis.set_title(f"{title}: difference from the baseline, {seeds} seeds", fontsize=10)
+    axis.grid(axis="x", alpha=0.3)
 
 
 if __name__ == "__main__":

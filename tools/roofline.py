@@ -58,7 +58,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Work:
-    """What one kernel does."""
+    """The memory traffic and the products of one kernel."""
 
     name: str
     launch: Launch
@@ -80,7 +80,11 @@ PRODUCTS: dict[Variant, dict[Kernel, int]] = {
 }
 """Products of ``[R, D]`` with ``[D, D]``, including what is recomputed."""
 
-TENSORS: dict[Kernel, int] = {"forward": 2, "backward_input": 3, "backward_weight": 2}
+TENSORS: dict[Kernel, int] = {
+    "forward": 2,
+    "backward_input": 3,
+    "backward_weight": 2,
+}
 """Tensors of the values' size, read or written."""
 
 WORDS: dict[Kernel, str] = {
@@ -99,7 +103,8 @@ def knocks(heads: Heads, variant: Variant) -> Iterator[Work]:
         launch = Launch(kernel, variant, heads.dim, torch.bfloat16, tma=True)
         cut = launch.tiling
         tensors = TENSORS[kernel]
-        tiles, blocks = ceil(rows / cut.rows), ceil(heads.dim / cut.columns)
+        tiles = ceil(rows / cut.rows)
+        blocks = ceil(heads.dim / cut.columns)
         splits = min(tiles, PROCESSORS)  # programs, each of which has a multiprocessor
         products = count * 2 * heads.dim**2
         tile_products = cut.rows * products
@@ -138,7 +143,6 @@ def row(work: Work, report: Report) -> list[str]:
     """Return one row of a table."""
     h100, h200 = GPUS.values()
     by_memory = work.memory / h200.memory >= work.products / h200.products
-    compiled = (report.registers, report.spilled, report.programs)
     return [
         work.name,
         f"{work.memory / 1e6:.1f}",
@@ -147,7 +151,10 @@ def row(work: Work, report: Report) -> list[str]:
         f"{1e6 * work.floor(h200):.1f}",
         "memory" if by_memory else "compute",
         f"{1e6 * max(work.floor(h200), work.tiled):.1f}",
-        *map(str, (*compiled, sum(report.instructions.values()))),
+        str(report.registers),
+        str(report.spilled),
+        str(report.programs),
+        str(report.instructions.total()),
     ]
 
 
@@ -182,15 +189,18 @@ def page() -> str:
     """Return ``benchmarks/roofline.md``."""
     import triton
 
-    works = {
-        name: [work for variant in KERNEL_VARIANTS for work in knocks(heads, variant)]
-        for name, heads in SIZES.items()
-    }
-    reports = compile_all(list(dict.fromkeys(w.launch for found in works.values() for w in found)))
+    works: dict[str, list[Work]] = {}
+    launches = []
+    for name, heads in SIZES.items():
+        works[name] = []
+        for variant in KERNEL_VARIANTS:
+            works[name] += knocks(heads, variant)
+        launches += [work.launch for work in works[name]]
+    reports = compile_all(list(dict.fromkeys(launches)))
     tables = []
-    for name, found in works.items():
-        table = markdown_table(HEADER, [row(w, reports[w.launch]) for w in found])
-        tables.append(f"## {name}\n\n{table}")
+    for name, works_of_size in works.items():
+        rows = [row(work, reports[work.launch]) for work in works_of_size]
+        tables.append(f"## {name}\n\n{markdown_table(HEADER, rows)}")
     return PAGE.format(
         triton=f"Triton {triton.__version__}",
         tables="\n\n".join(tables),

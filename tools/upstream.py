@@ -22,7 +22,8 @@ from kha_megatron.recipes.log_lines import LOSS, read_history
 ROOT = Path(__file__).parents[1]
 TEXT = Path(asyncio.__file__).parent
 """About 500 KB of Python."""
-STEPS, SAVED = 8, 4
+STEPS = 8
+SAVED = 4
 
 MODEL = """--device cpu --num-layers 4 --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 8
 --group-query-attention --num-query-groups 4 --kv-channels 16 --qk-layernorm --normalization RMSNorm
@@ -59,7 +60,11 @@ def python_path(megatron: Path | None) -> str:
 
 
 def train(
-    words: list[str], data: list[str], ranks: int, folder: Path, megatron: Path | None
+    words: list[str],
+    data: list[str],
+    ranks: int,
+    folder: Path,
+    megatron: Path | None,
 ) -> dict[int, float]:
     """Train in ``folder`` and return the loss of each step. Raise RuntimeError if a rank fails."""
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
@@ -91,16 +96,15 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 def compare(case: str, data: list[str], folder: Path, megatron: Path) -> bool:
     """Run a case three times, print its losses, and return whether they are the same."""
-    ranks, more = CASES[case]
-    words = more.split()
-    folders = {name: folder / name for name in ("installed", "upstream", "continued")}
-    for path in folders.values():
-        path.mkdir(parents=True)
-    installed = train(words, data, ranks, folders["installed"], None)
-    upstream = train(words, data, ranks, folders["upstream"], megatron)
-    copy_checkpoint(folders["installed"], folders["continued"])
-    load = ["--load", str(folders["continued"])]
-    continued = train([*words, *load], data, ranks, folders["continued"], megatron)
+    ranks, arguments = CASES[case]
+    words = arguments.split()
+    for name in ("installed", "upstream", "continued"):
+        (folder / name).mkdir(parents=True)
+    installed = train(words, data, ranks, folder / "installed", None)
+    upstream = train(words, data, ranks, folder / "upstream", megatron)
+    copy_checkpoint(folder / "installed", folder / "continued")
+    words += ["--load", str(folder / "continued")]
+    continued = train(words, data, ranks, folder / "continued", megatron)
     remaining = {step: loss for step, loss in installed.items() if step > SAVED}
     same = upstream == installed and continued == remaining
     losses = (installed[STEPS], upstream[STEPS], continued[STEPS])
@@ -123,9 +127,14 @@ def copy_dataset_helpers(megatron: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("megatron", type=Path, help="source tree of Megatron-LM")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    given = parser.parse_args()
-    megatron = given.megatron.expanduser().resolve()
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        choices=list(CASES),
+        default=list(CASES),
+    )
+    args = parser.parse_args()
+    megatron = args.megatron.expanduser().resolve()
     if not (megatron / "megatron/core").is_dir():
         parser.error(f"{megatron} is not a source tree of Megatron-LM")
     copy_dataset_helpers(megatron)
@@ -134,13 +143,15 @@ def main() -> None:
         words = ["data", "prepare", "--from", str(TEXT), "--glob", "*.py"]
         words += ["--vocab-size", "512", "--out", str(folder / "data")]
         subprocess.run(
-            [sys.executable, "-m", "kha_megatron", *words], check=True, capture_output=True
+            [sys.executable, "-m", "kha_megatron", *words],
+            check=True,
+            capture_output=True,
         )
         data = ["--data-path", str(folder / "data/corpus")]
         data += ["--tokenizer-type", "HuggingFaceTokenizer"]
         data += ["--tokenizer-model", str(folder / "data/tokenizer")]
         print(f"{'loss of step ' + str(STEPS):26}   installed    upstream   continued")
-        results = [compare(case, data, folder / case, megatron) for case in given.cases]
+        results = [compare(case, data, folder / case, megatron) for case in args.cases]
     sys.exit(not all(results))
 
 

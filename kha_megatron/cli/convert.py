@@ -280,7 +280,7 @@ def upcycle(
 def _tokenize(text: Path, plan: "Plan") -> "Tensor":
     """Tokenize the beginning of a text file with the tokenizer of the source model."""
     source = plan.source
-    length = min(_LENGTH, source.model.max_position_embeddings)
+    length = min(_LENGTH, source.model.max_length)
     content = read_beginning(text, _ROWS * _LENGTH)
     tokens = source.tokenizer.tokenize(content, _ROWS, length)
     largest = int(tokens.max())

@@ -51,20 +51,25 @@ def update_code(folder: Path) -> CodeUpdate:
     code = modelling_files(_read_config(folder, raw))
     contents = {name: text.encode() for name, text in code.items()}
     for name in contents:
-        if (folder / name).exists() and not is_modelling_file(folder / name):
+        file = folder / name
+        if file.exists() and not is_modelling_file(file):
             raise OutputError(
-                f"{folder / name} was not written by kha-megatron and is not replaced. Move it to "
+                f"{file} was not written by kha-megatron and is not replaced. Move it to "
                 "another directory."
             )
     auto_map = _merge_auto_map(folder, raw)
     if auto_map != raw.get("auto_map"):
-        contents[CONFIG] = (as_json(raw | {"auto_map": auto_map}) + "\n").encode()
-    present = {
-        name: read_regular(folder / name, MAX_JSON_BYTES)
-        for name in contents
-        if (folder / name).exists()
-    }
-    changed = {name: text for name, text in contents.items() if present.get(name) != text}
+        config = as_json(raw | {"auto_map": auto_map}) + "\n"
+        contents[CONFIG] = config.encode()
+    present = {}
+    for name in contents:
+        file = folder / name
+        if file.exists():
+            present[name] = read_regular(file, MAX_JSON_BYTES)
+    changed = {}
+    for name, content in contents.items():
+        if present.get(name) != content:
+            changed[name] = content
     _replace_files(folder, changed)
     return CodeUpdate(
         path=folder,
@@ -76,7 +81,9 @@ def update_code(folder: Path) -> CodeUpdate:
 
 
 def _read_config(folder: Path, raw: dict[str, Any]) -> KHAModelConfig:
-    fields = {name: value for name, value in raw.items() if name not in ("auto_map", "model_type")}
+    fields = dict(raw)
+    fields.pop("auto_map", None)
+    fields.pop("model_type", None)
     try:
         config = KHAModelConfig(**fields)
         if not config.is_plain:

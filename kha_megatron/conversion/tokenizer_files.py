@@ -16,10 +16,19 @@ from kha_megatron.data import special_tokens
 from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
 from kha_megatron.lfs import refuse_lfs_pointer
 
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKEN_IDS = (
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 _GENERATION = "generation_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+VOCABULARIES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+)
 """Every tokenizer has at least one of these."""
 _TOKENIZER = (
     *VOCABULARIES,
@@ -31,7 +40,13 @@ _TOKENIZER = (
     "chat_template.json",
 )
 _TEMPLATES = "additional_chat_templates"
-FILES = (*_TOKENIZER, _TEMPLATES, _GENERATION, "vocab.*", "*.model")
+FILES = (
+    *_TOKENIZER,
+    _TEMPLATES,
+    _GENERATION,
+    "vocab.*",
+    "*.model",
+)
 """Glob patterns for everything that :meth:`TokenizerFiles.write` might create."""
 
 
@@ -50,7 +65,9 @@ class TokenizerFiles:
 
     @classmethod
     def open(
-        cls, checkpoint: HFCheckpoint | MegatronCheckpoint, override: Path | None
+        cls,
+        checkpoint: HFCheckpoint | MegatronCheckpoint,
+        override: Path | None,
     ) -> "TokenizerFiles":
         """Find the tokenizer of a checkpoint, unless it is overridden by ``override``.
 
@@ -72,8 +89,14 @@ class TokenizerFiles:
         if not folder.name or not folder.is_dir():
             raise ConfigError(f"Tokenizer directory {folder} not found. Pass one with --tokenizer.")
         loaded = load_hf_tokenizer(folder)
-        files = (_GENERATION,) if has_file(settings_folder, _GENERATION) else ()
-        return cls(_ids_of(loaded), str(folder), loaded, settings_folder, files)
+        has_generation_config = has_file(settings_folder, _GENERATION)
+        return cls(
+            token_ids=_ids_of(loaded),
+            origin=str(folder),
+            loaded=loaded,
+            folder=settings_folder,
+            files=(_GENERATION,) if has_generation_config else (),
+        )
 
     @classmethod
     def _of_hf_model(cls, checkpoint: HFCheckpoint) -> "TokenizerFiles":
@@ -84,7 +107,12 @@ class TokenizerFiles:
         for name in _TOKEN_IDS:
             token = checkpoint.config.get(name)
             token_ids[name] = None if token == -1 else token  # some old configs use -1 for null
-        return cls(token_ids, str(path) if has_tokenizer else None, folder=path, files=files)
+        return cls(
+            token_ids=token_ids,
+            origin=str(path) if has_tokenizer else None,
+            folder=path,
+            files=files,
+        )
 
     def tokenize(self, text: str, rows: int, length: int) -> Tensor:
         """Tokenize a text and return a batch of up to ``[rows, length]`` token IDs.
@@ -96,15 +124,23 @@ class TokenizerFiles:
             raise ConfigError("The model has no tokenizer. Please pass one with --tokenizer.")
         tokenizer = self.loaded or load_hf_tokenizer(Path(self.origin))
         first_ids, _ = special_tokens(tokenizer)
-        options = {"add_special_tokens": False, "split_special_tokens": True}
-        ids = tokenizer(text, **options)["input_ids"]
+        encoding = tokenizer(
+            text,
+            add_special_tokens=False,
+            split_special_tokens=True,
+        )
+        ids = encoding["input_ids"]
         if len(ids) < 2:
             raise ConfigError(f"The text must have at least 2 tokens, got {len(ids)}.")
-        length = min(length - len(first_ids), len(ids))
-        rows = min(rows, len(ids) // length)
-        text_ids = torch.tensor(ids[: rows * length]).view(rows, length)
-        special_ids = torch.tensor(first_ids, dtype=torch.long).expand(rows, -1)
-        return torch.cat([special_ids, text_ids], dim=1)
+        text_length = min(length - len(first_ids), len(ids))
+        text_rows = min(rows, len(ids) // text_length)
+        text_ids = torch.tensor(ids[: text_rows * text_length])
+        special_ids = torch.tensor(first_ids, dtype=torch.long)
+        parts = [
+            special_ids.expand(text_rows, -1),
+            text_ids.view(text_rows, text_length),
+        ]
+        return torch.cat(parts, dim=1)
 
     def write_tokenizer(self, target: Path) -> bool:
         """Write the tokenizer and generation config. Returns False if there is no tokenizer.
@@ -118,8 +154,9 @@ class TokenizerFiles:
         if self.loaded is not None:
             self.loaded.save_pretrained(target)
         for name in self.files:
-            (target / name).parent.mkdir(exist_ok=True)
-            copy_file(self.folder, name, target / name)
+            file = target / name
+            file.parent.mkdir(exist_ok=True)
+            copy_file(self.folder, name, file)
         if self.loaded is not None and _GENERATION in self.files:
             settings = self._merge_generation_config(_ids_of(self.loaded))
             content = json.dumps(settings, indent=2, sort_keys=True) + "\n"
@@ -177,7 +214,9 @@ def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _files(folder: Path) -> tuple[str, ...]:
-    templates = [f"{_TEMPLATES}/{file.name}" for file in folder.glob(f"{_TEMPLATES}/*")]
+    templates = []
+    for file in folder.glob(f"{_TEMPLATES}/*"):
+        templates.append(f"{_TEMPLATES}/{file.name}")
     names = []
     for name in (*_TOKENIZER, *templates, _GENERATION):
         if has_file(folder, name):
@@ -190,7 +229,11 @@ def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from disk (never runs remote code)."""
     _files(folder)  # raises for Git LFS pointers, and if a symlink leaves the directory
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            folder,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
     except Exception as error:  # corrupted files can raise anything
         raise ConfigError(
             f"Could not load the tokenizer {folder} ({type(error).__name__}: "

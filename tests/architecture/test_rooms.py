@@ -120,11 +120,13 @@ def module_graph():
     return graph
 
 
+@pytest.mark.fast
 def test_imports_have_no_cycle():
     graph = module_graph()
     assert set(graphlib.TopologicalSorter(graph).static_order()) == graph.keys()
 
 
+@pytest.mark.fast
 def test_every_room_is_listed():
     found = {p.parent.name for p in PACKAGE.glob("*/*.py")}
     assert found | {"data", "documents"} == FREE
@@ -143,9 +145,14 @@ sys.meta_path.insert(0, Refuse())
 def run_without(refused, code, *words):
     """Run code in a process that cannot import the top-level modules that ``refused`` selects."""
     code = f"refused = lambda top: {refused}\n{REFUSE_IMPORTS}\n{code}"
-    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+    )
 
 
+@pytest.mark.fast
 def test_import_needs_only_the_standard_library():
     code = "import kha_megatron; print(kha_megatron.HeadsConfig.from_preset('kha_mlp'))"
     result = run_without("top not in {'kha_megatron', *sys.stdlib_module_names}", code)
@@ -189,6 +196,7 @@ MAY_READ = {
 """Modules other than compat.py that may read a version, and the names that they may use."""
 
 
+@pytest.mark.fast
 def test_versions_are_read_in_compat_only():
     for path in MODULES:
         name = path.relative_to(PACKAGE).as_posix()
@@ -301,7 +309,8 @@ MAY_NAME = {
 
 def names_a_mechanism(source):
     """Return identifiers and strings (not docstrings) that name a mechanism other than KHA."""
-    tree, found = ast.parse(source), set()
+    tree = ast.parse(source)
+    found = set()
     documents = {
         id(node.value)
         for node in ast.walk(tree)

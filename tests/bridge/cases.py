@@ -60,7 +60,8 @@ def build(
     with quiet():
         provider.finalize()
         return auto, provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=True
+            wrap_with_ddp=False,
+            use_cpu_initialization=True,
         )
 
 

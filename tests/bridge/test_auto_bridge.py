@@ -34,9 +34,11 @@ ROUND_TRIPS = [
 
 @pytest.mark.parametrize(("name", "implementation", "n", "layout"), ROUND_TRIPS, ids=str)
 def test_round_trip_is_equal(bridge_ranks, folders, tmp_path, name, implementation, n, layout):
-    source, target = folders[name], str(tmp_path / "out")
+    source = folders[name]
+    target = str(tmp_path / "out")
     bridge_ranks(round_trip, n, source, target, implementation, layout, PADDED)
-    before, after = cases.tensors(source), cases.tensors(target)
+    before = cases.tensors(source)
+    after = cases.tensors(target)
     assert before.keys() == after.keys()
     for key, tensor in before.items():
         assert tensor.dtype == after[key].dtype
@@ -46,7 +48,13 @@ def test_round_trip_is_equal(bridge_ranks, folders, tmp_path, name, implementati
 
 
 def loaded_logits(folder, implementation, layout):
-    _, model = cases.build(folder, implementation, layout, parallel_output=False, **PADDED)
+    _, model = cases.build(
+        folder,
+        implementation,
+        layout,
+        parallel_output=False,
+        **PADDED,
+    )
     return cases.logits(model, tokens()).numpy()
 
 
@@ -68,5 +76,8 @@ def test_loaded_model_computes_the_same(bridge_ranks, folders, name, implementat
     for found in bridge_ranks(loaded_logits, n, folders[name], implementation, layout):
         # Two implementations in float32.
         torch.testing.assert_close(
-            torch.from_numpy(found)[..., : SIZES["vocab_size"]], expected, rtol=0, atol=1e-5
+            torch.from_numpy(found)[..., : SIZES["vocab_size"]],
+            expected,
+            rtol=0,
+            atol=1e-5,
         )

@@ -57,7 +57,8 @@ def round_trip(name):
     """Return the fields that a round trip through a provider changes."""
     config = hf_config(**CONFIGS[name])
     made = provider(to_provider_fields(config))
-    before, after = described(config), described(provider_to_hf_config(made))
+    before = described(config)
+    after = described(provider_to_hf_config(made))
     changed = {field for field in before if before[field] != after[field]}
     return changed, compare_fields(made, config)
 

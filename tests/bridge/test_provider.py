@@ -28,7 +28,8 @@ def loss_and_gradients():
     with cases.quiet():
         provider.finalize()
         model = provider.provide_distributed_model(
-            wrap_with_ddp=False, use_cpu_initialization=True
+            wrap_with_ddp=False,
+            use_cpu_initialization=True,
         )[0]
     ids, positions, mask = models.batch()
     model(ids % 51, positions, mask, labels=ids % 51).mean().backward()
@@ -53,7 +54,12 @@ def recipe(file):
     from kha_megatron.bridge.provider import KHAModelProvider
 
     cfg = vanilla_gpt_pretrain_config()
-    sizes = {"num_layers": 2, "hidden_size": 24, "num_attention_heads": 6, "kv_channels": 10}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 24,
+        "num_attention_heads": 6,
+        "kv_channels": 10,
+    }
     cfg.model = KHAModelProvider(**sizes, kha_value="mlp", **cases.LOCAL)
     with cases.quiet():
         overrides = ["model.kha_query=linear", "model.kha_moh={shared:1,active:2}"]

@@ -15,7 +15,12 @@ def save(folder: Path, iteration: int, tensors: dict[str, Tensor], **arguments: 
     path.mkdir(parents=True)
     with TorchDistWriter(path) as writer:
         for key, tensor in tensors.items():
-            writer.write(key, tensor, shape=tensor.shape, offsets=(0,) * tensor.ndim)
+            writer.write(
+                key,
+                tensor,
+                shape=tensor.shape,
+                offsets=(0,) * tensor.ndim,
+            )
         common = {"args": Namespace(**arguments), "iteration": iteration}
         writer.close(common | {"checkpoint_version": 3.0}, {})
     (folder / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")

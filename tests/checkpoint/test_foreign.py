@@ -111,7 +111,11 @@ def test_distributed_checkpoints_of_other_programs_are_named(tmp_path):
     dcp.save(model, checkpoint_id=tmp_path / "step-10", no_dist=True)
     with pytest.raises(CheckpointError, match=r"step-10 contains a distributed .*\(DCP\)"):
         open_source(tmp_path / "step-10")
-    dcp.save(model | state, checkpoint_id=tmp_path / "save" / "iter_0000010", no_dist=True)
+    dcp.save(
+        model | state,
+        checkpoint_id=tmp_path / "save" / "iter_0000010",
+        no_dist=True,
+    )
     (tmp_path / "save" / "latest_checkpointed_iteration.txt").write_text("10")
     with pytest.raises(CheckpointError, match="--ckpt-format torch_dcp or fsdp_dtensor"):
         open_source(tmp_path / "save")
@@ -128,7 +132,8 @@ def test_interrupted_saves_are_still_called_incomplete(tmp_path, name):
 
 def test_other_files_next_to_a_checkpoint_do_not_matter(tmp_path):
     """A model that was published in several formats, and a directory with old checkpoints."""
-    hf, megatron = tmp_path / "hf", tmp_path / "save"
+    hf = tmp_path / "hf"
+    megatron = tmp_path / "save"
     write(hf, [name for files, _ in FILES.values() for name in files if "adapter" not in name])
     save_file({"a": torch.ones(2)}, hf / "model.safetensors")
     (hf / "config.json").write_text(json.dumps({"model_type": "llama"}))

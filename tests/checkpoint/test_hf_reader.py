@@ -14,9 +14,15 @@ from kha_megatron.heads import Knock
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 
-D, LAYERS = 7, 3
+D = 7
+LAYERS = 3
 SHARD = "model-0000{}-of-00003.safetensors"
-CONFIG = {"model_type": "kha", "num_hidden_layers": LAYERS, "kha_key": "linear", "kha_value": "mlp"}
+CONFIG = {
+    "model_type": "kha",
+    "num_hidden_layers": LAYERS,
+    "kha_key": "linear",
+    "kha_value": "mlp",
+}
 
 
 @pytest.fixture
@@ -74,7 +80,8 @@ def test_matrices_are_transposed_and_stacked(request, tensors, kind):
             assert torch.equal(weights[layer, "value"][row], linear.T)
         linear = tensors[f"{attention}.k_knock.proj.weight"]
         torch.testing.assert_close(
-            x @ weights[layer, "key"][0], torch.nn.functional.linear(x, linear)
+            x @ weights[layer, "key"][0],
+            torch.nn.functional.linear(x, linear),
         )
 
 

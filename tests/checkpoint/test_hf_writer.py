@@ -14,7 +14,12 @@ from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.hf_writer import HFWriter, TensorEntry
 from kha_megatron.checkpoint.safetensors_file import DTYPES
 
-SOURCE = {"format": "torch_dist", "path": "iter_0000007", "iteration": 7, "sha256": "0" * 64}
+SOURCE = {
+    "format": "torch_dist",
+    "path": "iter_0000007",
+    "iteration": 7,
+    "sha256": "0" * 64,
+}
 
 
 def _entries(tensors):
@@ -24,13 +29,15 @@ def _entries(tensors):
 def _write(folder, tensors, max_shard_bytes=10**9, threads=1):
     writer = HFWriter(folder, _entries(tensors), max_shard_bytes=max_shard_bytes)
     with ThreadPoolExecutor(threads) as pool:
-        backwards = list(tensors.items())[::-1]
-        list(pool.map(lambda item: writer.write(*item), backwards))
+        names = list(reversed(tensors))
+        backwards = [tensors[name] for name in names]
+        list(pool.map(writer.write, names, backwards))
         return writer.close(SOURCE)
 
 
 def _bytes(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 @pytest.fixture
@@ -45,11 +52,14 @@ def every_dtype():
     return tensors | {"scalar": torch.tensor(2.5), "name with ü and \\": torch.zeros(7)}
 
 
+@pytest.mark.fast
 def test_a_file_equals_that_of_save_file(tmp_path, every_dtype):
     assert _write(tmp_path, every_dtype, threads=3) == 1
     save_file(every_dtype, tmp_path / "reference", metadata={"format": "pt"})
-    assert (tmp_path / "model.safetensors").read_bytes() == (tmp_path / "reference").read_bytes()
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+    written = tmp_path / "model.safetensors"
+    reference = tmp_path / "reference"
+    assert written.read_bytes() == reference.read_bytes()
+    with safe_open(written, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
 
 
@@ -70,21 +80,23 @@ def test_shards_and_index_equal_those_of_save_pretrained(tmp_path, limit):
         kha_value="mlp",
     )
     model = KHAForCausalLM(config)
-    model.save_pretrained(tmp_path / "theirs", max_shard_size=limit)
-    (tmp_path / "ours").mkdir()
+    theirs = tmp_path / "theirs"
+    model.save_pretrained(theirs, max_shard_size=limit)
+    ours = tmp_path / "ours"
+    ours.mkdir()
     state = model.state_dict()
     in_their_order = {name: state[name] for name in sorted(state, key=dot_natural_key)}
-    _write(tmp_path / "ours", in_their_order, limit, threads=2)
-    names = sorted(file.name for file in (tmp_path / "ours").iterdir())
-    theirs = sorted(file.name for file in (tmp_path / "theirs").glob("model[.-]*"))
-    assert names == ["manifest.json", *theirs]
-    for name in theirs:
-        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
-    shutil.copy(tmp_path / "theirs" / "config.json", tmp_path / "ours")
-    again = KHAForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
-    assert all(torch.equal(again[name], t) for name, t in state.items())
+    _write(ours, in_their_order, limit, threads=2)
+    names = sorted(file.name for file in theirs.glob("model[.-]*"))
+    assert sorted(file.name for file in ours.iterdir()) == ["manifest.json", *names]
+    for name in names:
+        assert (ours / name).read_bytes() == (theirs / name).read_bytes()
+    shutil.copy(theirs / "config.json", ours)
+    loaded = KHAForCausalLM.from_pretrained(ours).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 
+@pytest.mark.fast
 def test_the_manifest_lists_every_tensor(tmp_path, every_dtype):
     wide = torch.arange(48.0).view(2, 3, 4, 2)
     tensors = every_dtype | {
@@ -96,13 +108,16 @@ def test_the_manifest_lists_every_tensor(tmp_path, every_dtype):
     }
     _write(tmp_path, tensors, 100)
     manifest = json.loads((tmp_path / "manifest.json").read_text())
-    assert (manifest["format"], manifest["source"]) == (1, SOURCE)
+    assert manifest["format"] == 1
+    assert manifest["source"] == SOURCE
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
-    assert {n: entry["file"] for n, entry in manifest["tensors"].items()} == index["weight_map"]
+    files = {name: entry["file"] for name, entry in manifest["tensors"].items()}
+    assert files == index["weight_map"]
     for name, tensor in tensors.items():
         entry = manifest["tensors"][name]
         assert entry["sha256"] == hashlib.sha256(_bytes(tensor)).hexdigest()
-        assert (DTYPES[entry["dtype"]], entry["shape"]) == (tensor.dtype, list(tensor.shape))
+        assert DTYPES[entry["dtype"]] == tensor.dtype
+        assert entry["shape"] == list(tensor.shape)
     (tmp_path / "config.json").write_text("{}")
     checkpoint = HFCheckpoint.open(tmp_path)
     for name, tensor in tensors.items():

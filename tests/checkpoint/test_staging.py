@@ -52,7 +52,8 @@ def old(tmp_path):
 
 def test_a_new_directory_is_flushed_before_it_replaces_the_old_one(old, monkeypatch):
     events = []
-    flush, rename = staging.flush, Path.rename
+    flush = staging.flush
+    rename = Path.rename
     monkeypatch.setattr(staging.secrets, "token_hex", lambda length: "0" * 2 * length)
     monkeypatch.setattr(staging, "flush", lambda path: (events.append(path.name), flush(path)))
     monkeypatch.setattr(
@@ -85,7 +86,8 @@ def test_an_error_in_the_block_leaves_the_old_directory(old, error):
 
 def _refuse(monkeypatch, owner, name, at):
     """Make the call number ``at`` of a function fail as on a full disk."""
-    original, calls = getattr(owner, name), []
+    original = getattr(owner, name)
+    calls = []
 
     def refusing(*args, **kwargs):
         calls.append(args)
@@ -97,6 +99,7 @@ def _refuse(monkeypatch, owner, name, at):
     return calls
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("owner", "name", "at"),
     [(Path, "mkdir", 2), (os, "fsync", 1), (Path, "rename", 1), (Path, "rename", 2)],
@@ -145,10 +148,13 @@ with staged_folder(Path(sys.argv[2])) as staged:
 """
 
 
+@pytest.mark.fast
 def test_a_second_writer_is_refused_until_the_first_is_killed(old):
     before = _tree(old)
     with subprocess.Popen(
-        [sys.executable, "-c", _KILLED, "writing", str(old)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _KILLED, "writing", str(old)],
+        stdout=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stdout.readline() == "writing\n"
         message = "model is being written by another process"
@@ -206,6 +212,7 @@ def test_without_locks_two_writers_do_not_share_a_directory(tmp_path, monkeypatc
     assert _tree(target) == {"a": b"first"}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("by", ["the check", "the next writer"])
 def test_a_kill_between_the_two_renames_loses_nothing(old, by):
     before = _tree(old)

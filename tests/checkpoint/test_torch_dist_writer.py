@@ -9,8 +9,17 @@ import torch
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist_writer import TorchDistWriter
 
-COMMON = {"args": Namespace(num_layers=3), "iteration": 7, "checkpoint_version": 3.0}
-SOURCE = {"format": "huggingface", "path": "model", "iteration": None, "sha256": "0" * 64}
+COMMON = {
+    "args": Namespace(num_layers=3),
+    "iteration": 7,
+    "checkpoint_version": 3.0,
+}
+SOURCE = {
+    "format": "huggingface",
+    "path": "model",
+    "iteration": None,
+    "sha256": "0" * 64,
+}
 
 
 def _tensors():
@@ -35,6 +44,7 @@ def _tensors():
     return list(tensors.items())
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("name", "tensor"), _tensors())
 def test_round_trip_of_any_tensor(tmp_path, name, tensor):
     with TorchDistWriter(tmp_path) as writer:
@@ -42,11 +52,14 @@ def test_round_trip_of_any_tensor(tmp_path, name, tensor):
         writer.close(COMMON, SOURCE)
     checkpoint = MegatronCheckpoint.open(tmp_path)
     identity = checkpoint.identity()
-    assert (checkpoint.iteration, checkpoint.args) == (7, {"num_layers": 3})
-    assert (identity["format"], identity["iteration"]) == ("torch_dist", 7)
+    assert checkpoint.iteration == 7
+    assert checkpoint.args == {"num_layers": 3}
+    assert identity["format"] == "torch_dist"
+    assert identity["iteration"] == 7
     assert len(identity["sha256"]) == 64
     back = checkpoint.tensor(name)
-    assert (back.dtype, back.shape) == (tensor.dtype, tensor.shape)
+    assert back.dtype == tensor.dtype
+    assert back.shape == tensor.shape
     assert torch.equal(back.reshape(-1).view(torch.uint8), _bytes(tensor))
     # a slice must not take the rest of its storage along
     assert sum(file.stat().st_size for file in tmp_path.glob("*.distcp")) < tensor.nbytes + 4000

@@ -20,7 +20,8 @@ def parse(words):
     Raises:
         typer.exceptions.TyperException: no such command, option or value.
     """
-    command, rest = get_command(app), list(words[1:])
+    command = get_command(app)
+    rest = list(words[1:])
     context = command.make_context(words[0], [], resilient_parsing=True)
     while hasattr(command, "commands"):
         command = command.commands[rest.pop(0)]

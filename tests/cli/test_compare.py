@@ -35,7 +35,12 @@ VARIANTS = "baseline,kv=--kha-key linear --kha-value mlp"
 def _ranks_of(folder: Path) -> list[psutil.Process]:
     """Return the processes whose command line names the checkpoints of a run."""
     save = str(folder / "checkpoints")
-    return [p for p in psutil.process_iter(["cmdline"]) if save in (p.info["cmdline"] or ())]
+    processes = []
+    for process in psutil.process_iter(["cmdline"]):
+        command_line = process.info["cmdline"] or ()
+        if save in command_line:
+            processes.append(process)
+    return processes
 
 
 @pytest.mark.whole
@@ -60,7 +65,12 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     words += ["--variants", VARIANTS, "--seeds", "2", "--held-out", str(HELD_OUT)]
     words += ["--jobs", "1", "--", *SMALL]
     command = [sys.executable, "-m", "kha_megatron", *words]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         # the tracker file is empty for a moment after it is created
         wait_until(
@@ -72,19 +82,29 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
         first.kill()
         first.communicate()
     wait_until(lambda: not _ranks_of(killed.folder))  # no rank outlives its command
-    marks = checkpoints.glob("iter_*/metadata.json")  # which Megatron writes last
-    saved = max(int(mark.parent.name[5:]) for mark in marks if mark.stat().st_size)
+    saved = 0
+    for mark in checkpoints.glob("iter_*/metadata.json"):  # which Megatron writes last
+        if mark.stat().st_size:
+            saved = max(saved, int(mark.parent.name.removeprefix("iter_")))
+    assert saved
     assert [trial.result is not None for trial in planned.trials] == [True, True, False, False]
-    before = [(trial.folder / "result.json").read_bytes() for trial in planned.trials[:2]]
+    finished = [trial.folder / "result.json" for trial in planned.trials[:2]]
+    before = [file.read_bytes() for file in finished]
     assert json.loads((output / "report.json").read_text())["finished"] == 2
 
-    second = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    second = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
     assert second.returncode == 0, second.stderr[-4000:]
     assert f"{killed.name}: resuming from iteration {saved}\n" in second.stderr
     assert "baseline-seed1" not in second.stderr
     assert "kv: held-out loss" in second.stderr
     assert second.stdout == f"{output / 'report.html'}\n"
-    assert [(trial.folder / "result.json").read_bytes() for trial in planned.trials[:2]] == before
+    assert [file.read_bytes() for file in finished] == before
     results = [trial.result for trial in planned.trials]
     assert [result["starts"] for result in results] == [1, 1, 2, 1]
 
@@ -92,20 +112,23 @@ def test_a_killed_comparison_resumes_bit_for_bit(corpus, nemorun_home, tmp_path)
     alone = start([*killed.config.words(), "--tensorboard-dir", str(tmp_path / "alone")])
     assert alone.codes == [0], alone.output[-4000:]
     expected = losses(tmp_path / "alone")
-    assert results[2]["losses"] == [expected[i] for i in range(1, ITERATIONS + 1)]
+    resumed = results[2]
+    assert resumed["losses"] == [expected[i] for i in range(1, ITERATIONS + 1)]
     ((_, held_out),) = read_history(tmp_path / "alone")[VALIDATION_LOSS]
-    assert results[2]["held_out"] == held_out
-    assert abs(held_out - compute_final_loss(results[2]["losses"])) < 0.5
+    assert resumed["held_out"] == held_out
+    assert abs(held_out - compute_final_loss(resumed["losses"])) < 0.5
 
     # runs of one seed start from the same weights and the same first batch
-    firsts = [result["losses"][0] for result in results]
-    assert firsts[0] == firsts[1] != firsts[2] == firsts[3]
-    assert results[0]["losses"][-1] != results[1]["losses"][-1]
-    assert compute_final_loss(results[0]["losses"]) < firsts[0] - 0.3
+    baseline, kv, second_baseline, second_kv = (result["losses"] for result in results)
+    assert baseline[0] == kv[0] != second_baseline[0] == second_kv[0]
+    assert baseline[-1] != kv[-1]
+    assert compute_final_loss(baseline) < baseline[0] - 0.3
     _check_report(output, results)
 
-    report = json.loads(CliRunner().invoke(app, ["compare", "--json", *words[1:]]).stdout)
-    assert (report.pop("succeeded"), report.pop("page")) == (True, str(output / "report.html"))
+    printed = CliRunner().invoke(app, ["compare", "--json", *words[1:]])
+    report = json.loads(printed.stdout)
+    assert report.pop("succeeded") is True
+    assert report.pop("page") == str(output / "report.html")
     assert report == json.loads((output / "report.json").read_text())
 
     other = CliRunner().invoke(app, [*words, "--lr", "1"])
@@ -123,7 +146,8 @@ def _check_report(output: Path, results: list[dict]) -> None:
     assert kv["delta"]["half_width"] > 0
     matrices = [(entry["projection"], entry["matrix"]) for entry in kv["matrices"]]
     assert matrices == [("key", "proj"), ("value", "up"), ("value", "gate"), ("value", "down")]
-    assert all(0 < layer["distance"] < 1 for m in kv["matrices"] for layer in m["layers"])
+    for entry in kv["matrices"]:
+        assert all(0 < layer["distance"] < 1 for layer in entry["layers"])
     text = (output / "report.html").read_text(encoding="utf-8")
     assert text.count("data:image/png;base64,") == 4
     checkpoints = [path.parent.name for path in output.glob("runs/*/checkpoints/iter_*")]
@@ -139,7 +163,11 @@ def test_sigterm_stops_parallel_runs(corpus, nemorun_home, tmp_path):  # noqa: F
     words += ["--variants", VARIANTS, "--seeds", "1", "--null", "--", *SMALL]
     command = [sys.executable, "-m", "kha_megatron", "compare", *words, "--train-iters", "9999"]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     )
     seen = ""
     try:
@@ -185,11 +213,18 @@ def test_a_signal_delivered_to_another_thread_stops_the_command(tmp_path):
     assert (done.returncode, done.stdout) == (143, "True\n"), done.stderr
 
 
+@pytest.mark.fast
 def test_a_failure_of_the_first_run_ends_the_command(tmp_path, monkeypatch):
     lines = ("RuntimeError: the disk [red]is full",)
     failure = Failure(rank=0, exit_code=1, log=tmp_path / "log", lines=lines)
-    paths = {"log": tmp_path / "log", "rank_logs": tmp_path}
-    result = LaunchResult(status="failed", seconds=1.0, last_step=None, failure=failure, **paths)
+    result = LaunchResult(
+        status="failed",
+        seconds=1.0,
+        last_step=None,
+        failure=failure,
+        log=tmp_path / "log",
+        rank_logs=tmp_path,
+    )
     monkeypatch.setattr(recipes, "launch_job", lambda *_, **__: result)
     words = ["--output", str(tmp_path / "out"), "--jobs", "1", "--json", "--", "--mock-data"]
     done = CliRunner().invoke(app, ["compare", *words])
@@ -198,5 +233,6 @@ def test_a_failure_of_the_first_run_ends_the_command(tmp_path, monkeypatch):
     assert "kha_mlp-seed1" not in done.stderr
     assert not (tmp_path / "out" / "report.html").exists()
     printed = json.loads(done.stdout)
-    assert (printed["succeeded"], printed["page"]) == (False, None)
+    assert printed["succeeded"] is False
+    assert printed["page"] is None
     assert "exit code 1" in printed["failures"]["baseline-seed1"]

@@ -1,5 +1,6 @@
 """``kha-megatron convert`` and ``verify``: output, exit codes and bad input."""
 
+import functools
 import json
 
 import pytest
@@ -16,7 +17,7 @@ from tests.conversion.models import CONFIGS, SIZES, make
 
 @pytest.fixture
 def to_hf_format(run):
-    return lambda *words: run("convert", "to-hf", *words)
+    return functools.partial(run, "convert", "to-hf")
 
 
 @pytest.fixture
@@ -53,18 +54,24 @@ def test_json_holds_the_numbers(to_hf_format, sparse, tokenizer, tmp_path):
     tensors = load_file(out / "model.safetensors")
     assert report["path"] == str(out)
     assert report["tensors"] == len(tensors)
-    trained = [t for name, t in tensors.items() if not name.endswith("correction_bias")]
-    assert report["parameters"] == sum(tensor.numel() for tensor in trained)
+    parameters = 0
+    for name, tensor in tensors.items():
+        if not name.endswith("correction_bias"):
+            parameters += tensor.numel()
+    assert report["parameters"] == parameters
     assert report["size"] == sum(tensor.nbytes for tensor in tensors.values())
-    assert (report["shards"], report["dtype"]) == (1, "float32")
+    assert report["shards"] == 1
+    assert report["dtype"] == "float32"
     assert report["tokenizer"] == str(tokenizer)
     assert report["verification"]["agrees"]
     compared = report["verification"]["tensors"]
-    assert (compared["tensors"], compared["different"]) == (len(tensors), [])
+    assert compared["tensors"] == len(tensors)
+    assert compared["different"] == []
     assert compared["parameters"] == [report["parameters"]] * 2
     numbers = report["verification"]["logits"]
     assert 0 < numbers["mean_difference"] <= numbers["max_difference"] < 1e-5
-    assert (numbers["argmax"], numbers["tokens"]) == (1.0, 24)
+    assert numbers["argmax"] == 1.0
+    assert numbers["tokens"] == 24
     assert abs(numbers["kl"]) < 1e-9
     (decoding,) = report["verification"]["decoding"]  # Megatron's checkpoint has none
     assert decoding["path"] == str(out)
@@ -81,41 +88,53 @@ def test_dtype_and_shard_size_are_respected(to_hf_format, sparse, tmp_path):
     shards = sorted((tmp_path / "hf").glob("*.safetensors"))
     assert report["dtype"] == "bfloat16"
     assert report["shards"] == len(shards) > 1
-    assert load_file(shards[0])["model.embed_tokens.weight"].dtype == torch.bfloat16
+    tensors = load_file(shards[0])
+    assert tensors["model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
 def test_overwrite_replaces_a_model_and_nothing_else(to_hf_format, sparse, tmp_path):
     out = tmp_path / "hf"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    for words, message in (((), "is not empty"), (("--overwrite",), "contains no manifest.json")):
-        code, stdout, stderr = to_hf_format(sparse[0], out, "--no-verify", *words)
-        assert (code, stdout) == (2, "")
+    convert = functools.partial(to_hf_format, sparse[0], out, "--no-verify")
+    for words, message in (
+        ([], "is not empty"),
+        (["--overwrite"], "contains no manifest.json"),
+    ):
+        code, stdout, stderr = convert(*words)
+        assert code == 2
+        assert stdout == ""
         assert message in stderr
         assert _files(out) == {"notes.txt": b"mine"}
     (out / "notes.txt").unlink()
-    assert to_hf_format(sparse[0], out, "--no-verify")[0] == 0
-    whole = _files(out)
+    code, _, _ = convert()
+    assert code == 0
+    converted = _files(out)
+    assert json.loads(converted["config.json"])["vocab_size"] == VOCAB
     (out / "config.json").write_text("{}")
     (out / "model-00001-of-00002.safetensors").write_bytes(b"of an earlier model")
-    assert to_hf_format(sparse[0], out, "--no-verify", "--overwrite")[0] == 0
-    assert _files(out) == whole
-    assert json.loads(whole["config.json"])["vocab_size"] == VOCAB
+    code, _, _ = convert("--overwrite")
+    assert code == 0
+    assert _files(out) == converted
     link = tmp_path / "link"
     link.symlink_to(out)
-    code, _, stderr = to_hf_format(out, link, "--no-verify", "--overwrite", "--dtype", "float16")
+    words = ("--no-verify", "--overwrite", "--dtype", "float16")
+    code, _, stderr = to_hf_format(out, link, *words)
     assert code == 2
     assert "contains the source checkpoint" in stderr
     (out / ".git").mkdir()
-    code, _, stderr = to_hf_format(sparse[0], out, "--no-verify", "--overwrite")
+    code, _, stderr = convert("--overwrite")
     assert code == 2
     assert "contains .git, which was not written by this command" in stderr
     (out / ".git").rmdir()
-    assert _files(out) == whole
+    assert _files(out) == converted
 
 
 def test_to_megatron_is_verified_and_prints_the_arguments_to_resume(
-    run, qwen3, tmp_path, monkeypatch
+    run,
+    qwen3,
+    tmp_path,
+    monkeypatch,
 ):
     monkeypatch.setattr(megatron_model, "run_megatron", run_in_new_process)
     out = tmp_path / "ckpt"
@@ -142,7 +161,11 @@ def test_to_megatron_is_verified_and_prints_the_arguments_to_resume(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fold_prints_what_rounding_does_to_mixtures_of_heads(run, tmp_path, dtype):
-    config = KHAModelConfig(**SIZES, kha_query="linear", kha_moh={"shared": 2, "active": 2})
+    config = KHAModelConfig(
+        **SIZES,
+        kha_query="linear",
+        kha_moh={"shared": 2, "active": 2},
+    )
     make(config).to(getattr(torch, dtype)).save_pretrained(tmp_path / "kha")
     words = ("--architecture", "kha", "--json")
     code, stdout, stderr = run("convert", "fold", tmp_path / "kha", tmp_path / "out", *words)
@@ -165,8 +188,9 @@ def test_fold_then_verify(run, linear, tmp_path):
     _change(out, "model.layers.1.mlp.up_proj.weight")
     code, stdout, stderr = run("verify", linear, out, "--json")
     assert code == 1
-    assert not json.loads(stdout)["agrees"]
-    assert json.loads(stdout)["tensors"]["different"] == ["model.layers.1.mlp.up_proj.weight"]
+    comparison = json.loads(stdout)
+    assert not comparison["agrees"]
+    assert comparison["tensors"]["different"] == ["model.layers.1.mlp.up_proj.weight"]
     assert "starting at layer 1" in stderr
     code, stdout, _ = run("verify", linear, out, "--no-logits")
     assert code == 1
@@ -176,17 +200,17 @@ def test_fold_then_verify(run, linear, tmp_path):
 def test_a_wrong_model_exits_with_1(run, linear, tmp_path, monkeypatch):
     original = to_hf.HFPlan.write
 
-    def mistaken(planned, target, **options):
-        written = original(planned, target, **options)
+    def mistaken(plan, target, **options):
+        result = original(plan, target, **options)
         _change(target, "model.norm.weight")
-        return written
+        return result
 
     monkeypatch.setattr(to_hf.HFPlan, "write", mistaken)
     code, stdout, stderr = run("convert", "fold", linear, tmp_path / "out", "--json")
     assert code == 1
     assert "The two models differ: different tensors: 1, e.g. model.norm.weight" in stderr
-    difference = json.loads(stdout)["verification"]["logits"]["max_difference"]
-    assert difference > LOGIT_TOLERANCE
+    logits = json.loads(stdout)["verification"]["logits"]
+    assert logits["max_difference"] > LOGIT_TOLERANCE
 
 
 def test_upcycle_to_either_side(run, qwen3, tmp_path):
@@ -199,7 +223,8 @@ def test_upcycle_to_either_side(run, qwen3, tmp_path):
     variants = [config[f"kha_{name}"] for name in ("query", "key", "value")]
     assert variants == ["linear", "linear", "mlp"]
     code, stdout, _ = run("verify", tmp_path / "hf", tmp_path / "ckpt", "--no-logits", "--json")
-    assert (code, json.loads(stdout)["agrees"]) == (0, True)
+    assert code == 0
+    assert json.loads(stdout)["agrees"]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +245,8 @@ def test_bad_input_is_refused_and_changes_nothing(run, qwen3, tmp_path, words, m
     (out / "manifest.json").write_text("{}")
     command, *options = words.split()
     code, stdout, stderr = run("convert", command, qwen3, out, "--overwrite", *options)
-    assert (code, stdout) == (2, "")
+    assert code == 2
+    assert stdout == ""
     assert stderr.startswith("error: ")
     assert message in stderr
     assert len(stderr.splitlines()) == 1

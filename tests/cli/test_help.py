@@ -62,6 +62,7 @@ def test_bash_completes_names(line, offered, monkeypatch):
 HEAVY = ("torch", "transformers", "tokenizers", "megatron.core", "numpy", "matplotlib", "nemo_run")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("words", [["params", "moe-a0.8b-6.6b"], ["doctor"]], ids=" ".join)
 def test_light_commands_import_nothing_heavy(words):
     code = f"""
@@ -72,5 +73,10 @@ sys.argv = ["kha-megatron", *{words}]
 run_app(app)
 print(json.dumps([name for name in {HEAVY} if name in sys.modules]), file=sys.stderr)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert json.loads(done.stderr.splitlines()[-1]) == []

@@ -44,7 +44,8 @@ def refused(monkeypatch, capsys, tmp_path):
 
 def invocation(words, command, bad, value):
     """Return the command line with ``value`` for the parameter ``bad`` and usual other values."""
-    options, arguments = [], []
+    options = []
+    arguments = []
     for parameter in command.params:
         if parameter is bad or parameter.required:
             given = value if parameter is bad else PLACES.get(parameter.name, "missing")
@@ -139,7 +140,12 @@ def test_an_internal_error_writes_a_report(monkeypatch, capsys, tmp_path):
 def test_a_full_output_device_is_an_error():
     command = [sys.executable, "-m", "kha_megatron", "recipes", "list"]
     with open("/dev/full", "w") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        result = subprocess.run(
+            command,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     assert result.returncode == 2
     assert result.stderr == "error: Could not write the output: No space left on device\n"
 
@@ -155,7 +161,11 @@ def test_output_into_a_symlink_loop_is_refused(refused, tmp_path):
 
 def test_data_show_does_not_print_escape_sequences(monkeypatch, capsys, tmp_path):
     report = prepare([Path(__file__)], tmp_path / "out", vocab_size=260)
-    evil = dataclasses.replace(report, sources=["\x1b[31mred"], tokenizer="\x1b]0;title")
+    evil = dataclasses.replace(
+        report,
+        sources=["\x1b[31mred"],
+        tokenizer="\x1b]0;title",
+    )
     monkeypatch.setattr("kha_megatron.data.verify", lambda *_: evil)
     monkeypatch.setattr(sys, "argv", ["kha-megatron", "data", "show", str(tmp_path / "out")])
     with pytest.raises(SystemExit):
@@ -202,6 +212,7 @@ def default_signals():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("number", "code"),
     [

@@ -1,5 +1,6 @@
 """``kha-megatron inspect``: statistics of matrices and attention, pictures and bad input."""
 
+import functools
 import json
 import math
 import sys
@@ -19,7 +20,8 @@ from kha_megatron.model.recorded import read_knock_weights
 from tests.cli.small_models import MODEL, train_tokenizer
 from tests.conversion.checkpoints import ITERATION, save_gpt
 
-D, LAYERS = 7, 3
+D = 7
+LAYERS = 3
 PNGS = ["query_proj.png", "value_down.png", "value_gate.png", "value_up.png"]
 TEXT = "def main(x):\n\treturn x + 1\n" * 20
 SIZES = MODEL | {"vocab_size": 300}
@@ -28,17 +30,23 @@ SIZES = MODEL | {"vocab_size": 300}
 @pytest.fixture
 def matrices():
     generator = torch.Generator().manual_seed(2)
-    return {
-        f"model.layers.{layer}.self_attn.{name}.weight": torch.randn(D, D, generator=generator)
-        for layer in range(LAYERS)
-        for name in ("q_knock.proj", "v_knock.up_proj", "v_knock.gate_proj", "v_knock.down_proj")
-    }
+    names = ("q_knock.proj", "v_knock.up_proj", "v_knock.gate_proj", "v_knock.down_proj")
+    tensors = {}
+    for layer in range(LAYERS):
+        for name in names:
+            matrix = torch.randn(D, D, generator=generator)
+            tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = matrix
+    return tensors
 
 
-def _write(folder, matrices, **config):
+def _write(folder, matrices, **changes):
     folder.mkdir()
-    kha = {"kha_query": "linear", "kha_value": "mlp"}
-    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": LAYERS} | kha | config))
+    config = {
+        "num_hidden_layers": LAYERS,
+        "kha_query": "linear",
+        "kha_value": "mlp",
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
     save_file(matrices, folder / "model.safetensors")
     return folder
 
@@ -50,7 +58,7 @@ def model(tmp_path, matrices):
 
 @pytest.fixture
 def run(run):
-    return lambda *words: run("inspect", *words)
+    return functools.partial(run, "inspect")
 
 
 def test_json_lists_every_matrix_and_picture(run, model, matrices, tmp_path):
@@ -60,34 +68,44 @@ def test_json_lists_every_matrix_and_picture(run, model, matrices, tmp_path):
     result = json.loads(stdout)
     assert result["kha"]["value"] == "mlp"
     assert result["iteration"] is None
-    assert [*map(str, sorted(out.iterdir()))] == result["files"] == [str(out / p) for p in PNGS]
-    entries = {(e["layer"], e["projection"], e["matrix"]): e for e in result["matrices"]}
+    assert sorted(out.iterdir()) == [out / name for name in PNGS]
+    assert result["files"] == [str(out / name) for name in PNGS]
+    entries = {}
+    for entry in result["matrices"]:
+        entries[entry["layer"], entry["projection"], entry["matrix"]] = entry
     assert len(entries) == len(result["matrices"]) == len(matrices)
     gate = matrices["model.layers.2.self_attn.v_knock.gate_proj.weight"]
     entry = entries[2, "value", "gate"]
-    assert entry["diagonal_mean"] == pytest.approx(gate.trace().item() / D, rel=1e-5)
-    assert entry["distance"] == pytest.approx(gate.norm().item() / math.sqrt(D), rel=1e-5)
+    mean = gate.trace().item() / D
+    assert entry["diagonal_mean"] == pytest.approx(mean, rel=1e-5)
+    distance = gate.norm().item() / math.sqrt(D)
+    assert entry["distance"] == pytest.approx(distance, rel=1e-5)
     share = 1 - gate.diagonal().square().sum() / gate.square().sum()
     assert entry["off_diagonal_share"] == pytest.approx(share.item(), rel=1e-5)
 
 
 @pytest.mark.whole
 def test_both_checkpoint_formats_give_the_same_statistics(run, ranks, tmp_path):
-    save, kha = tmp_path / "save", HeadsConfig(Knock(query="linear", value="mlp"))
-    args = {"tensor_model_parallel_size": 2}, {"num_layers": LAYERS}, {}
-    ranks(save_gpt, 2, str(save), kha, *args)
-    names = {"query": ["q_knock.proj"], "value": [f"v_knock.{m}_proj" for m in MATRICES["mlp"]]}
-    matrices = {
-        f"model.layers.{layer}.self_attn.{name}.weight": matrix.T.contiguous()
-        for (layer, projection), weight in read_knock_weights(MegatronCheckpoint.open(save)).items()
-        for name, matrix in zip(names[projection], weight, strict=True)
+    save = tmp_path / "save"
+    kha = HeadsConfig(Knock(query="linear", value="mlp"))
+    layout = {"tensor_model_parallel_size": 2}
+    ranks(save_gpt, 2, str(save), kha, layout, {"num_layers": LAYERS}, {})
+    names = {
+        "query": ["q_knock.proj"],
+        "value": [f"v_knock.{matrix}_proj" for matrix in MATRICES["mlp"]],
     }
+    matrices = {}
+    weights = read_knock_weights(MegatronCheckpoint.open(save))
+    for (layer, projection), weight in weights.items():
+        for name, matrix in zip(names[projection], weight, strict=True):
+            matrices[f"model.layers.{layer}.self_attn.{name}.weight"] = matrix.T.contiguous()
     model = _write(tmp_path / "hf", matrices)
-    seen = [
-        json.loads(run(side, tmp_path / f"{side.name}.out", "--json")[1]) for side in (save, model)
-    ]
-    assert seen[0]["iteration"] == ITERATION
-    assert seen[0]["matrices"] == seen[1]["matrices"]
+    _, stdout, _ = run(save, tmp_path / "save.out", "--json")
+    of_checkpoint = json.loads(stdout)
+    _, stdout, _ = run(model, tmp_path / "hf.out", "--json")
+    of_model = json.loads(stdout)
+    assert of_checkpoint["iteration"] == ITERATION
+    assert of_checkpoint["matrices"] == of_model["matrices"]
 
 
 def test_matrices_with_nan_are_reported(run, matrices, tmp_path):
@@ -95,8 +113,11 @@ def test_matrices_with_nan_are_reported(run, matrices, tmp_path):
     model = _write(tmp_path / "model", matrices)
     code, stdout, _ = run(model, tmp_path / "out", "--json")
     assert code == 0
-    bad = [e for e in json.loads(stdout)["matrices"] if e["diagonal_mean"] is None]
-    assert [(e["layer"], e["matrix"], e["distance"]) for e in bad] == [(2, "proj", None)]
+    entries = json.loads(stdout)["matrices"]
+    (entry,) = [entry for entry in entries if entry["diagonal_mean"] is None]
+    assert entry["layer"] == 2
+    assert entry["matrix"] == "proj"
+    assert entry["distance"] is None
 
 
 def test_overwrite_replaces_pictures_and_nothing_else(run, model, tmp_path):
@@ -104,12 +125,15 @@ def test_overwrite_replaces_pictures_and_nothing_else(run, model, tmp_path):
     out.mkdir()
     (out / "old.png").write_text("mine")
     code, stdout, stderr = run(model, out)
-    assert (code, stdout) == (2, "")
+    assert code == 2
+    assert stdout == ""
     assert "--overwrite" in stderr
-    assert run(model, out, "--overwrite")[0] == 0
+    code, _, _ = run(model, out, "--overwrite")
+    assert code == 0
     assert sorted(file.name for file in out.iterdir()) == PNGS
     (out / "notes.txt").write_text("mine")
-    assert "notes.txt" in run(model, out, "--overwrite")[2]
+    _, _, stderr = run(model, out, "--overwrite")
+    assert "notes.txt" in stderr
     assert (out / "notes.txt").read_text() == "mine"
 
 
@@ -140,16 +164,20 @@ def test_a_stock_model_is_measured(run, tokenizer, text, tmp_path):
     assert result["text"] == {"file": str(text), "tokens": 50}
     assert result["matrices"] == []
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    found = measure_layers(model, tokenizer(TEXT, return_tensors="pt").input_ids[:, :50])
-    for of_layer, figures in zip(result["layers"], found, strict=True):
-        assert of_layer["sinks"] == pytest.approx(figures.sinks, rel=1e-5)
-        assert of_layer["peak"] == pytest.approx(figures.peak, rel=1e-5)
-        assert of_layer["figures"] == {}
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids[:, :50]
+    measured = measure_layers(model, ids)
+    for layer, expected in zip(result["layers"], measured, strict=True):
+        assert layer["sinks"] == pytest.approx(expected.sinks, rel=1e-5)
+        assert layer["peak"] == pytest.approx(expected.peak, rel=1e-5)
+        assert layer["figures"] == {}
 
 
 def test_tables_and_pictures_of_everything(run, tokenizer, text, tmp_path):
     config = KHAModelConfig(
-        **SIZES, kha_value="mlp", kha_gate={"output": "head"}, kha_moh={"share": 0.5}
+        **SIZES,
+        kha_value="mlp",
+        kha_gate={"output": "head"},
+        kha_moh={"share": 0.5},
     )
     folder = save_model(tmp_path / "model", config, tokenizer)
     code, stdout, stderr = run(folder, tmp_path / "out", "--text", text)
@@ -164,11 +192,12 @@ def test_a_megatron_checkpoint_is_converted(run, ranks, tokenizer, text, tmp_pat
     checkpoint = tmp_path / "save"
     ranks(save_gpt, 1, str(checkpoint), HeadsConfig(Knock(value="mlp")), {}, {"num_layers": 2}, {})
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    given = (checkpoint, tmp_path / "out", "--text", text, "--tokens", 12)
-    code, _, stderr = run(*given)
+    words = [checkpoint, tmp_path / "out", "--text", text, "--tokens", 12]
+    code, _, stderr = run(*words)
     assert code == 2
     assert "--tokenizer DIRECTORY" in stderr
-    code, stdout, stderr = run(*given, "--tokenizer", tmp_path / "tokenizer", "--json")
+    words += ["--tokenizer", tmp_path / "tokenizer", "--json"]
+    code, stdout, stderr = run(*words)
     assert code == 0, stderr
     result = json.loads(stdout)
     assert len(result["layers"]) == 2
@@ -176,7 +205,13 @@ def test_a_megatron_checkpoint_is_converted(run, ranks, tokenizer, text, tmp_pat
 
 
 def test_bad_input_is_refused_before_anything_is_written(
-    run, matrices, tokenizer, text, tmp_path, capsys, monkeypatch
+    run,
+    matrices,
+    tokenizer,
+    text,
+    tmp_path,
+    capsys,
+    monkeypatch,
 ):
     plain = _write(tmp_path / "plain", matrices, kha_query=None, kha_value=None)
     stock = save_model(tmp_path / "stock", Qwen3Config(**SIZES), tokenizer)
@@ -185,20 +220,25 @@ def test_bad_input_is_refused_before_anything_is_written(
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank").write_text(" \n")
     capsys.readouterr()  # progress of saving the model
-    for given, message in (
-        ([plain], f"No KHA matrices found in {plain}"),
-        ([tmp_path / "nowhere"], f"{tmp_path / 'nowhere'} is not a directory"),
-        (["Some/Model-1"], "hf download Some/Model-1 --local-dir Model-1"),
-        ([tmp_path / "empty"], f"{tmp_path / 'empty'} has no"),
-        ([quantized], "heads in layer 0, got torch.float8_e4m3fn. Inspect the model before"),
-        ([stock, "--text", tmp_path / "nowhere"], "Cannot read"),
-        ([stock, "--text", tmp_path / "blank"], "contains no text"),
-        ([stock, "--text", text, "--tokens", 200], "1 to 128 tokens in total"),
-        ([stock, "--text", text, "--device", "gpu"], "--device 'gpu' is not available"),
+    nowhere = tmp_path / "nowhere"
+    empty = tmp_path / "empty"
+    for model, options, message in (
+        (plain, [], f"No KHA matrices found in {plain}"),
+        (nowhere, [], f"{nowhere} is not a directory"),
+        ("Some/Model-1", [], "hf download Some/Model-1 --local-dir Model-1"),
+        (empty, [], f"{empty} has no"),
+        (quantized, [], "heads in layer 0, got torch.float8_e4m3fn. Inspect the model before"),
+        (stock, ["--text", nowhere], "Cannot read"),
+        (stock, ["--text", tmp_path / "blank"], "contains no text"),
+        (stock, ["--text", text, "--tokens", 200], "1 to 128 tokens in total"),
+        (stock, ["--text", text, "--device", "gpu"], "--device 'gpu' is not available"),
     ):
-        code, stdout, stderr = run(given[0], tmp_path / "out", *given[1:])
-        assert (code, stdout, len(stderr.splitlines())) == (2, "", 1), given
+        code, stdout, stderr = run(model, tmp_path / "out", *options)
+        assert code == 2, (model, options)
+        assert stdout == ""
+        assert len(stderr.splitlines()) == 1, stderr
         assert message in stderr
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "pip install '.[plots]'" in run(plain, tmp_path / "out")[2]
+    _, _, stderr = run(plain, tmp_path / "out")
+    assert "pip install '.[plots]'" in stderr
     assert not (tmp_path / "out").exists()

@@ -27,6 +27,7 @@ def run(*words: str, code: int = 0):
     return result
 
 
+@pytest.mark.fast
 @pytest.mark.usefixtures("forked_megatron_check")
 def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  # noqa: F811
     output = tmp_path / "an output"
@@ -37,16 +38,25 @@ def test_dry_run_prints_the_command_for_a_shell(data, tmp_path, nemorun_home):  
     as_json = json.loads(run(*LAUNCH, *words, "--json", *extra).stdout)
 
     fake = 'torchrun() { printf "%s\\0" "$PWD" "$OMP_NUM_THREADS" "${PATH%%:*}" "$@"; }'
-    done = subprocess.run(["bash", "-c", f"{fake}\n{text}"], capture_output=True, check=True)
+    done = subprocess.run(
+        ["bash", "-c", f"{fake}\n{text}"],
+        capture_output=True,
+        check=True,
+    )
     folder, threads, path, *command = done.stdout.decode().split("\0")[:-1]
     training = command.index("kha_megatron.training")
-    assert (folder, threads) == (os.getcwd(), "1")
+
+    def value(option):
+        return command[command.index(option) + 1]
+
+    assert folder == os.getcwd()
+    assert threads == "1"
     assert path == os.path.dirname(sys.executable)
-    assert command[command.index("--nproc-per-node") + 1] == "4"
+    assert value("--nproc-per-node") == "4"
     assert command[training - 4 : training] == ["--no-python", sys.executable, "-u", "-m"]
-    assert command[command.index("--save") + 1] == str(output / "checkpoints")
-    assert command[command.index("--data-path") + 1] == str(data / "corpus")
-    assert command[command.index("--hybrid-layer-pattern") + 1] == "*-*E*E*E"
+    assert value("--save") == str(output / "checkpoints")
+    assert value("--data-path") == str(data / "corpus")
+    assert value("--hybrid-layer-pattern") == "*-*E*E*E"
     assert "--min-lr=-1e-3" in command
     assert "--min-lr" not in command
     assert command.count("--swiglu") == 1
@@ -127,8 +137,14 @@ def test_failed_rank_is_quoted_and_sets_the_exit_code(code, tmp_path, monkeypatc
     words += ["--mock-data", "--train-iters", "100"]
     monkeypatch.setattr(sys, "argv", ["kha-megatron", *words])
     monkeypatch.setattr(following, "_SECONDS_BETWEEN_LINES", 0)
-    paths = {"log": tmp_path / "all", "rank_logs": tmp_path}
-    result = LaunchResult(status="failed", seconds=1.0, last_step=step, failure=failure, **paths)
+    result = LaunchResult(
+        status="failed",
+        seconds=1.0,
+        last_step=step,
+        failure=failure,
+        log=tmp_path / "all",
+        rank_logs=tmp_path,
+    )
     monkeypatch.setattr(recipes, "launch_job", train)
     done = run(*words, code=code)
     assert "RuntimeError: the disk [red]is full" in done.stderr
@@ -154,19 +170,28 @@ def test_a_stopped_run_continues_with_the_printed_command(corpus, tmp_path, nemo
 
     def launch(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "kha_megatron", "launch", *words]
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        return subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
 
     stopped = launch(*words)
-    assert (stopped.returncode, "Training stopped after" in stopped.stderr) == (0, True)
+    assert stopped.returncode == 0, stopped.stderr
+    assert "Training stopped after" in stopped.stderr
     start = "at iteration 4 of 6. To continue, run: kha-megatron launch "
-    hint = stopped.stderr.partition(start)[2]
+    _, _, hint = stopped.stderr.partition(start)
     resumed = launch(*shlex.split(hint.splitlines()[0]))
-    assert (resumed.returncode, "Training finished after" in resumed.stderr) == (0, True)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "Training finished after" in resumed.stderr
     assert "iteration 6/6" in resumed.stderr
     assert "To continue" not in resumed.stderr
 
     prepare([Path(json.__file__).parent], tmp_path / "other", vocab_size=300)
     words[2] = str(tmp_path / "other")
     refused = launch(*words[:5], "--resume", *words[5:], "--split", "4,1,0")
-    assert (refused.returncode, "starting" in refused.stderr) == (2, False)
+    assert refused.returncode == 2, refused.stderr
+    assert "starting" not in refused.stderr
     assert f"tokens in {tmp_path / 'other' / 'tokenizer'} have other ids" in refused.stderr

@@ -4,6 +4,14 @@ from kha_megatron.cli.options import parse_size
 
 
 def test_sizes_are_parsed():
-    texts = ["700", "3 kib", "4MiB", "1GIB", "5B", "80GB", "1.5kB", "2TiB"]
-    sizes = [700, 3072, 4 << 20, 1 << 30, 5, 80 * 10**9, 1500, 2 << 40]
-    assert [parse_size("--x", text) for text in texts] == sizes
+    for text, size in (
+        ("700", 700),
+        ("3 kib", 3072),
+        ("4MiB", 4 << 20),
+        ("1GIB", 1 << 30),
+        ("5B", 5),
+        ("80GB", 80 * 10**9),
+        ("1.5kB", 1500),
+        ("2TiB", 2 << 40),
+    ):
+        assert parse_size("--x", text) == size

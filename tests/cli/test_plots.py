@@ -50,6 +50,7 @@ def test_tensorboard_history_of_a_resumed_run(tmp_path, monkeypatch):
     _events(tmp_path, "lm loss validation", [(9, 3.5), (9, 3.25)])  # the second is the test loss
     history = read_history(tmp_path)
     assert set(history) == {"lm loss", "lm loss validation"}
-    old, new = range(1, 6), range(6, 10)
-    assert history["lm loss"] == [(s, 10.0 - s) for s in old] + [(s, 20.0 - s) for s in new]
+    expected = [(step, 10.0 - step) for step in range(1, 6)]
+    expected += [(step, 20.0 - step) for step in range(6, 10)]
+    assert history["lm loss"] == expected
     assert history["lm loss validation"] == [(9, 3.5)]

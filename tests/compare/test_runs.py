@@ -1,6 +1,7 @@
 """Planning, refusing, starting and resuming the runs of a comparison."""
 
 import json
+import math
 
 import pytest
 
@@ -19,37 +20,60 @@ MOCK = ["--mock-data", "--train-iters", "40"]
 
 
 def planned(output, overrides=MOCK, variants="baseline,random-init", seeds=2, **settings):
-    settings |= {"output": output, "overrides": overrides}
-    return plan_comparison(get_recipe("quickstart"), parse_variants(variants), seeds, **settings)
+    return plan_comparison(
+        get_recipe("quickstart"),
+        parse_variants(variants),
+        seeds,
+        output=output,
+        overrides=overrides,
+        **settings,
+    )
+
+
+def flags_of(comparison):
+    return [trial.config.flags for trial in comparison.trials]
 
 
 def arguments(job):
-    return parse(job.command[job.command.index("-m") + 2 :])
+    start = job.command.index("-m") + 2
+    return parse(job.command[start:])
 
 
+def starts(trial):
+    """Return how often a trial was started, as its directory says."""
+    return json.loads((trial.folder / RUN).read_text())["starts"]
+
+
+@pytest.mark.fast
 def test_runs_of_one_seed_differ_only_in_their_kha_settings(tmp_path):
     comparison = planned(tmp_path / "out")
     names = ["baseline-seed1", "random-init-seed1", "baseline-seed2", "random-init-seed2"]
     assert [trial.name for trial in comparison.trials] == names
-    one, two, other, _ = (trial.config.flags for trial in comparison.trials)
-    differing = {flag for flag in one.keys() | two.keys() if one.get(flag) != two.get(flag)}
-    assert differing == {"--kha-value", "--kha-init"}
-    assert {f for f in one if one[f] != other[f]} == {"--seed", "--kha-init-seed"}
-    assert one["--save-interval"] == ("10",)
+    baseline, random_init, second_seed, _ = flags_of(comparison)
+    assert differing(baseline, random_init) == {"--kha-value", "--kha-init"}
+    assert differing(baseline, second_seed) == {"--seed", "--kha-init-seed"}
+    assert baseline["--save-interval"] == ("10",)
     assert not (tmp_path / "out").exists()
+
+
+def differing(flags, other_flags):
+    """Return the flags that only one run has, or that differ."""
+    names = flags.keys() | other_flags.keys()
+    return {name for name in names if flags.get(name) != other_flags.get(name)}
 
 
 def test_null_runs_perturb_the_reference_by_rounding(tmp_path):
     comparison = planned(tmp_path, variants="kha_mlp,baseline", seeds=1, null=True)
     assert [trial.variant.name for trial in comparison.trials] == ["kha_mlp", "null", "baseline"]
-    reference, null, _ = (trial.config.flags for trial in comparison.trials)
+    reference, null, _ = flags_of(comparison)
     assert null == reference | {"--kha-perturb-embedding": ("1e-06",)}
-    half = planned(tmp_path, [*MOCK, "--bf16"], seeds=1, null=True).trials[1].config.flags
-    assert half["--kha-perturb-embedding"] == ("0.00390625",)
+    comparison = planned(tmp_path, [*MOCK, "--bf16"], seeds=1, null=True)
+    null = flags_of(comparison)[1]
+    assert null["--kha-perturb-embedding"] == ("0.00390625",)
 
 
 def test_held_out_evaluates_whole_batches_once(tmp_path):
-    flags = planned(tmp_path, held_out_sequences=17).trials[0].config.flags
+    flags = flags_of(planned(tmp_path, held_out_sequences=17))[0]
     assert flags["--eval-iters"] == ("2",)  # of 16 sequences each
     assert flags["--eval-interval"] == ("41",)  # after the last iteration only
 
@@ -75,8 +99,8 @@ def test_bad_input_is_refused(words, settings, match, tmp_path):
 
 def test_variants_keep_the_kind_of_attention(tmp_path):
     words = [*MOCK, "--kha-attention", "gta", "--rotary-percent", "0.5"]
-    found = [trial.config.flags["--kha-attention"] for trial in planned(tmp_path, words).trials]
-    assert found == [("gta",)] * 4
+    attention = [flags["--kha-attention"] for flags in flags_of(planned(tmp_path, words))]
+    assert attention == [("gta",)] * 4
 
 
 def test_a_foreign_directory_is_refused(tmp_path):
@@ -91,7 +115,7 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
     job = start_trial(trial)
     assert not job.resume
     assert "--load" not in arguments(job)
-    assert json.loads((trial.folder / RUN).read_text())["starts"] == 1
+    assert starts(trial) == 1
     (trial.folder / "half-written").write_text("")
     assert not start_trial(trial).resume
     assert [file.name for file in trial.folder.iterdir()] == [RUN]
@@ -100,49 +124,61 @@ def test_a_run_without_a_checkpoint_begins_anew(tmp_path):
 def test_parallel_runs_have_their_own_sample_index(tmp_path):
     parallel = planned(tmp_path / "out").trials
     save(parallel[0].folder / "checkpoints", 20, {}, kha_value=None)
-    (parallel[0].folder / "index").mkdir()
-    (parallel[0].folder / "index" / "half-written").touch()
-    found = [arguments(start_trial(trial))["--data-cache-path"] for trial in parallel]
-    assert found == [(str(trial.folder / "index"),) for trial in parallel]
-    assert not (parallel[0].folder / "index").exists()
+    index = parallel[0].folder / "index"
+    index.mkdir()
+    (index / "half-written").touch()
+    for trial in parallel:
+        job = start_trial(trial)
+        assert arguments(job)["--data-cache-path"] == (str(trial.folder / "index"),)
+    assert not index.exists()
 
 
 @pytest.fixture
 def interrupted(tmp_path):
-    """A trial with a checkpoint of iteration 20."""
+    """Return a trial with a checkpoint of iteration 20."""
     (trial, *_) = planned(tmp_path / "out").trials
     save(trial.folder / "checkpoints", 20, {}, kha_value=None)
     write_json(trial.folder / RUN, {"starts": 1, "arguments": trial.config.flags})
     return trial
 
 
+@pytest.mark.fast
 def test_an_interrupted_run_resumes(interrupted):
     job = start_trial(interrupted)
-    assert (job.resume, job.stopped_at) == (True, 20)
+    assert job.resume
+    assert job.stopped_at == 20
     assert arguments(job)["--load"] == arguments(job)["--save"]
-    assert json.loads((interrupted.folder / RUN).read_text())["starts"] == 2
+    assert starts(interrupted) == 2
 
 
 def test_lost_losses_stay_missing(tmp_path):
     (trial, *_) = planned(tmp_path).trials
-    losses = trials._read_losses({"lm loss": [(i, float(i)) for i in (2, 3, 39)]}, trial)
+    history = [(2, 2.0), (3, 3.0), (39, 39.0)]
+    losses = trials._read_losses({"lm loss": history}, trial)
     assert losses == [None, 2.0, 3.0, *[None] * 35, 39.0, None]
     assert compute_final_loss(losses) == 39.0
     assert average_bins(losses, 20)[:3] == [(1.5, 2.0), (3.5, 3.0), (5.5, None)]
+    without_last = [(i, 2.0) for i in range(1, 39)]
     with pytest.raises(DataError, match=r"final losses of .* are missing"):
-        trials._read_losses({"lm loss": [(i, 2.0) for i in range(1, 39)]}, trial)
+        trials._read_losses({"lm loss": without_last}, trial)
+    not_finite = [(39, 2.0), (40, math.nan)]
     with pytest.raises(DataError, match="not finite at iteration 40"):
-        trials._read_losses({"lm loss": [(39, 2.0), (40, float("nan"))]}, trial)
+        trials._read_losses({"lm loss": not_finite}, trial)
 
 
 def test_a_missing_held_out_loss_is_an_error(tmp_path):
     trial = planned(tmp_path, held_out_sequences=16).trials[0]
-    assert trials._read_held_out_loss({"lm loss validation": [(40, 2.5)]}, trial) == 2.5
+
+    def read(step, loss):
+        return trials._read_held_out_loss({"lm loss validation": [(step, loss)]}, trial)
+
+    assert read(40, 2.5) == 2.5
     with pytest.raises(DataError, match=r"Held-out loss of .*baseline-seed1 is None"):
-        trials._read_held_out_loss({"lm loss validation": [(39, 2.5)]}, trial)
+        read(39, 2.5)
     with pytest.raises(DataError, match="is nan"):
-        trials._read_held_out_loss({"lm loss validation": [(40, float("nan"))]}, trial)
-    assert trials._read_held_out_loss({}, planned(tmp_path).trials[0]) is None
+        read(40, math.nan)
+    without_held_out = planned(tmp_path).trials[0]
+    assert trials._read_held_out_loss({}, without_held_out) is None
 
 
 def test_changed_arguments_of_a_started_run_are_refused(interrupted):

@@ -5,6 +5,7 @@ import pytest
 from kha_megatron.compare.statistics import average_bins, compute_final_loss, estimate, t_quantile
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("freedom", "table"),  # any printed table of Student's t, two-sided 95 %
     [(1, 12.706), (2, 4.303), (3, 3.182), (10, 2.228), (30, 2.042)],

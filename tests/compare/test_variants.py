@@ -22,7 +22,8 @@ def test_variants_are_presets_the_ablation_or_flags():
         "kv": HeadsConfig(Knock(key="linear", value="mlp")),
         "g": HeadsConfig(Knock(key="linear", value="linear", init="random")),
         "kha_mlp+gate_output+gate_value": HeadsConfig(
-            Knock(value="mlp"), Gate(output="element", value="element")
+            Knock(value="mlp"),
+            Gate(output="element", value="element"),
         ),
     }
 

@@ -157,6 +157,7 @@ def _tensors(folder):
     return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES]
 )

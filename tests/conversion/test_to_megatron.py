@@ -73,6 +73,7 @@ def back(save, name, folder):
     return planned.write(folder / "hf", workers=3).path
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("name", "layout"), list(runs()))
 def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, layout):
     folder, expected = models(name)
@@ -85,6 +86,7 @@ def test_megatron_computes_the_same(ranks, models, converted, tmp_path, name, la
     assert_same_tensors(folder, back(saved, name, tmp_path))
 
 
+@pytest.mark.fast
 @pytest.mark.versions
 @pytest.mark.parametrize("name", CONFIGS)
 def test_round_trips_keep_tensors_and_settings(models, converted, tmp_path, name):

@@ -120,6 +120,7 @@ def folded(tmp_path_factory):
     return dict(zip(FOLDED, zip(found, expected, strict=True), strict=True))
 
 
+@pytest.mark.fast
 @pytest.mark.versions
 @pytest.mark.parametrize("case", FOLDED)
 def test_folded_models_are_stock_and_compute_the_same(folded, case):
@@ -205,6 +206,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", UPCYCLED)
 def test_upcycled_models_keep_every_bit(tmp_path, case, dtype):

@@ -84,6 +84,7 @@ def rerun(theirs, monkeypatch):
     monkeypatch.setattr(megatron_model, "run_megatron", lambda *args, **options: theirs[1])
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutations_are_noticed(converted, theirs, rerun, tmp_path, mutation):
     assert theirs[0].agrees

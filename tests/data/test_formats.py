@@ -18,7 +18,8 @@ from tests.faults.jobs import WORDS
 pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank")
 
 DOCUMENTS = ["first\nline two", "不🦜é, \u2028 and 'quotes'", "third " * 40]
-LINES = "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(DOCUMENTS))
+RECORDS = [{"id": i, "body": text} for i, text in enumerate(DOCUMENTS)]
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS)
 TEXT = b'{"text": "x"}'
 ZSTD = pa.compress(TEXT, codec="zstd", asbytes=True)
 
@@ -30,9 +31,11 @@ def write(file):
         case ".jsonl.gz":
             file.write_bytes(gzip.compress(LINES.encode(), mtime=0))
         case ".jsonl.zst":
-            file.write_bytes(pa.compress(LINES.encode(), codec="zstd", asbytes=True))
+            compressed = pa.compress(LINES.encode(), codec="zstd", asbytes=True)
+            file.write_bytes(compressed)
         case ".parquet":
-            pq.write_table(pa.table({"id": [1, 2, 3], "body": DOCUMENTS}), file)
+            table = pa.table({"id": [1, 2, 3], "body": DOCUMENTS})
+            pq.write_table(table, file)
     return file
 
 
@@ -46,11 +49,14 @@ def decoded(folder):
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet"])
 def test_each_record_becomes_a_document(run, tmp_path, name):
     source = write(tmp_path / name)
-    options = ["--vocab-size", 300, "--json-key", "body", "--json"]
-    code, out, err = run("data", "prepare", "--from", source, "--out", tmp_path / "out", *options)
+    words = ["data", "prepare", "--from", source, "--out", tmp_path / "out"]
+    words += ["--vocab-size", 300, "--json-key", "body", "--json"]
+    code, out, err = run(*words)
     assert code == 0, err
     report = json.loads(out)
-    assert (report["files"], report["documents"], report["split_files"]) == (1, 3, 0)
+    assert report["files"] == 1
+    assert report["documents"] == 3
+    assert report["split_files"] == 0
     assert report["bytes"] == len("".join(DOCUMENTS).encode())
     assert decoded(tmp_path / "out") == DOCUMENTS
 
@@ -58,18 +64,31 @@ def test_each_record_becomes_a_document(run, tmp_path, name):
 def test_long_records_are_split_and_empty_ones_are_counted(tmp_path):
     lines = [{"text": "one\ntwo\n"}, {"text": ""}, {"text": "three"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    report = prepare([tmp_path / "a.jsonl"], tmp_path / "out", vocab_size=260, max_file_bytes=5)
+    report = prepare(
+        [tmp_path / "a.jsonl"],
+        tmp_path / "out",
+        vocab_size=260,
+        max_file_bytes=5,
+    )
     assert decoded(tmp_path / "out") == ["one\n", "two\n", "three"]
-    assert (report.split_files, report.skipped["empty"]["count"]) == (1, 1)
+    assert report.split_files == 1
+    assert report.skipped["empty"]["count"] == 1
 
 
 def damaged_parquet(*, checksum, first, last):
     """Return a Parquet file of 9 rows. One page is damaged."""
     table = pa.table({"text": [letter * 99 for letter in "abcdefghi"]})
     stream = pa.BufferOutputStream()
-    options = {"compression": "none", "use_dictionary": False, "write_statistics": False}
-    pq.write_table(table, stream, write_page_checksum=checksum, **options)
-    return stream.getvalue().to_pybytes().replace(b"e" * 9, first + b"e" * 7 + last)
+    pq.write_table(
+        table,
+        stream,
+        write_page_checksum=checksum,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=False,
+    )
+    content = stream.getvalue().to_pybytes()
+    return content.replace(b"e" * 9, first + b"e" * 7 + last)
 
 
 def arrow_stream():
@@ -131,10 +150,13 @@ def test_other_content_is_refused(run, tmp_path, name, content, message):
     """A damaged file in a directory is an error as well, so that no shard gets lost."""
     root = tmp_path / "root"
     root.mkdir()
-    (root / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    file = root / name
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
     (root / "good.txt").write_text("text")
-    is_skipped = content == b"caf\xe9"  # a small file in another encoding
-    for source in [root / name] if is_skipped else [root / name, root]:
+    sources = [file]
+    if content != b"caf\xe9":  # a small file in another encoding is skipped
+        sources.append(root)
+    for source in sources:
         code, _, err = run("data", "prepare", "--from", source, "--out", tmp_path / "out")
         (line,) = [line for line in err.splitlines() if line.startswith("error:")]
         assert code == 2
@@ -153,33 +175,44 @@ ARRAYS = {
 @pytest.mark.parametrize("name", ["a.jsonl", *ARRAYS])
 def test_rows_without_text_are_skipped_and_counted(name, tmp_path):
     if name == "a.jsonl":
+        file = tmp_path / name
         rows = [{"text": "first"}, {"text": None}, {"other": 1}, {"text": "second"}]
-        content = "\n".join(map(json.dumps, rows)).encode()
+        file.write_text("\n".join(map(json.dumps, rows)))
     else:
-        name, content = "a.parquet", parquet(ARRAYS[name])
-    (tmp_path / name).write_bytes(content)
-    report = prepare([tmp_path / name], tmp_path / "out", vocab_size=260)
+        file = tmp_path / "a.parquet"
+        file.write_bytes(parquet(ARRAYS[name]))
+    report = prepare([file], tmp_path / "out", vocab_size=260)
     assert decoded(tmp_path / "out") == ["first", "second"]
     assert report.documents == 2
-    assert report.skipped["empty"] == {"count": 2, "examples": [str(tmp_path / name)] * 2}
+    assert report.skipped["empty"] == {"count": 2, "examples": [str(file)] * 2}
 
 
 @pytest.fixture(scope="module")
 def datasets(tmp_path_factory):
-    """Data of a vocabulary of 400 tokens, and of one of 300 tokens."""
+    """Prepare data with a vocabulary of 400 tokens, and with one of 300 tokens."""
     root = tmp_path_factory.mktemp("datasets")
     for size in (400, 300):
-        prepare(None, root / str(size), vocab_size=size, globs=["os*.py", "json*.py"])
+        prepare(
+            None,
+            root / str(size),
+            vocab_size=size,
+            globs=["os*.py", "json*.py"],
+        )
     return root
 
 
+WITHOUT_DATA = [word for word in WORDS if word not in ("--mock-data", "--vocab-size", "56")]
+
+
 def words_for(folder, tokenizer):
-    data = ["--data-path", str(folder / "corpus"), "--split", "1,0,0"]
-    return [*data, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    words = ["--data-path", str(folder / "corpus"), "--split", "1,0,0"]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer)]
+    return words
 
 
 def test_data_of_another_tokenizer_is_refused(run, datasets, tmp_path, faults_table):
-    large, small = datasets / "400", datasets / "300"
+    large = datasets / "400"
+    small = datasets / "300"
     wrong = words_for(large, small / "tokenizer")
     message = "was tokenized with a vocabulary of 400 tokens, but the 300 tokens of"
     for words in (
@@ -189,8 +222,7 @@ def test_data_of_another_tokenizer_is_refused(run, datasets, tmp_path, faults_ta
         code, _, err = run(*words)
         assert code == 2
         assert message in " ".join(err.split())
-    mock = [word for word in WORDS if word not in ("--mock-data", "--vocab-size", "56")]
-    ended = train([*mock, *wrong, "--exit-interval", "1"], 2)
+    ended = train([*WITHOUT_DATA, *wrong, "--exit-interval", "1"], 2)
     assert ended.codes == [2, 2], ended.output[-3000:]
     assert all(message in error for error in ended.errors)
     faults_table("Datasets", "a tokenizer with fewer tokens", "refused before a rank starts")
@@ -200,22 +232,25 @@ def test_a_tokenizer_with_additional_tokens_is_accepted(datasets, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(datasets / "300" / "tokenizer")
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(tmp_path)
-    names = ("data_path", "tokenizer_type", "tokenizer_model", "split")
+    arguments = {
+        "data_path": [str(datasets / "300" / "corpus")],
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "split": "1,0,0",
+    }
     for folder in (datasets / "300" / "tokenizer", tmp_path):
-        values = ([str(datasets / "300" / "corpus")], "HuggingFaceTokenizer", str(folder), "1,0,0")
-        check_data(dict(zip(names, values, strict=True)))
-    null = {"data_path": values[0], "tokenizer_type": "NullTokenizer", "split": "1,0,0"}
-    check_data(null | {"vocab_size": 300})
+        check_data(arguments | {"tokenizer_model": str(folder)})
+    arguments["tokenizer_type"] = "NullTokenizer"
+    check_data(arguments | {"vocab_size": 300})
     with pytest.raises(DataError, match="Pass --vocab-size 300 instead of 299"):
-        check_data(null | {"vocab_size": 299})
+        check_data(arguments | {"vocab_size": 299})
 
 
 def test_a_token_outside_the_vocabulary_stops_training(datasets, tmp_path, faults_table):
     for name in ("corpus.bin", "corpus.idx"):  # as made by other tools, without data.json
         (tmp_path / name).symlink_to(datasets / "400" / name)
-    mock = [word for word in WORDS if word not in ("--mock-data", "--vocab-size", "56")]
     words = words_for(tmp_path, datasets / "300" / "tokenizer")
-    ended = train([*mock, *words, "--exit-interval", "9", "--tensor-model-parallel-size", "2"], 2)
+    words += ["--exit-interval", "9", "--tensor-model-parallel-size", "2"]
+    ended = train([*WITHOUT_DATA, *words], 2)
     assert 2 in ended.codes, ended.output[-3000:]
     assert any("The data contains token id 3" in error for error in ended.errors)
     faults_table("Datasets", "token ids outside the vocabulary, TP 2", "the run stops")

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +24,18 @@ TEXTS = {
     "b/odd.txt": "\ufeff\0\x1b[0m\u2028\u00a0 e\u0301 \U0010ffff\t  \n ",
     "b/space.txt": "   \n\n \t \n",
 }
-OTHERS = {"a/empty.py": b"", "b/latin.txt": b"caf\xe9", "b/late.txt": b"x\n" * 500 + b"\xff"}
+OTHERS = {
+    "a/empty.py": b"",
+    "b/latin.txt": b"caf\xe9",
+    "b/late.txt": b"x\n" * 500 + b"\xff",
+}
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     root = tmp_path_factory.mktemp("sources")
-    for name, content in {**{n: t.encode() for n, t in TEXTS.items()}, **OTHERS}.items():
+    contents = {name: text.encode() for name, text in TEXTS.items()}
+    for name, content in (contents | OTHERS).items():
         (root / name).parent.mkdir(exist_ok=True)
         (root / name).write_bytes(content)
     (root / "a" / "loop").symlink_to(root, target_is_directory=True)
@@ -40,7 +46,14 @@ def sources(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(sources, tmp_path_factory):
     out = tmp_path_factory.mktemp("prepared") / "new" / "data"
-    return out, prepare([sources], out, vocab_size=300, workers=2, max_file_bytes=LIMIT)
+    report = prepare(
+        [sources],
+        out,
+        vocab_size=300,
+        workers=2,
+        max_file_bytes=LIMIT,
+    )
+    return out, report
 
 
 def documents(folder):
@@ -49,9 +62,14 @@ def documents(folder):
 
 
 def files(folder):
-    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    contents = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            contents[path.relative_to(folder)] = path.read_bytes()
+    return contents
 
 
+@pytest.mark.fast
 @pytest.mark.versions
 def test_text_comes_back_from_the_dataset(prepared):
     out, report = prepared
@@ -77,11 +95,12 @@ def test_report_counts_what_is_there(prepared, sources):
     assert report.bytes == sum(len(text.encode()) for text in TEXTS.values())
     assert report.altered_documents == 0
     assert report.dtype == "uint16"
-    counts = {reason: value["count"] for reason, value in report.skipped.items() if value["count"]}
-    assert counts == {"empty": 1, "not_utf8": 2, "unreadable": 1, "repeated": 1}
+    counts = Counter({reason: value["count"] for reason, value in report.skipped.items()})
+    assert +counts == {"empty": 1, "not_utf8": 2, "unreadable": 1, "repeated": 1}
     examples = [str(sources / name) for name in ("b/late.txt", "b/latin.txt")]
     assert report.skipped["not_utf8"]["examples"] == examples
-    assert DataReport.read(out) == report == verify(out)
+    assert DataReport.read(out) == report
+    assert verify(out) == report
 
 
 def make_tokenizer(folder, *, eos=True, normalizer=None, template="<s> $A </s>"):
@@ -93,19 +112,26 @@ def make_tokenizer(folder, *, eos=True, normalizer=None, template="<s> $A </s>")
     backend.decoder = decoders.ByteLevel()
     backend.normalizer = normalizer
     backend.post_processor = processors.TemplateProcessing(
-        single=template, special_tokens=[("<s>", 0), ("</s>", 1)]
+        single=template,
+        special_tokens=[("<s>", 0), ("</s>", 1)],
     )
     backend.enable_truncation(16)
     backend.enable_padding(length=64, pad_id=1, pad_token="</s>")
-    special = {"bos_token": "<s>", "eos_token": "</s>" if eos else None}
-    PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<s>",
+        eos_token="</s>" if eos else None,
+    )
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 def test_a_given_tokenizer_is_used_without_truncation_and_padding(sources, tmp_path):
     folder = make_tokenizer(tmp_path / "mine")
     report = prepare([sources / "b"], tmp_path / "out", tokenizer=folder)
-    assert (report.vocab_size, report.eod_id, report.vocab_size_asked) == (258, 1, None)
+    assert report.vocab_size == 258
+    assert report.eod_id == 1
+    assert report.vocab_size_asked is None
     assert report.tokenizer == str(folder)
     assert report.tokens == report.bytes + 2 * report.documents  # bytes, BOS and EOS
     assert report.altered_documents == 0
@@ -125,7 +151,8 @@ def test_special_tokens_equal_those_of_megatron(template, before, tmp_path):
 
     folder = make_tokenizer(tmp_path / "tokenizer", template=template)
     megatron = MegatronTokenizer.from_pretrained(
-        tokenizer_path=str(folder), metadata_path={"library": "huggingface"}
+        tokenizer_path=str(folder),
+        metadata_path={"library": "huggingface"},
     )
     texts = ["first", "second \N{PARROT}\n", "x" * 40]
     for number, text in enumerate(texts):
@@ -163,11 +190,13 @@ def test_bad_input_is_refused_before_any_work(changes, kind, words, tmp_path, mo
     make_tokenizer(tmp_path / "endless", eos=False)
     before = files(tmp_path)
     stages = set()
-    arguments = {"sources": [Path("text.txt")], "out": Path("out"), **changes}
+    arguments = {"sources": [Path("text.txt")], "out": Path("out")}
+    arguments |= changes
     with pytest.raises(kind) as caught:
         prepare(**arguments, on_progress=lambda step: stages.add(step.stage))
-    assert all(word in str(caught.value) for word in words)
-    assert "\n" not in str(caught.value)
+    message = str(caught.value)
+    assert all(word in message for word in words)
+    assert "\n" not in message
     assert stages <= {"checking"}
     assert files(tmp_path) == before
     assert not Path("out").exists()
@@ -184,10 +213,23 @@ def test_interrupted_work_leaves_what_was_there(stage, prepared, sources, tmp_pa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare([sources], out, vocab_size=300, overwrite=True, on_progress=interrupt)
+        prepare(
+            [sources],
+            out,
+            vocab_size=300,
+            overwrite=True,
+            on_progress=interrupt,
+        )
     assert files(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # and no hidden leftover
-    prepare([sources], out, vocab_size=300, overwrite=True, workers=1, max_file_bytes=LIMIT)
+    prepare(
+        [sources],
+        out,
+        vocab_size=300,
+        overwrite=True,
+        workers=1,
+        max_file_bytes=LIMIT,
+    )
     assert files(out) == files(prepared[0])  # which two workers prepared
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     (out / "book.txt").write_text("a source that --overwrite would delete")
@@ -208,7 +250,12 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(content, tmp_path):
                 victim.write_bytes(content)
 
     with pytest.raises(DataError, match=r"2\.txt changed while it was being read"):
-        prepare(sorted(tmp_path.glob("*.txt")), tmp_path / "out", workers=1, on_progress=change)
+        prepare(
+            sorted(tmp_path.glob("*.txt")),
+            tmp_path / "out",
+            workers=1,
+            on_progress=change,
+        )
     assert not list(tmp_path.glob("*out*"))
 
 
@@ -222,13 +269,18 @@ print(prepare([Path(sys.argv[1])], Path(sys.argv[2]), vocab_size=260).documents)
 
 def test_prepare_needs_no_other_import(tmp_path):
     """An empty Transformer Engine is only hidden from Megatron by ``kha_megatron.mcore``."""
-    (tmp_path / "text.txt").write_text("one document")
-    words = [sys.executable, "-W", "ignore", "-c", PREPARE, tmp_path / "text.txt", tmp_path / "out"]
-    result = subprocess.run(words, capture_output=True, text=True)
+    source = tmp_path / "text.txt"
+    source.write_text("one document")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PREPARE, source, tmp_path / "out"],
+        capture_output=True,
+        text=True,
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout == "1\n"
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "damage", "words"),
     [
@@ -241,14 +293,16 @@ def test_prepare_needs_no_other_import(tmp_path):
     ],
 )
 def test_verify_detects_damage(name, damage, words, tmp_path):
-    (tmp_path / "text.txt").write_text("three lines\nof\ntext\n")
+    source = tmp_path / "text.txt"
+    source.write_text("three lines\nof\ntext\n")
     out = tmp_path / "out"
-    prepare([tmp_path / "text.txt"], out, vocab_size=260, max_file_bytes=12)
+    prepare([source], out, vocab_size=260, max_file_bytes=12)
     verify(out)
-    content = damage((out / name).read_bytes())
-    (out / name).unlink()
+    file = out / name
+    content = damage(file.read_bytes())
+    file.unlink()
     if content is not None:
-        (out / name).write_bytes(content)
+        file.write_bytes(content)
     with pytest.raises(DataError, match=words) as caught:
         verify(out)
     assert "\n" not in str(caught.value)
@@ -257,10 +311,18 @@ def test_verify_detects_damage(name, damage, words, tmp_path):
 def test_the_tokenizer_is_trained_on_an_even_sample(tmp_path):
     root = tmp_path / "text"
     root.mkdir()
+    letters = "abcdefghij"
     for i in range(40):  # of 1,000 bytes each
-        (root / f"{i:02}.txt").write_text(f"word{'abcdefghij'[i % 10] * 5} " * 100)
-    report = prepare([root], tmp_path / "out", vocab_size=400, tokenizer_sample=10_000)
+        word = f"word{letters[i % 10] * 5} "
+        (root / f"{i:02}.txt").write_text(word * 100)
+    report = prepare(
+        [root],
+        tmp_path / "out",
+        vocab_size=400,
+        tokenizer_sample=10_000,
+    )
     assert 10_000 <= report.tokenizer_sample_bytes < 10_000 + 1_000
     assert report == verify(tmp_path / "out")
-    tokens = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer").get_vocab()
-    assert sum(f"\u0120word{letter * 5}" in tokens for letter in "abcdefghij") >= 5
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out" / "tokenizer")
+    tokens = tokenizer.get_vocab()
+    assert sum(f"\u0120word{letter * 5}" in tokens for letter in letters) >= 5

@@ -47,7 +47,11 @@ QUANTIZED = LINEAR.updated(
 ZERO = {"use_distributed_optimizer": True}
 OVERLAP = {"overlap_grad_reduce": True}
 OVERLAP_ALL = ZERO | OVERLAP | {"overlap_param_gather": True}
-FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
 SELECTIVE = {"recompute_granularity": "selective"}
 ALLTOALL = {"moe_token_dispatcher_type": "alltoall"}
 ALLGATHER = {"moe_token_dispatcher_type": "allgather"}
@@ -64,21 +68,25 @@ def _every(rows, **common):
     return [case(**common | fields) for fields in rows]
 
 
-ONE_PER_CLAIM = [
+FAST = [
     case(tp=2),
+    case(tp=2, sp=True, groups=1),
+    case(tp=2, sp=True, dp=2, ep=2, etp=2, model="moe"),
+]
+"""Cases of `make test-fast`."""
+ONE_PER_CLAIM = [
+    *FAST,
     case(gpt=True, khas=(RANDOM,), tp=2, sp=True, pp=2, vpp=2, groups=1, layers=4),
     case(gpt=True, tp=2, sp=True, dp=2, ep=2, etp=2, model="moe"),
     case(khas=(SPLIT,), pp=2, layers=3),  # the stages split a pair of attention and MLP
     case(mtp=2, tp=2, sp=True, savings=FULL),
     case(mtp=1, tp=2, sp=True, pp=2, model="moe"),
-    case(tp=2, sp=True, groups=1),
     case(tp=2, sp=True, groups=1, config=CENTERED),
     case(tp=4, groups=2),
     case(dp=2, ddp=OVERLAP_ALL),
     case(dp=2, fsdp="torch"),
     case(khas=(RANDOM,), tp=2, sp=True, pp=2, vpp=2, groups=1, layers=4),
     case(tp=2, sp=True, cp=2, groups=1),
-    case(tp=2, sp=True, dp=2, ep=2, etp=2, model="moe"),
     case(tp=2, sp=True, groups=2, savings=FULL),
     case(khas=(LINEAR,), tp=2, sp=True, dp=2, ddp=OVERLAP_ALL, groups=1),
     case(khas=(MLA, GLA, GATED_MLA), tp=2, config=LATENT),

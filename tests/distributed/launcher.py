@@ -51,7 +51,12 @@ class RankPool:
         self._workers: list[tuple[psutil.Process, Any]] = []
 
     def __call__(
-        self, case: Callable[..., Any], n: int, *args: Any, timeout: float = 300, **kwargs: Any
+        self,
+        case: Callable[..., Any],
+        n: int,
+        *args: Any,
+        timeout: float = 300,
+        **kwargs: Any,
     ) -> list[Any]:
         """Run ``case(*args, **kwargs)`` on ``n`` ranks and return what each returned.
 
@@ -72,7 +77,10 @@ class RankPool:
         for rank, (_, connection) in enumerate(self._workers[:n]):
             connection.send((case, args, kwargs, rank, n, f"case {self._cases}"))
         results = self._collect(n, timeout)
-        failures = [f"rank {r}:\n{text}" for r, (ok, text) in sorted(results.items()) if not ok]
+        failures = []
+        for rank, (passed, result) in sorted(results.items()):
+            if not passed:
+                failures.append(f"rank {rank}:\n{result}")
         if failures or len(results) < n:
             self.close()  # a rank may hang, and the others have created other numbers of groups
             silent = sorted(set(range(n)) - set(results))
@@ -104,7 +112,12 @@ class RankPool:
         if self._store is None:  # one for all cases: a file store makes ranks poll a locked file
             from torch.distributed import TCPStore
 
-            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(
+                "127.0.0.1",
+                0,
+                is_master=True,
+                wait_for_workers=False,
+            )
         ours, theirs = mp.Pipe()
         if self._settings[0] == "cuda":  # a fork could not use CUDA
             self._spawn(_prepare_and_work, theirs)
@@ -118,7 +131,11 @@ class RankPool:
 
     def _spawn(self, function: Callable[..., None], connection: Any) -> None:
         arguments = (connection, self._store.port, *self._settings)
-        mp.get_context("spawn").Process(target=function, args=arguments, daemon=True).start()
+        mp.get_context("spawn").Process(
+            target=function,
+            args=arguments,
+            daemon=True,
+        ).start()
         connection.close()
 
     def close(self) -> None:
@@ -186,13 +203,23 @@ def _work(connection: Any, port: int, device: str) -> None:
 
 
 def _run(
-    case: Any, args: Any, kwargs: Any, rank: int, world_size: int, store: Any, device: str
+    case: Any,
+    args: Any,
+    kwargs: Any,
+    rank: int,
+    world_size: int,
+    store: Any,
+    device: str,
 ) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+    )
     try:
         torch.cuda.set_device(rank)
         dist.init_process_group(

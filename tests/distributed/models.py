@@ -14,7 +14,9 @@ from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore.attention import KnockedAttention
 from kha_megatron.mcore.specs import kha_hybrid_stack_spec, kha_layer_spec
 
-VOCAB, SEQUENCE, BATCH = 56, 12, 3
+VOCAB = 56
+SEQUENCE = 12
+BATCH = 3
 
 LATENT: dict[str, Any] = {
     "q_lora_rank": 20,
@@ -72,7 +74,11 @@ def initialize(seed: int = 7, **sizes: int) -> None:
 
 
 def gpt_model(
-    config: TransformerConfig, kha: HeadsConfig, *, layer_spec: Any = None, **options: Any
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    *,
+    layer_spec: Any = None,
+    **options: Any,
 ) -> GPTModel:
     """Build a GPTModel. See :func:`_build` for other options."""
     spec = layer_spec or kha_layer_spec(config, kha, options.get("vp_stage"))
@@ -80,17 +86,34 @@ def gpt_model(
 
 
 def hybrid_model(
-    config: TransformerConfig, kha: HeadsConfig, *, pattern: str, **options: Any
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    *,
+    pattern: str,
+    **options: Any,
 ) -> HybridModel:
     """Build a HybridModel with the same sizes as :func:`gpt_model`."""
     spec = kha_hybrid_stack_spec(kha)
-    return _build(HybridModel, config, spec, kha, hybrid_layer_pattern=pattern, **options)
+    return _build(
+        HybridModel,
+        config,
+        spec,
+        kha,
+        hybrid_layer_pattern=pattern,
+        **options,
+    )
 
 
 def _build(
-    kind: Any, config: Any, spec: Any, kha: HeadsConfig, *, perturbed: bool = True, **options: Any
+    kind: Any,
+    config: Any,
+    spec: Any,
+    kha: HeadsConfig,
+    *,
+    perturbed: bool = True,
+    **options: Any,
 ) -> Any:
-    """``perturbed`` moves the shared matrices away from their initial value."""
+    """Build a model. If ``perturbed``, move the shared matrices away from their initial value."""
     if kha is not None and kha.attention == "gta":
         options["rotary_percent"] = 0.5
     options = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE} | options
@@ -103,7 +126,10 @@ def _build(
 
 
 def attention(
-    config: TransformerConfig, kha: HeadsConfig, layer_number: int = 1, **options: Any
+    config: TransformerConfig,
+    kha: HeadsConfig,
+    layer_number: int = 1,
+    **options: Any,
 ) -> Any:
     """Build the attention of one layer from the layer spec of a GPTModel."""
     spec = kha_layer_spec(config, kha).layer_specs[0].submodules.self_attention
@@ -119,12 +145,18 @@ def perturb(model: torch.nn.Module, scale: float = 0.3) -> None:
         for name, parameter in module.named_parameters():
             if name.startswith("knock_"):
                 generator = torch.Generator().manual_seed(module.layer_number)
-                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
+                noise = torch.randn(
+                    parameter.shape,
+                    generator=generator,
+                    dtype=torch.float32,
+                )
                 parameter += (scale * noise).to(parameter)
 
 
 def batch(
-    seed: int = 11, size: tuple[int, int] = (BATCH, SEQUENCE), vocab: int = VOCAB
+    seed: int = 11,
+    size: tuple[int, int] = (BATCH, SEQUENCE),
+    vocab: int = VOCAB,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return token ids ``[b, s]``, position ids ``[b, s]`` and the causal mask ``[1, 1, s, s]``."""
     generator = torch.Generator().manual_seed(seed)

@@ -7,7 +7,7 @@ that ``pieces.py`` compares with the unsharded twin.
 Shapes: ``s`` sequence, ``b`` microbatch, ``h`` hidden. Microbatches are numbered over all ranks.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -24,7 +24,8 @@ from kha_megatron.heads.config import HeadsConfig
 from tests.distributed.pieces import Result, as_array, fill, gathered, pieces
 from tests.versions import on_this_cp_rank
 
-VOCAB, MICROBATCH = 56, 2
+VOCAB = 56
+MICROBATCH = 2
 MICROBATCHES = 6, 2
 """Microbatches of all ranks in the first step, whose gradients are compared, and in later steps."""
 CLIP = 0.1  # far below the norm of every case, so that clipping acts
@@ -61,7 +62,7 @@ class Layout:
         return self.tp * self.pp * self.cp * self.dp
 
     def __str__(self) -> str:
-        """For example ``tp2 sp ep2``."""
+        """Return a name such as ``tp2 sp ep2``."""
         words = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -102,32 +103,40 @@ class Case:
 
     def twin(self) -> "Case":
         """Return the same model and data in one process, without what must not change a result."""
-        whole = replace(self, layout=Layout(), packed=False, savings={}, ddp={})
-        return replace(whole, fsdp="")
+        return replace(
+            self,
+            layout=Layout(),
+            packed=False,
+            savings={},
+            ddp={},
+            fsdp="",
+        )
 
     @property
     def pattern(self) -> str:
         """``--hybrid-layer-pattern`` with a segment for each pipeline stage."""
         attention = "+" if self.config.get("multi_latent_attention") else "*"
         dense = 1 if self.model == "moe" else self.layers
-        symbols = "".join(f"{attention}{'-' if n < dense else 'E'}" for n in range(self.layers))
-        each = len(symbols) // (self.layout.pp * (self.layout.vpp or 1))
-        return "|".join(map("".join, batched(symbols, each))) + self.mtp * f"/{symbols[-2:]}"
+        symbols = f"{attention}-" * dense + f"{attention}E" * (self.layers - dense)
+        stages = self.layout.pp * (self.layout.vpp or 1)
+        segments = map("".join, batched(symbols, len(symbols) // stages))
+        return "|".join(segments) + self.mtp * f"/{symbols[-2:]}"
 
     def __str__(self) -> str:
-        """For example ``tp2 sp, moe, recompute_granularity=full``."""
+        """Return a name such as ``tp2 sp, moe, recompute_granularity=full``."""
         words = [str(self.layout), self.model]
         for f in fields(self):
             value = getattr(self, f.name)
             if f.name not in ("layout", "khas", "model", "steps") and value not in (f.default, {}):
                 words.append(f.name if value is True else f"{f.name}={value}")
         words = [word for word in words if "{" not in word]
-        names = set()
+        mechanisms = set()
         for kha in self.khas:
-            names.update(mechanism.name for mechanism in kha.without(Knock).mechanisms)
-        words += sorted(names)
+            mechanisms.update(mechanism.name for mechanism in kha.without(Knock).mechanisms)
+        words += sorted(mechanisms)
         for options in (self.config, self.savings, self.ddp):
-            words += [k if v is True else f"{k}={v}" for k, v in options.items()]
+            for name, value in options.items():
+                words.append(name if value is True else f"{name}={value}")
         return ", ".join(words)
 
 
@@ -163,17 +172,20 @@ class _Run:
         self.config = _transformer_config(case)
         self.chunks = _build(self.config, case, kha)
         ours = (".knock_", ".moh_", ".self_attention.gate_")
-        self.initial = [p for p in pieces(self.chunks) if any(name in p.name for name in ours)]
+        self.initial = []
+        for piece in pieces(self.chunks):
+            if any(name in piece.name for name in ours):
+                self.initial.append(piece)
         if filled:
             fill(self.chunks)
-        wrapped = [Float16Module(self.config, c) if case.bf16 else c for c in self.chunks]
-        settings = {"grad_reduce_in_fp32": True, "bucket_size": 3000} | case.ddp
-        ddp_config = DistributedDataParallelConfig(**settings)
-        wrapper = _data_parallel(case)
-        self.ddp = [
-            wrapper(self.config, ddp_config, chunk, disable_bucketing=i > 0)
-            for i, chunk in enumerate(wrapped)
-        ]
+        settings = {"grad_reduce_in_fp32": True, "bucket_size": 3000}
+        ddp_config = DistributedDataParallelConfig(**settings | case.ddp)
+        wrap = _data_parallel(case)
+        self.ddp = []
+        for number, chunk in enumerate(self.chunks):
+            model = Float16Module(self.config, chunk) if case.bf16 else chunk
+            ddp = wrap(self.config, ddp_config, model, disable_bucketing=number > 0)
+            self.ddp.append(ddp)
         self.optimizer = _optimizer(case, self.ddp)
         self._connect(ddp_config)
         self.kept: dict[tuple[str, int], Tensor] = {}
@@ -195,7 +207,9 @@ class _Run:
             self.config.param_sync_func = one_or_all([m.start_param_sync for m in self.ddp])
 
     def result(self) -> Result:
-        hooks = [hook for chunk in self.chunks for hook in self._keep_activations(chunk)]
+        hooks = []
+        for chunk in self.chunks:
+            hooks += self._keep_activations(chunk)
         self._accumulate(MICROBATCHES[0])
         for hook in hooks:
             hook.remove()
@@ -203,20 +217,33 @@ class _Run:
         self.kept.clear()
         self._complete_gradients()
         filled = list(pieces(self.chunks, gathered))
-        gradients = list(pieces(self.chunks, lambda p: gathered(getattr(p, "main_grad", p.grad))))
-        norms = [float(self.optimizer.step()[1])]
+        gradients = list(pieces(self.chunks, _gathered_gradient))
+        norms = [self._step()]
         self._gather_parameters()
         stepped = list(pieces(self.chunks, gathered))
         for _ in range(self.case.steps - 1):
             self._accumulate(MICROBATCHES[1])
-            norms.append(float(self.optimizer.step()[1]))
+            norms.append(self._step())
         self._gather_parameters()
         trained = list(pieces(self.chunks, gathered))
         # autograd's hooks refer to the model, and the garbage collector does not see them. Without
         # this, the threads of its process groups would stay alive
         for ddp in self.ddp:
             vars(ddp).clear()
-        return Result(self.initial, activations, filled, gradients, stepped, trained, norms)
+        return Result(
+            self.initial,
+            activations,
+            filled,
+            gradients,
+            stepped,
+            trained,
+            norms,
+        )
+
+    def _step(self) -> float:
+        """Make an optimizer step and return the gradient norm."""
+        _, norm, _ = self.optimizer.step()
+        return float(norm)
 
     def _accumulate(self, microbatches: int) -> None:
         from megatron.core.parallel_state import get_data_parallel_rank
@@ -225,15 +252,23 @@ class _Run:
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
-        each = microbatches // self.case.layout.dp
-        mine = range(microbatches)[get_data_parallel_rank() * each :][:each]
-        get_forward_backward_func()(
+        count = microbatches // self.case.layout.dp
+        first = get_data_parallel_rank() * count
+        data: list[Iterator[int]] = [iter(range(first, first + count)) for _ in self.ddp]
+        has_virtual_stages = len(self.ddp) > 1
+        sequence = self.case.sequence
+        batch_size = MICROBATCH
+        if self.case.packed:
+            sequence *= MICROBATCH
+            batch_size = 1
+        run_forward_backward = get_forward_backward_func()
+        run_forward_backward(
             forward_step_func=self._forward_step,
-            data_iterator=[iter(mine) for _ in self.ddp] if len(self.ddp) > 1 else iter(mine),
-            model=self.ddp if len(self.ddp) > 1 else self.ddp[0],
-            num_microbatches=len(mine),
-            seq_length=self.case.sequence * (MICROBATCH if self.case.packed else 1),
-            micro_batch_size=1 if self.case.packed else MICROBATCH,
+            data_iterator=data if has_virtual_stages else data[0],
+            model=self.ddp if has_virtual_stages else self.ddp[0],
+            num_microbatches=count,
+            seq_length=sequence,
+            micro_batch_size=batch_size,
             forward_only=False,
         )
 
@@ -276,10 +311,12 @@ class _Run:
             if name == "loss":
                 yield name, microbatch, whole, as_array(x.detach().transpose(0, 1))
                 continue
-            x = x.grad / share if name == "input" else x.detach()
+            if name == "input":
+                name = "input gradient"
+                x = x.grad / share
             if self.case.packed:
                 x = x.view(MICROBATCH, -1, x.shape[-1]).transpose(0, 1)
-            yield "input gradient" if name == "input" else name, microbatch, mine, as_array(x)
+            yield name, microbatch, mine, as_array(x.detach())
 
     def _complete_gradients(self) -> None:
         """Gather the parts of each bucket that the distributed optimizer reduced on other ranks."""
@@ -296,6 +333,10 @@ class _Run:
         if self.case.ddp.get("overlap_param_gather"):
             for ddp in self.ddp:
                 ddp.start_param_sync(force_sync=True)
+
+
+def _gathered_gradient(parameter: Any) -> Tensor:
+    return gathered(getattr(parameter, "main_grad", parameter.grad))
 
 
 def _transformer_config(case: Case) -> Any:
@@ -337,15 +378,22 @@ def _build(config: Any, case: Case, kha: HeadsConfig) -> list[Any]:
 
     from tests.distributed import models
 
-    build = models.gpt_model if case.gpt else partial(models.hybrid_model, pattern=case.pattern)
+    build: Callable[..., Any] = models.gpt_model
+    if not case.gpt:
+        build = partial(models.hybrid_model, pattern=case.pattern)
+    virtual_stages: Iterable[int | None] = [None]
+    if case.layout.vpp:
+        virtual_stages = range(case.layout.vpp)
     chunks = []
-    for stage in range(case.layout.vpp) if case.layout.vpp else [None]:
+    for stage in virtual_stages:
+        is_first = ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage)
+        is_last = ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
         chunk = build(
             config,
             kha,
             perturbed=False,
-            pre_process=ps.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=ps.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
+            pre_process=is_first,
+            post_process=is_last,
             share_embeddings_and_output_weights=case.tied,
             vp_stage=stage,
         )
@@ -391,8 +439,13 @@ def _packing(sequence: int) -> Any:
     from megatron.core.packed_seq_params import PackedSeqParams
 
     ends = sequence * torch.arange(MICROBATCH + 1, dtype=torch.int32, device="cuda")
-    longest = {"max_seqlen_q": sequence, "max_seqlen_kv": sequence}
-    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends, **longest)
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
+        max_seqlen_q=sequence,
+        max_seqlen_kv=sequence,
+    )
 
 
 def _batch(microbatch: int, case: Case) -> dict[str, Tensor]:
@@ -404,11 +457,12 @@ def _batch(microbatch: int, case: Case) -> dict[str, Tensor]:
     mask = torch.ones(MICROBATCH, case.sequence)
     if case.per_token_loss:
         mask = (torch.rand(MICROBATCH, case.sequence, generator=generator) < 0.7).float()
+    positions = torch.arange(case.sequence).expand(MICROBATCH, -1)
     batch = {
         "tokens": text[:, :-1].contiguous().cuda(),
         "labels": text[:, 1:].contiguous().cuda(),
         "loss_mask": mask.cuda(),
-        "position_ids": torch.arange(case.sequence).expand(MICROBATCH, -1).contiguous().cuda(),
+        "position_ids": positions.contiguous().cuda(),
         "cu_seqlens": None,
     }
     return on_this_cp_rank(batch, ps.get_context_parallel_group())

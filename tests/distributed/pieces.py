@@ -45,8 +45,13 @@ def pieces(chunks: list[Any], value: Callable[[Any], Tensor] | None = None) -> I
     for chunk in chunks:
         with _replaced(chunk, value) if value is not None else nullcontext():
             for tensor in _sharded(chunk):
-                data = tensor.data.detach()[(None,) * tensor.prepend_axis_num]
-                yield Piece(tensor.key, tensor.global_shape, tensor.global_offset, as_array(data))
+                added_axes = (None,) * tensor.prepend_axis_num
+                yield Piece(
+                    tensor.key,
+                    tensor.global_shape,
+                    tensor.global_offset,
+                    as_array(tensor.data.detach()[added_axes]),
+                )
 
 
 @contextmanager
@@ -55,20 +60,23 @@ def _replaced(chunk: Any, value: Callable[[Any], Tensor]) -> Iterator[None]:
 
     Changing the dtype of a parameter's data instead would drop autograd's hooks.
     """
-    new = {}
+    replacements = {}
     for parameter in chunk.parameters():
         data = value(parameter).view(parameter.shape)
-        new[id(parameter)] = torch.nn.Parameter(data, requires_grad=False)
-        new[id(parameter)].__dict__.update(parameter.__dict__)
-    held = [
-        (m, name, p) for m in chunk.modules() for name, p in m._parameters.items() if p is not None
-    ]
+        replacement = torch.nn.Parameter(data, requires_grad=False)
+        replacement.__dict__.update(parameter.__dict__)
+        replacements[id(parameter)] = replacement
+    originals = []
+    for module in chunk.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                originals.append((module, name, parameter))
     try:
-        for module, name, parameter in held:
-            module._parameters[name] = new[id(parameter)]
+        for module, name, parameter in originals:
+            module._parameters[name] = replacements[id(parameter)]
         yield
     finally:
-        for module, name, parameter in held:
+        for module, name, parameter in originals:
             module._parameters[name] = parameter
 
 
@@ -78,18 +86,27 @@ def fill(chunks: list[Any]) -> None:
 
     Noise is added to the shared matrices. At the identity, half of their gradients are zero.
     """
-    for tensor in (t for chunk in chunks for t in _sharded(chunk)):
-        generator = torch.Generator().manual_seed(zlib.crc32(tensor.key.encode()))
-        noise = torch.randn(tensor.global_shape, generator=generator)
-        own = tensor.global_offset[: tensor.prepend_axis_num]
-        rest = zip(tensor.global_offset[len(own) :], tensor.local_shape, strict=True)
-        noise = noise[*own, *(slice(start, start + length) for start, length in rest)]
-        if ".knock_" in tensor.key:
-            tensor.data += 0.3 * noise.to(tensor.data)
-        elif noise.dim() < 2:
-            tensor.data.copy_(0.3 * noise + ("norm" in tensor.key))
-        else:
-            tensor.data.copy_(noise * tensor.global_shape[-1] ** -0.5)
+    for chunk in chunks:
+        for tensor in _sharded(chunk):
+            noise = _noise_of_shard(tensor)
+            if ".knock_" in tensor.key:
+                tensor.data += 0.3 * noise.to(tensor.data)
+            elif noise.dim() < 2:
+                mean = 1 if "norm" in tensor.key else 0
+                tensor.data.copy_(0.3 * noise + mean)
+            else:
+                tensor.data.copy_(noise * tensor.global_shape[-1] ** -0.5)
+
+
+def _noise_of_shard(tensor: Any) -> Tensor:
+    """Draw noise for a whole tensor, and return the part of this shard."""
+    generator = torch.Generator().manual_seed(zlib.crc32(tensor.key.encode()))
+    noise = torch.randn(tensor.global_shape, generator=generator)
+    index: list[int | slice] = list(tensor.global_offset)
+    for axis, length in enumerate(tensor.local_shape, tensor.prepend_axis_num):
+        start = tensor.global_offset[axis]
+        index[axis] = slice(start, start + length)
+    return noise[tuple(index)]
 
 
 def _sharded(chunk: Any) -> Iterator[Any]:
@@ -117,49 +134,60 @@ def assemble(ranks: list[list[Piece]]) -> dict[str, np.ndarray]:
     Raises:
         AssertionError: replicas differ, or a part of a tensor is on no rank.
     """
-    whole: dict[str, np.ndarray] = {}
-    for name, shape, offsets, data in (piece for rank in ranks for piece in rank):
-        tensor = whole.setdefault(name, np.full(shape, np.nan, np.float32))
-        _place(name, tensor[tuple(map(slice, offsets, np.add(offsets, data.shape)))], data)
-    missing = [name for name, tensor in whole.items() if np.isnan(tensor).any()]
+    tensors: dict[str, np.ndarray] = {}
+    for pieces_of_rank in ranks:
+        for piece in pieces_of_rank:
+            if piece.name not in tensors:
+                tensors[piece.name] = np.full(piece.shape, np.nan, np.float32)
+            ends = np.add(piece.offsets, piece.data.shape)
+            region = tensors[piece.name][tuple(map(slice, piece.offsets, ends))]
+            _write_once(piece.name, region, piece.data)
+    missing = [name for name, tensor in tensors.items() if np.isnan(tensor).any()]
     assert not missing, f"no rank holds all of {missing}"
-    return whole
+    return tensors
 
 
 def _assemble_activations(ranks: list[Result]) -> dict[str, np.ndarray]:
-    seen = [activation for rank in ranks for activation in rank.activations]
-    length = 1 + max(positions.max() for _, _, positions, _ in seen)
-    whole: dict[str, np.ndarray] = {}
-    for what, microbatch, positions, data in seen:
+    activations = []
+    for rank in ranks:
+        activations += rank.activations
+    length = 1 + max(positions.max() for _, _, positions, _ in activations)
+    tensors: dict[str, np.ndarray] = {}
+    for what, microbatch, positions, data in activations:
         name = f"{what}, microbatch {microbatch}"
-        tensor = whole.setdefault(name, np.full((length, *data.shape[1:]), np.nan, np.float32))
-        rows = tensor[positions]  # a copy: the positions need not be in order
-        _place(name, rows, data)
-        tensor[positions] = rows
-    return whole
+        if name not in tensors:
+            tensors[name] = np.full((length, *data.shape[1:]), np.nan, np.float32)
+        rows = tensors[name][positions]  # a copy: the positions need not be in order
+        _write_once(name, rows, data)
+        tensors[name][positions] = rows
+    return tensors
 
 
-def _place(name: str, place: np.ndarray, data: np.ndarray) -> None:
-    taken = ~np.isnan(place)
-    differs = np.abs(place - data)[taken].max(initial=0)
+def _write_once(name: str, region: np.ndarray, data: np.ndarray) -> None:
+    """Write ``data`` to ``region``. What another rank wrote there before must be equal."""
+    is_written = ~np.isnan(region)
+    differs = np.abs(region - data)[is_written].max(initial=0)
     assert differs == 0, f"replicas of {name} differ by {differs}"
-    place[...] = data
+    region[...] = data
 
 
 def quantities(ranks: list[Result]) -> dict[str, np.ndarray]:
     """Return all compared tensors of a run by name, assembled from all ranks."""
     norms = {str(rank.norms) for rank in ranks}
     assert len(norms) == 1, f"ranks disagree on the gradient norm: {norms}"
-    found = {"grad norm": np.array(ranks[0].norms[:1])}
-    found |= _assemble_activations(ranks)
-    for part in ("initial", "filled", "gradients", "stepped", "trained"):
-        tensors = assemble([getattr(rank, part) for rank in ranks])
-        found |= {f"{part} {name}": tensor for name, tensor in tensors.items()}
-    return found
+    compared = {"grad norm": np.array(ranks[0].norms[:1])}
+    compared |= _assemble_activations(ranks)
+    for field in ("initial", "filled", "gradients", "stepped", "trained"):
+        tensors = assemble([getattr(rank, field) for rank in ranks])
+        for name, tensor in tensors.items():
+            compared[f"{field} {name}"] = tensor
+    return compared
 
 
 def errors(
-    got: dict[str, np.ndarray], want: dict[str, np.ndarray], epsilon: float = 2**-23
+    got: dict[str, np.ndarray],
+    want: dict[str, np.ndarray],
+    epsilon: float = 2**-23,
 ) -> dict[str, float]:
     """Return the relative error of the norm of every quantity and of the first step's update.
 
@@ -167,13 +195,16 @@ def errors(
     their dtype, is not counted.
     """
     assert got.keys() == want.keys(), got.keys() ^ want.keys()
-    found = {name: _ratio(_norm(got[name] - want[name]), want[name]) for name in want}
-    for name in [name.removeprefix("stepped ") for name in want if name.startswith("stepped ")]:
-        update = want[f"stepped {name}"] - want[f"filled {name}"]
-        rounding = epsilon * _norm(want[f"stepped {name}"])
-        off = _norm(got[f"stepped {name}"] - want[f"stepped {name}"])
-        found[f"update {name}"] = _ratio(max(0.0, off - rounding), update)
-    return found
+    relative = {}
+    for quantity, expected in want.items():
+        error = _norm(got[quantity] - expected)
+        relative[quantity] = _ratio(error, expected)
+        kind, _, name = quantity.partition(" ")
+        if kind == "stepped":
+            update = expected - want[f"filled {name}"]
+            rounding = epsilon * _norm(expected)
+            relative[f"update {name}"] = _ratio(max(0.0, error - rounding), update)
+    return relative
 
 
 def _norm(x: np.ndarray) -> float:

@@ -64,7 +64,7 @@ class Training(_Run):
         self.kept.clear()
         self._accumulate(MICROBATCHES)
         losses = {microbatch: loss.detach() for (_, microbatch), loss in self.kept.items()}
-        return losses, float(self.optimizer.step()[1])
+        return losses, self._step()
 
     def finish(self, folder):
         """Save, make a step, save again, and return the result of the step and the weights."""
@@ -132,9 +132,10 @@ def load_and_save(source, folder, case, optimizer=True, upcycle=False):
     from kha_megatron.mcore.knocking import MechanismWeight
 
     training = Training(case, filled=not upcycle)
-    for module in training.chunks[0].modules() if upcycle else ():
-        if isinstance(module, MechanismWeight):
-            module.keep_at_next_load()
+    if upcycle:
+        for module in training.chunks[0].modules():
+            if isinstance(module, MechanismWeight):
+                module.keep_at_next_load()
     training.load(f"{source}/state", optimizer=optimizer)
     return training.finish(folder)
 
@@ -144,22 +145,33 @@ def losses_and_norm(results):
 
     Replicas of a weight must be equal too.
     """
-    losses = {microbatch: loss for own, _, _ in results for microbatch, loss in own.items()}
+    losses = {}
+    for losses_of_rank, _, _ in results:
+        losses |= losses_of_rank
     (norm,) = {norm for _, norm, _ in results}
     assemble([weights for _, _, weights in results])
     return torch.cat([losses[microbatch] for microbatch in sorted(losses)]), norm
 
 
 def assert_same_losses(results, expected):
-    losses, want = (losses_and_norm(x)[0] for x in (results, expected))
+    losses, _ = losses_and_norm(results)
+    want, _ = losses_and_norm(expected)
     assert (losses - want).norm() < TOLERANCE * want.norm()
 
 
-def contents(folder):
-    """Return all tensors by name, and the state that the ranks have in common."""
-    opened = TorchDistFolder(Path(folder), FileChecks(Path(folder), {}))
-    tensors = {key: opened.read(key) for key in opened.tensors}
-    return tensors, opened.read_object("common_state/shard_0_1")[0]
+def open_folder(folder):
+    return TorchDistFolder(folder, FileChecks(folder, {}))
+
+
+def read_tensors(folder):
+    """Return all tensors of a checkpoint by name."""
+    opened = open_folder(folder)
+    return {key: opened.read(key) for key in opened.tensors}
+
+
+def read_optimizer(folder):
+    """Return the state of the optimizer that all ranks have in common."""
+    return open_folder(folder).read_object("common_state/shard_0_1")[0]["optimizer"]
 
 
 @pytest.fixture(scope="module")
@@ -173,10 +185,12 @@ def trained(run, tmp_path_factory):
     known = {}
 
     def train(case):
-        if repr(case) not in known:
+        name = repr(case)
+        if name not in known:
             folder = tmp_path_factory.mktemp("trained")
-            known[repr(case)] = folder, run(train_and_save, case.layout.world, str(folder), case)
-        return known[repr(case)]
+            results = run(train_and_save, case.layout.world, str(folder), case)
+            known[name] = folder, results
+        return known[name]
 
     return train
 
@@ -205,24 +219,33 @@ WHOLE = pytest.mark.whole
     ],
 )
 def test_training_continues_alike_under_another_layout(
-    run, trained, tmp_path, model, before, after
+    run,
+    trained,
+    tmp_path,
+    model,
+    before,
+    after,
 ):
     source, expected = trained(case(**model, **before))
     loaded = case(**model, **after)
     results = run(load_and_save, loaded.layout.world, str(source), str(tmp_path), loaded)
-    saved, saved_again = contents(source / "state"), contents(tmp_path / "state")
-    assert saved[0].keys() == saved_again[0].keys()
-    moments = [key for key in saved[0] if ".exp_avg_sq." in key and ".knock_" in key]
+    saved = read_tensors(source / "state")
+    saved_again = read_tensors(tmp_path / "state")
+    assert saved.keys() == saved_again.keys()
+    moments = [key for key in saved if ".exp_avg_sq." in key and ".knock_" in key]
     assert len(moments) >= len(loaded.khas[0].variants)
-    for key, tensor in saved[0].items():
-        assert torch.equal(tensor, saved_again[0][key]), key
-    assert set(_steps(saved[1]["optimizer"])) == set(_steps(saved_again[1]["optimizer"])) == {3}
+    for key, tensor in saved.items():
+        assert torch.equal(tensor, saved_again[key]), key
+    assert set(_steps(read_optimizer(source / "state"))) == {3}
+    assert set(_steps(read_optimizer(tmp_path / "state"))) == {3}
 
     assert_same_losses(results, expected)
-    norms = [losses_and_norm(x)[1] for x in (results, expected)]
-    assert norms[0] == pytest.approx(norms[1], rel=TOLERANCE)
-    stepped, stepped_again = (contents(f / "stepped")[0] for f in (source, tmp_path))
-    for key, tensor in saved[0].items():
+    _, norm = losses_and_norm(results)
+    _, expected_norm = losses_and_norm(expected)
+    assert norm == pytest.approx(expected_norm, rel=TOLERANCE)
+    stepped = read_tensors(source / "stepped")
+    stepped_again = read_tensors(tmp_path / "stepped")
+    for key, tensor in saved.items():
         if tensor.is_floating_point():
             moved = (stepped[key] - tensor).norm()
             wrong = (stepped_again[key] - stepped[key]).norm()
@@ -230,18 +253,23 @@ def test_training_continues_alike_under_another_layout(
             assert wrong < STEP_TOLERANCE * moved, key
 
 
-def _steps(common):
-    """Return the step of every parameter group of every optimizer, wherever Megatron keeps it."""
-    if isinstance(common, dict):
-        own = [int(common[name]) for name in ("step", "common_step") if name in common]
-        return own + [step for value in common.values() for step in _steps(value)]
-    return [s for value in common for s in _steps(value)] if isinstance(common, list) else []
+def _steps(state):
+    """Yield the step of every parameter group of every optimizer, wherever Megatron keeps it."""
+    if isinstance(state, dict):
+        for name in ("step", "common_step"):
+            if name in state:
+                yield int(state[name])
+        state = list(state.values())
+    if isinstance(state, list):
+        for value in state:
+            yield from _steps(value)
 
 
+@pytest.mark.fast
 def test_shared_matrices_are_stored_once(trained):
     """Two and two of the four ranks hold the same matrix, which is one chunk of the file."""
     source, _ = trained(case(tp=2, dp=2, **DENSE, **ZERO))
-    tensors = TorchDistFolder(source / "state", FileChecks(source / "state", {})).tensors
+    tensors = open_folder(source / "state").tensors
     for projection, variant in KHA.variants.items():
         for layer in range(0, 2 * DENSE["layers"], 2):  # the others have no attention
             key = f"decoder.layers.{layer}.self_attention.knock_{projection}.weight"
@@ -269,11 +297,13 @@ def test_upcycled_matrices_start_as_the_identity_under_another_layout(run, train
     with pytest.raises(RankError, match=r"Unexpected keys .*self_attention\.knock_value\.weight"):
         run(*words, optimizer=False)
     assert_same_losses(run(*words, optimizer=False, upcycle=True), expected)
-    before, after = (contents(folder / "state")[0] for folder in (source, tmp_path))
+    before = read_tensors(source / "state")
+    after = read_tensors(tmp_path / "state")
     weights = {key for key in before if not key.startswith("optimizer.")}
-    added = after.keys() - weights
-    layers = [f"decoder.layers.{n}.self_attention" for n in range(0, 2 * DENSE["layers"], 2)]
-    assert added == {f"{layer}.knock_{p}.weight" for layer in layers for p in PROJECTIONS}
-    for layer in layers:
+    added = set()
+    for n in range(0, 2 * DENSE["layers"], 2):
+        layer = f"decoder.layers.{n}.self_attention"
+        added.update(f"{layer}.knock_{projection}.weight" for projection in PROJECTIONS)
         assert torch.equal(after[f"{layer}.knock_key.weight"], torch.eye(6)[None])
+    assert after.keys() - weights == added
     assert all(torch.equal(after[key], before[key]) for key in weights)

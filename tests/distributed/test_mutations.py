@@ -148,6 +148,7 @@ GATES_TP = {"khas": (GATES,), "tp": 2}
 GTA_TP = {"khas": (GTA,), "tp": 2, "config": TIED}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("mutate", "fields", "expected"),
     [

@@ -19,7 +19,7 @@ import torch
 from kha_megatron.heads import Knock
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
-from tests.distributed.cases import ALL_OTHERS, LATENT, MIXED, ONE_PER_CLAIM, TIED
+from tests.distributed.cases import ALL_OTHERS, FAST, LATENT, MIXED, ONE_PER_CLAIM, TIED
 from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
 
@@ -39,23 +39,29 @@ def bound(name, case):
     return 2.5 * limit if case.model == "moe" else limit
 
 
-@pytest.mark.parametrize(
-    "case",
-    [*ONE_PER_CLAIM, *(pytest.param(case, marks=pytest.mark.whole) for case in ALL_OTHERS)],
-    ids=str,
-)
+def parameters():
+    for case in ONE_PER_CLAIM:
+        yield pytest.param(case, marks=[pytest.mark.fast] if case in FAST else [])
+    for case in ALL_OTHERS:
+        yield pytest.param(case, marks=pytest.mark.whole)
+
+
+@pytest.mark.parametrize("case", list(parameters()), ids=str)
 def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, whole, case):
     if whole:
-        plain = not case.config.keys() & (LATENT | TIED).keys()
-        case = replace(case, khas=(*case.khas, *(SAME_VARIANT if plain else ())), steps=10)
+        khas = case.khas
+        if not case.config.keys() & (LATENT | TIED).keys():
+            khas += SAME_VARIANT
+        case = replace(case, khas=khas, steps=10)
     results = ranks(train, case.layout.world, case, timeout=600)
+    epsilon = 2**-8 if case.bf16 else 2**-23
     for kha, want, *got in zip(case.khas, unsharded(case), *results, strict=True):
-        found = errors(quantities(got), want, 2**-8 if case.bf16 else 2**-23)
+        relative = errors(quantities(got), want, epsilon)
         if case.bf16:
-            found = {name: e for name, e in found.items() if not BIAS_STEP.match(name)}
-        where = max(found, key=found.get)
-        parallelism_table(str(case), str(kha), float(found[where]), where)
-        wrong = {name: e for name, e in found.items() if not e <= bound(name, case)}
+            relative = {name: e for name, e in relative.items() if not BIAS_STEP.match(name)}
+        worst = max(relative, key=relative.get)
+        parallelism_table(str(case), str(kha), float(relative[worst]), worst)
+        wrong = {name: e for name, e in relative.items() if not e <= bound(name, case)}
         assert not wrong, f"{kha}: {wrong}"
 
 

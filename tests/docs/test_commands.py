@@ -69,8 +69,9 @@ def form_of(command):
         return "variables"
     page = command.place.partition(":")[0]
     for pattern, form in FORMS:
-        if any(fnmatch.fnmatchcase(text, pattern) for text in (f"{command}", f"{page}: {command}")):
-            return form
+        for text in (f"{command}", f"{page}: {command}"):
+            if fnmatch.fnmatchcase(text, pattern):
+                return form
     raise AssertionError(f"{command.place}: add a pattern to FORMS for `{command}`")
 
 
@@ -98,7 +99,8 @@ def world(tmp_path_factory):
         (place / folder).mkdir()
         shutil.copy(TEXT / "encoder.py", place / folder / "book.txt")
     config = deepcopy(CONFIGS["qwen3"])
-    config.vocab_size, config.max_position_embeddings = 512, 64
+    config.vocab_size = 512
+    config.max_position_embeddings = 64
     model = make(config)
     model.save_pretrained(place / "Qwen3-0.6B-Base")
     for file in (place / "data/python/tokenizer").iterdir():
@@ -128,6 +130,7 @@ def here(world, tmp_path, monkeypatch, nemorun_home):  # noqa: F811
 PAGES_WITH_COMMANDS = sorted({c.place.partition(":")[0] for c in of_form(*RUN_HERE)})
 
 
+@pytest.mark.fast
 def test_commands_parse():
     for command in of_form(*RUN_HERE):
         if not command.words[1].startswith("--"):  # options of kha-megatron itself
@@ -145,9 +148,9 @@ def test_commands_of_a_page_run_in_order(page, here, monkeypatch, capsys):
         end = words.index("--") if "--" in words else len(words)
         words[end:end] = ADDED.get(form, [])
         monkeypatch.setattr(sys, "argv", [os.path.expanduser(word) for word in words])
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(SystemExit) as stopped:
             cli.main()
-        assert not end.value.code, f"{command}: {capsys.readouterr().err[-4000:]}"
+        assert not stopped.value.code, f"{command}: {capsys.readouterr().err[-4000:]}"
 
 
 def _parse_arguments(lines):
@@ -184,8 +187,10 @@ def test_trainings_have_the_arguments_that_megatron_needs():
         assert ("--save" in words) <= ("--save-interval" in words), command.place
         if form_of(command) == "megatron" and not command.place.startswith("patches/"):
             assert "--eval-interval" in words, command.place
-        sizes = [words.get(f"--{kind}-parallel-size", "1") for kind in ("tensor-model", "context")]
-        if "stock_script.py" not in f"{command}" and sizes != ["1", "1"]:  # runs on a CPU
+        tp = words.get("--tensor-model-parallel-size", "1")
+        cp = words.get("--context-parallel-size", "1")
+        runs_on_cpu = "stock_script.py" in f"{command}"
+        if not runs_on_cpu and (tp, cp) != ("1", "1"):
             assert command.variables.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1", command.place
 
 
@@ -207,7 +212,8 @@ def test_tools_exist_and_have_their_options():
         file = next(ROOT / word for word in command.words if (ROOT / word).is_file())
         source = file.read_text()
         if file.name == "bench.py":
-            source += "".join(path.read_text() for path in (ROOT / "tools").glob("bench*.py"))
+            for path in (ROOT / "tools").glob("bench*.py"):
+                source += path.read_text()
         for word in command.words:
             if word.startswith("--"):
                 assert word.partition("=")[0] in source, command
@@ -221,5 +227,8 @@ def _execute(programs):
 
 
 def test_programs_run(ranks):
-    programs = [(f"{page}:{line}", text) for page in PAGES for line, text in blocks(page, "python")]
+    programs = []
+    for page in PAGES:
+        for line, text in blocks(page, "python"):
+            programs.append((f"{page}:{line}", text))
     assert ranks(_execute, 1, programs)[0] >= 2

@@ -1,7 +1,9 @@
 """Kill conversions at every step, in forks of a process that has imported torch."""
 
 import contextlib
+import functools
 import gc
+import math
 import os
 import shutil
 import signal
@@ -17,8 +19,11 @@ Tree = dict[str, bytes]
 
 def tree(folder: Path) -> Tree:
     """Return the content of every file below a directory by its path."""
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    contents = {}
+    for path in folder.rglob("*"):
+        if path.is_file():
+            contents[str(path.relative_to(folder))] = path.read_bytes()
+    return contents
 
 
 def convert(kind: str, source: Path, target: Path) -> None:
@@ -37,19 +42,22 @@ def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tupl
     Returns:
         The number of kills, and a line for each one after which the old output was not there.
     """
-    first, note = target.with_name("first"), target.parent.with_name("steps")
+    first = target.with_name("first")
+    note = target.parent.with_name("steps")
     old_copy = shutil.copytree(target, target.parent.with_name("old"))
     convert(kind, source, first)  # imports what the children would import one by one
     gc.collect()  # forks have no threads
-    old, new = tree(target), tree(first)
+    old = tree(target)
+    new = tree(first)
     assert not _forked(lambda: note.write_text(_follow(kind, source, first)))
     assert tree(first) == new
     steps = note.read_text().splitlines()
-    last = range(max(0, len(steps) - 8), len(steps))
-    chosen = sorted({*range(0, len(steps), -(-len(steps) // most)), *last})
+    count = len(steps)
+    stride = math.ceil(count / most)
+    chosen = {*range(0, count, stride), *range(max(0, count - 8), count)}
     wrong = []
-    for number in chosen:
-        status = _forked(lambda n=number: _follow(kind, source, target, n))
+    for number in sorted(chosen):
+        status = _forked(functools.partial(_follow, kind, source, target, number))
         place = f"step {number} ({steps[number]})"
         if status != -signal.SIGKILL:
             wrong.append(f"{place}: it ended with {status}")
@@ -61,11 +69,12 @@ def kill_at_every_step(kind: str, source: Path, target: Path, most: int) -> tupl
             shutil.copytree(old_copy, target)
         elif tree(target) != old:
             wrong.append(f"{place}: neither the old directory nor the new one is there")
-    if _forked(lambda: convert(kind, source, target)) or tree(target) != new:
+    status = _forked(functools.partial(convert, kind, source, target))
+    if status or tree(target) != new:
         wrong.append("the conversion without a kill failed")
-    left = sorted(path.name for path in target.parent.iterdir())
-    if left != sorted([target.name, "first"]):
-        wrong.append(f"left behind: {left}")
+    names = {path.name for path in target.parent.iterdir()}
+    if names != {target.name, first.name}:
+        wrong.append(f"left behind: {sorted(names)}")
     return len(chosen), wrong
 
 
@@ -85,7 +94,8 @@ def _follow(kind: str, source: Path, target: Path, number: int | None = None) ->
 
 def _forked(function: Callable[[], object]) -> int:
     """Run a function in a child. Return its exit code, or minus the signal that killed it."""
-    if (pid := os.fork()) == 0:
+    pid = os.fork()
+    if pid == 0:
         code = 1
         try:
             function()
@@ -96,4 +106,5 @@ def _forked(function: Callable[[], object]) -> int:
             traceback.print_exc()
         finally:
             os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status)

@@ -32,10 +32,18 @@ def torch_dist(folder: Path) -> None:
     folder.mkdir(parents=True)
     with TorchDistWriter(folder) as writer:
         for row in range(2):
-            whole = {"shape": (2, 3), "offsets": (row, 0)}
-            writer.write("decoder.layers.w", torch.full((1, 3), float(row)), **whole)
+            writer.write(
+                "decoder.layers.w",
+                torch.full((1, 3), float(row)),
+                shape=(2, 3),
+                offsets=(row, 0),
+            )
         writer.write("a", torch.arange(5.0), shape=(5,), offsets=(0,))
-        common = {"args": Namespace(num_layers=2), "iteration": 7, "checkpoint_version": 3.0}
+        common = {
+            "args": Namespace(num_layers=2),
+            "iteration": 7,
+            "checkpoint_version": 3.0,
+        }
         writer.close(common, {"format": "none"})
 
 
@@ -60,9 +68,9 @@ def read_hugging_face(folder: Path) -> None:
 
 
 def follow_tracker(folder: Path) -> None:
-    found = select_iteration(folder)
-    assert found.newest == folder / "iter_0000007", found
-    assert "\n" not in (found.line("taking") or "")
+    selection = select_iteration(folder)
+    assert selection.newest == folder / "iter_0000007", selection
+    assert "\n" not in (selection.line("taking") or "")
 
 
 def _saves(folder: Path) -> None:
@@ -114,13 +122,16 @@ def replace_value(iteration: Path, name: str, value: Any) -> None:
     """Replace all tensors and objects whose names begin with ``name``."""
 
     def edit(metadata: Any) -> None:
-        places = [p for i, p in metadata.storage_data.items() if i.fqn.startswith(name)]
-        assert places
-        for place in places:
+        replaced = False
+        for index, place in metadata.storage_data.items():
+            if not index.fqn.startswith(name):
+                continue
             with (iteration / place.relative_path).open("ab") as shard:
                 place.offset = shard.tell()
                 torch.save(value, shard)
                 place.length = shard.tell() - place.offset
+            replaced = True
+        assert replaced
 
     edit_index(iteration, edit)
 
@@ -130,12 +141,12 @@ def damaged(data: bytes, chance: random.Random) -> bytes:
     for _ in range(chance.randint(1, 3)):
         start = chance.randrange(len(data) + 1)
         stop = min(len(data), start + chance.choice((1, 1, 2, 4, 8, 64)))
-        part = data[start:stop]
-        new = chance.choice(
-            (bytes(b ^ 1 << chance.randrange(8) for b in part), b"", 2 * part)
-            + (chance.choice(TOKENS),) * 3
-        )
-        data = data[:start] + new + data[stop:] if chance.random() < 0.95 else data[:start]
+        old = data[start:stop]
+        flipped = bytes(byte ^ 1 << chance.randrange(8) for byte in old)
+        token = chance.choice(TOKENS)
+        new = chance.choice((flipped, b"", 2 * old, token, token, token))
+        rest = new + data[stop:] if chance.random() < 0.95 else b""
+        data = data[:start] + rest
     return data
 
 
@@ -143,21 +154,23 @@ def fuzz(kind: str, times: int, folder: Path, seed: int = 0) -> Counter[str]:
     """Damage a file repeatedly. Count how often it was ``read`` or ``refused`` in one line."""
     make, file_of, read = KINDS[kind]
     make(folder)
-    file, chance = file_of(folder), random.Random(f"{kind} {seed}")
-    whole, found = file.read_bytes(), Counter[str]()
+    file = file_of(folder)
+    chance = random.Random(f"{kind} {seed}")
+    original = file.read_bytes()
+    counts = Counter[str]()
     read(folder)
     for _ in range(times):
-        data = damaged(whole, chance)
+        data = damaged(original, chance)
         file.write_bytes(data)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 read(folder)
         except KHAError as error:
-            found["refused"] += len(str(error).splitlines()) == 1
+            counts["refused"] += len(str(error).splitlines()) == 1
         except BaseException as error:
             error.add_note(f"{kind} as {data!r}")
             raise
         else:
-            found["read"] += 1
-    return found
+            counts["read"] += 1
+    return counts

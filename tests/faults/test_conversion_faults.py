@@ -76,6 +76,7 @@ def test_a_kill_at_any_step_loses_nothing(sources, old, kind, whole):
     assert killed >= most
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_bit_is_detected(source, old, kind):
     folder = source(kind)

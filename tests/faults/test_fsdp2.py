@@ -31,10 +31,12 @@ def words(folder, *more, preset="kha_mlp"):
 
 @pytest.mark.versions
 @pytest.mark.parametrize(
-    ("preset", "ranks"), [("kha_mlp", 2), pytest.param("kha_linear", 4, marks=pytest.mark.whole)]
+    ("preset", "ranks"),
+    [("kha_mlp", 2), pytest.param("kha_linear", 4, marks=pytest.mark.whole)],
 )
 def test_a_recipe_resumes_and_converts(entry, run, tmp_path, preset, ranks):
-    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    whole = tmp_path / "whole"
+    rest = tmp_path / "rest"
     fsdp = words(whole, "--use-torch-fsdp2", "--exit-interval", "4", preset=preset)
     for more, start in ((["--save", whole], 0), (["--save", rest, "--ckpt-step", "2"], 2)):
         trained = entry([*fsdp, *map(str, more)], ranks)

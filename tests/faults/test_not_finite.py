@@ -119,7 +119,11 @@ def test_every_rank_stops_and_names_the_origin(ranks, fault, fields, bad_step, w
     answers = ranks(train, 2, case(**SMALL, **fields), fault, bad_step)
     summed = fields.get("ddp") is OVERLAP
     note = ", summed over data-parallel ranks (--overlap-grad-reduce)," if summed else ""
-    words = FAULTS[fault].format(where, size=1920 // fields.get("tp", 1), note=note)
+    words = FAULTS[fault].format(
+        where,
+        size=1920 // fields.get("tp", 1),
+        note=note,
+    )
     (message,) = {message for _, message, _ in answers}
     assert words in message
     assert "\n" not in message

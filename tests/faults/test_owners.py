@@ -30,10 +30,12 @@ sys.stdin.read()
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that owns ``tmp_path / "out"``."""
+    """Start another process that owns ``tmp_path / "out"``."""
     out = tmp_path / "out"
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(out)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", HOLD, str(out)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     process.stdout.readline()
     yield process
@@ -87,7 +89,7 @@ def test_a_requeued_job_takes_over_from_its_crashed_node(holder, tmp_path, monke
 
 @pytest.fixture(params=[errno.ENOLCK, errno.EIO, errno.EACCES], ids=errno.errorcode.get)
 def no_locks(request, monkeypatch):
-    """A file system without locks. They fail with different error codes."""
+    """Make file locks fail, as on a file system without locks. Error codes differ."""
 
     def unsupported(descriptor, operation):
         raise OSError(request.param, os.strerror(request.param))
@@ -97,7 +99,10 @@ def no_locks(request, monkeypatch):
 
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_the_run_with_a_heartbeat_keeps_its_directory(
-    tmp_path, monkeypatch, capsys, faults_table
+    tmp_path,
+    monkeypatch,
+    capsys,
+    faults_table,
 ):
     monkeypatch.setattr(ownership, "HEARTBEAT_INTERVAL", 0.05)
     first = claim(tmp_path)
@@ -123,7 +128,9 @@ def test_without_locks_the_run_with_a_heartbeat_keeps_its_directory(
 
 @pytest.mark.usefixtures("no_locks")
 def test_without_locks_a_silent_run_loses_its_directory_and_stops(
-    tmp_path, monkeypatch, faults_table
+    tmp_path,
+    monkeypatch,
+    faults_table,
 ):
     first = claim(tmp_path)
     long_ago = time.time() - 2 * ownership.HEARTBEAT_TIMEOUT

@@ -60,5 +60,10 @@ if __name__ == "__main__":
 def test_children_do_not_end_by_sigterm(tmp_path):
     script = tmp_path / "children.py"
     script.write_text(CHILDREN)
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout == "1 [None, None, None]\n", done.stderr

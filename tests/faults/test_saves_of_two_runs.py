@@ -41,16 +41,21 @@ def lose_the_directory_before_the_second_save(folder, other, rank):
 
 
 def test_a_late_shard_does_not_get_into_the_checkpoint_of_another_run(
-    entry, tmp_path, faults_table
+    entry,
+    tmp_path,
+    faults_table,
 ):
-    folder, apart = tmp_path / "save", tmp_path / "apart"
+    folder = tmp_path / "save"
+    apart = tmp_path / "apart"
     second = entry(arguments(apart, *until(2), "--seed", "4"), 2)
     assert second.codes == [0, 0], second.output[-3000:]
     lose = functools.partial(lose_the_directory_before_the_second_save, folder, apart)
     first = entry(arguments(folder, *until(3), "--seed", "3"), 2, before=lose)
     assert any("was taken over by" in error for error in first.errors), first.output[-3000:]
     faults_table(
-        "Writers", "a run is taken over while one of its ranks still writes", "no mixed checkpoint"
+        "Writers",
+        "a run is taken over while one of its ranks still writes",
+        "no mixed checkpoint",
     )
     ours = MegatronCheckpoint.open(iteration_folder(folder, 2))
     theirs = MegatronCheckpoint.open(iteration_folder(apart, 2))
@@ -101,7 +106,10 @@ def test_hashing_delays_no_iteration(entry, tmp_path, seconds, faults_table):
     slowest = max(iteration_seconds(run.output)[1:])  # the first one allocates memory
     assert slowest < 2
     faults_table(
-        "Hashes", "two ranks, `--async-save`", f"{seconds} s for each shard", f"{slowest:.2f} s"
+        "Hashes",
+        "two ranks, `--async-save`",
+        f"{seconds} s for each shard",
+        f"{slowest:.2f} s",
     )
     for iteration in (2, 4, 6, 8):
         MegatronCheckpoint.open(iteration_folder(tmp_path, iteration))

@@ -63,8 +63,10 @@ def test_commands_load_the_newest_complete_iteration(saved, command, tmp_path, w
     command("convert", "to-hf", folder, tmp_path / "hf", "--no-verify", "--json")
     manifest = json.loads((tmp_path / "hf" / "manifest.json").read_text())
     assert manifest["source"]["iteration"] == 2
-    words = command(*LAUNCH, "--output", trial.folder, "--", "--mock-data", *HEADS)[0]["words"]
-    assert words[words.index("--load") + 1] == words[words.index("--save") + 1] == str(folder)
+    launched, _ = command(*LAUNCH, "--output", trial.folder, "--", "--mock-data", *HEADS)
+    words = launched["words"]
+    assert words[words.index("--load") + 1] == str(folder)
+    assert words[words.index("--save") + 1] == str(folder)
     assert start_trial(trial).stopped_at == 2
     assert state(folder) == before
 

@@ -55,7 +55,9 @@ def spoil(what, rank):
 )
 def test_a_run_stops_instead_of_saving_or_skipping(entry, tmp_path, what, words, error):
     run = entry(
-        [*arguments(tmp_path / "save", *until(4)), *words], 2, before=functools.partial(spoil, what)
+        [*arguments(tmp_path / "save", *until(4)), *words],
+        2,
+        before=functools.partial(spoil, what),
     )
     assert set(run.codes) == {17}, run.output[-3000:]
     (line,) = set(run.errors)

@@ -67,7 +67,8 @@ def watch(folder: Path, at: Callable[[Step], None]) -> None:
         plain_fsync(descriptor)
         tell("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
 
-    plain_fsync, os.fsync = os.fsync, fsync
+    plain_fsync = os.fsync
+    os.fsync = fsync
     builtins.open = io.open = opened
     for name, function in (("rename", "rename"), ("rename", "replace"), ("mkdir", "mkdir")):
         setattr(os, function, followed(name, getattr(os, function)))
@@ -80,7 +81,13 @@ def is_step(wanted: Step, step: Step) -> bool:
 
 
 def kill_at(
-    folder: Path, wanted: Step, count: int, victim: int, everyone: bool, note: Path, rank: int
+    folder: Path,
+    wanted: Step,
+    count: int,
+    victim: int,
+    everyone: bool,
+    note: Path,
+    rank: int,
 ) -> None:
     """Kill the rank ``victim``, or ``everyone``, at its ``count``-th ``wanted`` step."""
     if rank != victim:

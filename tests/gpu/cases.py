@@ -72,12 +72,14 @@ FP8 = Bound(first=0.05, end=0.06)
 """FP8 GEMMs against bf16. On a CPU, rounding to E4M3 and E5M2 moved the first loss by 0.002 and the
 end by 0.016. Delayed scaling has no scale at the first step."""
 
-MOE_SAME, MOE_FP8 = Bound(first=0.01, end=0.15), Bound(first=0.05, end=0.15)
-"""The same for a mixture of experts, whose routers turn a rounding into another choice of experts:
-on a CPU rounding to FP8 moved the end by 0.071."""
+MOE_SAME = Bound(first=0.01, end=0.15)
+"""``SAME`` for a mixture of experts. Its routers turn a rounding into another choice of experts."""
+
+MOE_FP8 = Bound(first=0.05, end=0.15)
+"""``FP8`` for a mixture of experts. On a CPU, rounding to FP8 moved the end by 0.071."""
 
 OTHER_START = Bound(first=None, end=0.3)
-"""The same arithmetic from other random weights: two seeds were 0.26 apart on a CPU."""
+"""Equal arithmetic from other random weights. On a CPU, two seeds were 0.26 apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +109,22 @@ class Case:
     @property
     def recipe(self) -> Recipe:
         """Return the run as the launcher takes it."""
-        flags = _RUN | (_EXPERTS if self.moe else {}) | self.flags
-        flags = {flag: words for flag, words in flags.items() if flag not in self.dropped}
-        preset = self.preset or ("kha_mlp" if self.moe else "kha_linear")
+        flags = dict(_RUN)
+        preset = "kha_linear"
+        if self.moe:
+            flags |= _EXPERTS
+            preset = "kha_mlp"
+        flags |= self.flags
+        for flag in self.dropped:
+            flags.pop(flag, None)
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "2"}
+        run = Run.from_values(vocab_size=4096)
         return Recipe(
             name=f"gpu-check/{self.name}",
             description="one case of make gpu-check",
-            run=Run.from_values(vocab_size=4096).updated(render(flags), kha_preset=preset),
+            run=run.updated(render(flags), kha_preset=self.preset or preset),
             ranks=1,
-            environment={"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "2"}
-            | dict(self.environment),
+            environment=environment | dict(self.environment),
         )
 
 
@@ -132,14 +140,19 @@ NEEDS = {
 
 
 def _fp8(recipe: str, more: str = "") -> Arguments:
-    form = "e4m3" if recipe == "mxfp8" else "hybrid"
-    history = "--fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
-    more += f" {history}" if recipe == "delayed" else ""
-    return TE | _flags(f"--fp8-recipe {recipe} --fp8-format {form} {more}")
+    fp8_format = "e4m3" if recipe == "mxfp8" else "hybrid"
+    if recipe == "delayed":
+        more += " --fp8-amax-history-len 1024 --fp8-amax-compute-algo max"
+    return TE | _flags(f"--fp8-recipe {recipe} --fp8-format {fp8_format} {more}")
 
 
 def _dense(name: str, flags: Arguments, *needs: str, **more: object) -> Case:
-    return Case(name=name, flags=flags, needs=needs, **({"like": "dense-bf16"} | more))
+    return Case(
+        name=name,
+        flags=flags,
+        needs=needs,
+        **({"like": "dense-bf16"} | more),
+    )
 
 
 def _moe(name: str, flags: Arguments, *needs: str, **more: object) -> Case:
@@ -187,29 +200,36 @@ CASES: tuple[Case, ...] = (
 
 def missing(case: Case, has: Mapping[str, bool]) -> str | None:
     """Return what the machine lacks for ``case``, or None if it can run."""
-    lacking = [NEEDS[name] for name in case.needs if not has.get(name)]
-    return f"needs {lacking[0]}" if lacking else None
+    for name in case.needs:
+        if not has.get(name):
+            return f"needs {NEEDS[name]}"
+    return None
 
 
 def faults(
-    case: Case, losses: Sequence[float], reference: Sequence[float] | None, steps: int
+    case: Case,
+    losses: Sequence[float],
+    reference: Sequence[float] | None,
+    steps: int,
 ) -> list[str]:
     """Return the faults of a run of ``steps`` steps. Its losses must follow ``reference``."""
     if len(losses) < steps:
         return [f"{len(losses)} losses of {steps}"]
-    if bad := [i for i, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
-        return [f"the loss is not finite at step {bad[0]}"]
-    found = []
+    for step, loss in enumerate(losses, 1):
+        if not math.isfinite(loss):
+            return [f"the loss is not finite at step {step}"]
+    wrong = []
     if steps >= 100 and not end(losses) < losses[0] - 2:
-        found.append(f"it did not learn: {losses[0]:.3f} at first, {end(losses):.3f} at the end")
+        wrong.append(f"it did not learn: {losses[0]:.3f} at first, {end(losses):.3f} at the end")
     if reference is None:
-        return found
+        return wrong
+    bound = case.bound
     first, last = distance(losses, reference)
-    if case.bound.first is not None and not first <= case.bound.first:
-        found.append(f"first loss: {first:.4f} from {case.like}, bound {case.bound.first}")
-    if not last <= case.bound.end:
-        found.append(f"last losses: {last:.4f} from {case.like}, bound {case.bound.end}")
-    return found
+    if bound.first is not None and not first <= bound.first:
+        wrong.append(f"first loss: {first:.4f} from {case.like}, bound {bound.first}")
+    if not last <= bound.end:
+        wrong.append(f"last losses: {last:.4f} from {case.like}, bound {bound.end}")
+    return wrong
 
 
 def end(losses: Sequence[float]) -> float:

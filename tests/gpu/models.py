@@ -1,4 +1,4 @@
-"""The same model from Megatron's modules and from Transformer Engine's, on one rank.
+"""Build one model from Megatron's modules and from Transformer Engine's, on one rank.
 
 Transformer Engine needs sizes that are multiples of 16, and of 32 for tokens. The batch is odd.
 """
@@ -20,7 +20,9 @@ from kha_megatron.heads.kernels import fused
 from kha_megatron.mcore import cpu
 from tests.distributed import models
 
-VOCAB, SEQUENCE, BATCH = 128, 64, 3
+VOCAB = 128
+SEQUENCE = 64
+BATCH = 3
 
 EXPERTS: dict[str, Any] = {
     "num_moe_experts": 4,
@@ -36,11 +38,15 @@ EXPERTS: dict[str, Any] = {
 
 
 def build(
-    kha: HeadsConfig, impl: str, dtype: torch.dtype, *, moe: bool, head: bool = True, **changes: Any
+    kha: HeadsConfig,
+    impl: str,
+    dtype: torch.dtype,
+    *,
+    moe: bool,
+    head: bool = True,
+    **changes: Any,
 ) -> GPTModel:
     """Build a GPTModel of ``impl`` on this rank's device; ``head`` adds output layer and loss."""
-    te = impl == "transformer_engine"
-    experts = EXPERTS | ({"moe_grouped_gemm": True} if te else {}) if moe else {}
     settings = {
         "num_layers": 2,
         "hidden_size": 128,
@@ -55,9 +61,18 @@ def build(
         "transformer_impl": impl,
         "use_cpu_initialization": cpu.is_installed(),
     }
-    config = models.transformer_config(**settings | experts | changes)
-    sizes = {"vocab_size": VOCAB, "max_sequence_length": SEQUENCE}
-    return models.gpt_model(config, kha, **sizes, post_process=head).to(device())
+    if moe:
+        settings |= EXPERTS
+        if impl == "transformer_engine":
+            settings["moe_grouped_gemm"] = True
+    model = models.gpt_model(
+        models.transformer_config(**settings | changes),
+        kha,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        post_process=head,
+    )
+    return model.to(device())
 
 
 def device() -> torch.device:
@@ -77,9 +92,9 @@ def local_name(name: str) -> str:
 def copy_weights(source: torch.nn.Module, target: torch.nn.Module) -> None:
     """Copy the parameters of ``source`` to ``target`` by their local names."""
     values = {local_name(name): p for name, p in source.named_parameters()}
-    into = {local_name(name): p for name, p in target.named_parameters()}
-    assert values.keys() == into.keys(), values.keys() ^ into.keys()
-    for name, parameter in into.items():
+    parameters = {local_name(name): p for name, p in target.named_parameters()}
+    assert values.keys() == parameters.keys(), values.keys() ^ parameters.keys()
+    for name, parameter in parameters.items():
         parameter.copy_(values[name])
 
 
@@ -96,9 +111,10 @@ def outcome(model: GPTModel) -> dict[str, torch.Tensor]:
         logits = model(tokens, positions, mask)
     losses = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
     losses.float().sum().backward()  # not their mean, whose gradients float16 would cut off
-    found = {"logits": logits.detach()}
-    found |= {f"d {local_name(n)}": p.grad for n, p in model.named_parameters()}
-    return {name: value.float().cpu() for name, value in found.items()}
+    tensors = {"logits": logits.float().cpu()}
+    for name, parameter in model.named_parameters():
+        tensors[f"d {local_name(name)}"] = parameter.grad.float().cpu()
+    return tensors
 
 
 def accumulated(model: GPTModel, microbatches: int = 3) -> dict[str, torch.Tensor]:
@@ -110,17 +126,18 @@ def accumulated(model: GPTModel, microbatches: int = 3) -> dict[str, torch.Tenso
     wrapped = DistributedDataParallel(model.config, settings, model)
     wrapped.zero_grad_buffer()
     for seed in range(microbatches):
-        with wrapped.no_sync() if seed < microbatches - 1 else nullcontext():
+        is_last = seed == microbatches - 1
+        with nullcontext() if is_last else wrapped.no_sync():
             tokens, positions, mask = batch(seed)
             output = wrapped(tokens, positions, mask).float()
             generator = torch.Generator().manual_seed(seed)
-            direction = torch.randn(output.shape, generator=generator).to(output.device)
-            (output * direction).sum().backward()
+            direction = torch.randn(output.shape, generator=generator)
+            (output * direction.to(output.device)).sum().backward()
     wrapped.finish_grad_sync()
-    return {
-        local_name(name): parameter.main_grad.float().cpu().clone()
-        for name, parameter in model.named_parameters()
-    }
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradients[local_name(name)] = parameter.main_grad.float().cpu().clone()
+    return gradients
 
 
 class Errors(NamedTuple):
@@ -132,8 +149,12 @@ class Errors(NamedTuple):
 
     def beyond(self, floor: float, times: float = 2) -> dict[str, tuple[float, float]]:
         """Return our errors that exceed ``floor`` and ``times`` the plain ones."""
-        pairs = {name: (error, self.plain[name]) for name, error in self.ours.items()}
-        return {n: (e, p) for n, (e, p) in pairs.items() if not e <= max(times * p, floor)}
+        too_large = {}
+        for name, error in self.ours.items():
+            plain = self.plain[name]
+            if not error <= max(times * plain, floor):
+                too_large[name] = (error, plain)
+        return too_large
 
 
 def errors(
@@ -157,27 +178,35 @@ def errors(
     """
     models.initialize()
     ours = build(kha, impl, dtype, moe=moe, head=head, **sizes, **changes)
-    plain, exact = (
-        build(kha, "local", t, moe=moe, head=head, **sizes) for t in (dtype, torch.float32)
-    )
-    for model in (plain, exact):
-        copy_weights(ours, model)
+    plain = build(kha, "local", dtype, moe=moe, head=head, **sizes)
+    exact = build(kha, "local", torch.float32, moe=moe, head=head, **sizes)
+    copy_weights(ours, plain)
+    copy_weights(ours, exact)
     with mock.patch.dict(os.environ, {fused.KERNELS_VARIABLE: "torch"}):
-        want, rival = look(exact), look(plain)
+        exact_tensors = look(exact)
+        plain_tensors = look(plain)
     if spoil is not None:
         spoil(ours)
     x = torch.empty(1, ours.config.kv_channels, dtype=dtype, device=device())
-    kernels = fused.unsupported_reason(x, x.expand(1, -1, -1)) is None
-    with mock.patch.dict(os.environ, {fused.KERNELS_VARIABLE: "triton" if kernels else "torch"}):
-        found = look(ours)
-    for outcomes in (found, rival):
-        assert bool(kha.variants) == any("knock_" in name for name in outcomes)
-    return Errors(_relative(found, want), _relative(rival, want))
+    supported = fused.unsupported_reason(x, x.expand(1, -1, -1)) is None
+    kernels = "triton" if supported else "torch"
+    with mock.patch.dict(os.environ, {fused.KERNELS_VARIABLE: kernels}):
+        our_tensors = look(ours)
+    for tensors in (our_tensors, plain_tensors):
+        assert bool(kha.variants) == any("knock_" in name for name in tensors)
+    return Errors(
+        _relative(our_tensors, exact_tensors),
+        _relative(plain_tensors, exact_tensors),
+    )
 
 
-def _relative(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
-    assert found.keys() == want.keys(), found.keys() ^ want.keys()
-    return {
-        name: ((value - want[name]).norm() / want[name].norm()).item()
-        for name, value in found.items()
-    }
+def _relative(
+    actual: dict[str, torch.Tensor],
+    expected: dict[str, torch.Tensor],
+) -> dict[str, float]:
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    relative = {}
+    for name, value in actual.items():
+        difference = value - expected[name]
+        relative[name] = (difference.norm() / expected[name].norm()).item()
+    return relative

@@ -19,16 +19,29 @@ def places(recipe):
     from tests.gpu import models
 
     initialize()
-    fp8 = {"ffn_hidden_size": 256, "fp8": "hybrid", "fp8_param": True, "fp8_recipe": recipe}
+    fp8 = {
+        "ffn_hidden_size": 256,
+        "fp8": "hybrid",
+        "fp8_param": True,
+        "fp8_recipe": recipe,
+    }
     engine = "transformer_engine"
     model = models.build(KHAS["mixed"], engine, torch.bfloat16, moe=False, **fp8)
     settings = DistributedDataParallelConfig(use_distributed_optimizer=True, fp8_param_gather=True)
     wrapped = DistributedDataParallel(model.config, settings, model)
-    buffers = {p: b.param_dtype for b in wrapped.buffers for p in b.params}
-    return {
-        name: (type(p.data).__name__, str(p.dtype), is_float8tensor(p), str(buffers[p]))
-        for name, p in model.named_parameters()
-    }
+    buffer_dtypes = {}
+    for buffer in wrapped.buffers:
+        for parameter in buffer.params:
+            buffer_dtypes[parameter] = str(buffer.param_dtype)
+    places = {}
+    for name, parameter in model.named_parameters():
+        places[name] = (
+            type(parameter.data).__name__,
+            str(parameter.dtype),
+            is_float8tensor(parameter),
+            buffer_dtypes[parameter],
+        )
+    return places
 
 
 def check(found):

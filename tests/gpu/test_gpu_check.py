@@ -26,7 +26,11 @@ def run(monkeypatch, *words):
     [("check", gpu.CHECKS, "10"), ("check", gpu.CHECKS, "5"), ("bench", gpu.BENCHMARKS, "25")],
 )
 def test_a_dry_run_lists_stages_in_order_with_their_times(
-    monkeypatch, capsys, command, stages, end
+    monkeypatch,
+    capsys,
+    command,
+    stages,
+    end,
 ):
     assert run(monkeypatch, command, "--dry-run", *["--minutes", "5"] * (end == "5")) == 0
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
@@ -58,7 +62,12 @@ MISSING = ["--without", "te,flash-attn"]
     ],
 )
 def test_missing_gpus_components_and_stages_exit_with_two(
-    tmp_path, monkeypatch, capsys, available, words, why
+    tmp_path,
+    monkeypatch,
+    capsys,
+    available,
+    words,
+    why,
 ):
     if gpu.find_components()["te"]:
         pytest.skip("this environment has Transformer Engine")

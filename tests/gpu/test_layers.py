@@ -5,6 +5,7 @@ The reference is Megatron's local layers in float32 with the same weights and wi
 the same dtype. The last tests check on the CPU that the comparison can fail.
 """
 
+import functools
 import importlib.util
 import itertools
 import os
@@ -37,15 +38,30 @@ def errors(kha, impl, dtype, moe, spoil=None):
     """Return ``models.errors`` of logits and of all gradients."""
     from tests.gpu import models
 
-    return models.errors(KHAS[kha], impl, dtype, models.outcome, moe=moe, spoil=spoil)
+    return models.errors(
+        KHAS[kha],
+        impl,
+        dtype,
+        models.outcome,
+        moe=moe,
+        spoil=spoil,
+    )
 
 
 def accumulated_errors(kha, impl, moe, fused, spoil=None):
     """Return ``models.errors`` of accumulated gradients of models without an output layer."""
     from tests.gpu import models
 
-    options = {"moe": moe, "head": False, "gradient_accumulation_fusion": fused, "spoil": spoil}
-    return models.errors(KHAS[kha], impl, torch.bfloat16, models.accumulated, **options)
+    return models.errors(
+        KHAS[kha],
+        impl,
+        torch.bfloat16,
+        models.accumulated,
+        moe=moe,
+        head=False,
+        gradient_accumulation_fusion=fused,
+        spoil=spoil,
+    )
 
 
 CASES = [
@@ -102,15 +118,21 @@ def errors_and_backends(backend):
             if type(module).__name__ in BACKENDS.values():
                 module.register_forward_hook(lambda module, *_: ran.add(type(module).__name__))
 
-    ran, sizes = set(), {"attention_backend": AttnBackend[backend]}
+    ran = set()
+    sizes = {"attention_backend": AttnBackend[backend]}
     # it remembers its choice for these sizes, whatever the environment
     chosen = dot_product_attention.dot_product_attention._attention_backends
     with mock.patch.dict(os.environ), mock.patch.dict(chosen, attention_params=None):
         for name in ("FLASH", "FUSED", "UNFUSED"):
             os.environ.pop(f"NVTE_{name}_ATTN", None)  # Megatron sets them
-        options = {"spoil": watch, "sizes": sizes}
-        engine = "transformer_engine"
-        found = models.errors(KHAS["mixed"], engine, torch.bfloat16, models.outcome, **options)
+        found = models.errors(
+            KHAS["mixed"],
+            "transformer_engine",
+            torch.bfloat16,
+            models.outcome,
+            spoil=watch,
+            sizes=sizes,
+        )
     return found, ran
 
 
@@ -132,14 +154,17 @@ def test_attention_backends_agree(gpu_rank, gpu_engine, backend, record_property
 
 @pytest.mark.te
 def test_the_unfused_backend_runs_on_the_cpu(ranks_with_engine, record_property):
-    check_backend(
-        lambda case, name: ranks_with_engine(case, 1, name)[0], "unfused", record_property
-    )
+    def on_one_rank(case, name):
+        (result,) = ranks_with_engine(case, 1, name)
+        return result
+
+    check_backend(on_one_rank, "unfused", record_property)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "kha", [pytest.param(kha, marks=[pytest.mark.first] * (kha == "mlp")) for kha in KHAS]
+    "kha",
+    [pytest.param(kha, marks=[pytest.mark.first] * (kha == "mlp")) for kha in KHAS],
 )
 def test_local_layers_with_kernels_equal_those_without(gpu_rank, kha):
     found = gpu_rank(errors, kha, "local", torch.bfloat16, False)
@@ -152,10 +177,10 @@ def spoil_a_matrix(model):
 
 
 def test_the_comparison_notices_a_changed_weight(ranks):
-    found = ranks(errors, 1, "mixed", "local", torch.bfloat16, True)[0]
+    (found,) = ranks(errors, 1, "mixed", "local", torch.bfloat16, True)
     assert found.ours == found.plain
     assert 1e-4 < found.ours["logits"] < 2**-5
-    spoiled = ranks(errors, 1, "mixed", "local", torch.bfloat16, True, spoil_a_matrix)[0]
+    (spoiled,) = ranks(errors, 1, "mixed", "local", torch.bfloat16, True, spoil_a_matrix)
     assert "logits" in spoiled.beyond(FLOOR["bf16"])
 
 
@@ -167,9 +192,10 @@ def lose_a_microbatch(model):
 
 @pytest.mark.whole
 def test_the_comparison_notices_a_lost_microbatch(ranks):
-    found = ranks(accumulated_errors, 1, "mixed", "local", False, False)[0]
+    run = functools.partial(ranks, accumulated_errors, 1, "mixed", "local", False, False)
+    (found,) = run()
     assert found.ours == found.plain
-    short = ranks(accumulated_errors, 1, "mixed", "local", False, False, lose_a_microbatch)[0]
+    (short,) = run(lose_a_microbatch)
     assert short.beyond(FLOOR["bf16"]).keys() == short.plain.keys()
 
 
@@ -187,7 +213,8 @@ def errors_with_kernels(mistake):
     from kha_megatron.heads.kernels import knock_launch
     from tests.gpu import models
 
-    name, factor = mistake or "knock_forward", 0.5 if mistake else 1
+    name = mistake or "knock_forward"
+    factor = 0.5 if mistake else 1
     right = getattr(knock_launch, name)
     with (
         mock.patch.multiple(models, SEQUENCE=16, BATCH=1),

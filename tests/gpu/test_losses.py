@@ -40,14 +40,14 @@ def has() -> dict[str, bool]:
 
     if not torch.cuda.is_available():
         pytest.skip("NOT TESTED: needs a CUDA device, and none was found")
-    found = {key: bool(version) for key, version in gpu.find_components().items()}
-    if found["te"]:
+    needs = {name: bool(version) for name, version in gpu.find_components().items()}
+    if needs["te"]:
         import transformer_engine.pytorch as te
 
-        found["fp8"] = te.is_fp8_available(return_reason=True)[0]
-        found["blockwise"] = te.is_fp8_block_scaling_available(return_reason=True)[0]
-        found["mxfp8"] = te.is_mxfp8_available(return_reason=True)[0]
-    return found
+        needs["fp8"], _ = te.is_fp8_available(return_reason=True)
+        needs["blockwise"], _ = te.is_fp8_block_scaling_available(return_reason=True)
+        needs["mxfp8"], _ = te.is_mxfp8_available(return_reason=True)
+    return needs
 
 
 def train(case, folder, *, data, device="cuda", seconds=CASE_SECONDS) -> list[float]:
@@ -58,28 +58,46 @@ def train(case, folder, *, data, device="cuda", seconds=CASE_SECONDS) -> list[fl
     words |= {"--data-cache-path": (str(folder / case.name / "cache"),)}
     if device == "cpu":
         words |= cases.TINY
-        words |= {"--mock-data": (), "--vocab-size": ("128",), "--num-workers": ("0",)}
-    job = prepare_job(case.recipe, data=data, overrides=render(words), device=device, ranks=1)
-    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    one |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        words |= {
+            "--mock-data": (),
+            "--vocab-size": ("128",),
+            "--num-workers": ("0",),
+        }
+    job = prepare_job(
+        case.recipe,
+        data=data,
+        overrides=render(words),
+        device=device,
+        ranks=1,
+    )
+    rank = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
     with log.open("wb") as output:
         done = subprocess.run(
             job.command,
-            env=os.environ | job.environment | one,
+            env=os.environ | job.environment | rank,
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=seconds,
             check=False,
         )
     if done.returncode:
-        last = log.read_text(errors="replace").splitlines()[-20:]
-        raise RuntimeError("\n".join([f"{case.name} ended with {done.returncode}", *last]))
-    return [loss for _, loss in read_history(folder / case.name)["lm loss"]]
+        last_lines = log.read_text(errors="replace").splitlines()[-20:]
+        message = [f"{case.name} ended with {done.returncode}", *last_lines]
+        raise RuntimeError("\n".join(message))
+    history = read_history(folder / case.name)["lm loss"]
+    return [loss for _, loss in history]
 
 
 def train_until(end: float, case: Case, folder: Path, data: Path) -> list[float] | None:
     """Train until ``end``; return None if no time was left."""
-    if (left := end - time.monotonic()) < LEAST_SECONDS:
+    left = end - time.monotonic()
+    if left < LEAST_SECONDS:
         return None
     try:
         return train(case, folder, data=data, seconds=min(left, CASE_SECONDS))
@@ -94,30 +112,42 @@ def trainings(request, has, tmp_path_factory):
     """Return the losses of every selected case that can run here, as futures."""
     until = STARTED + float(os.environ.get("KHA_GPU_SECONDS", "inf"))
     folder = tmp_path_factory.mktemp("losses")
-    chosen = [
-        item.callspec.params["case"]
-        for item in request.session.items
-        if item.fspath == request.fspath and "case" in getattr(item, "callspec", request).params
-    ]
-    words = ["data", "prepare", "--vocab-size", "4096", "--out", str(folder / "data")]
+    data = folder / "data"
+    words = ["data", "prepare", "--vocab-size", "4096", "--out", str(data)]
     subprocess.run([sys.executable, "-m", "kha_megatron", *words], check=True)
-    able = [case for case in chosen if not cases.missing(case, has)]
     with ThreadPoolExecutor(JOBS) as pool:
-        yield {c.name: pool.submit(train_until, until, c, folder, folder / "data") for c in able}
+        futures = {}
+        for case in selected_cases(request):
+            if not cases.missing(case, has):
+                futures[case.name] = pool.submit(train_until, until, case, folder, data)
+        yield futures
         pool.shutdown(cancel_futures=True)
+
+
+def selected_cases(request):
+    """Return the cases of this module's tests that were selected."""
+    selected = []
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        if item.fspath == request.fspath and callspec and "case" in callspec.params:
+            selected.append(callspec.params["case"])
+    return selected
 
 
 @pytest.mark.gpu
 @pytest.mark.timeout(0)  # what it waits for has limits of its own
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_losses_follow(case, trainings, has, record_property):
-    if why := cases.missing(case, has):
-        pytest.skip(f"NOT TESTED: {why}")
+    reason = cases.missing(case, has)
+    if reason:
+        pytest.skip(f"NOT TESTED: {reason}")
     losses = trainings[case.name].result()
     if losses is None:
         pytest.skip("NOT REACHED: no time was left for it")
     followed = trainings.get(case.like or "")
-    reference = None if followed is None or followed.exception() else followed.result()
+    reference = None
+    if followed is not None and not followed.exception():
+        reference = followed.result()
     wrong = faults(case, losses, reference, STEPS)
     record_property("losses", json.dumps(losses))
     words = f"loss {losses[0]:.4f} at first, {end(losses):.4f} at the end"
@@ -143,11 +173,12 @@ def refused():
 
     from kha_megatron.training.arguments import add_kha_arguments, check_args, kha_from_args
 
-    found = {}
+    data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4096"]
+    reasons = {}
     with pytest.MonkeyPatch.context() as patch:
         for case in CASES:
-            data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4096"]
-            patch.setattr(sys, "argv", ["training", *case.recipe.run_for(data).words()])
+            run = case.recipe.run_for(data)
+            patch.setattr(sys, "argv", ["training", *run.words()])
             try:
                 args = parse_args(add_kha_arguments)
                 check_args(args)
@@ -155,31 +186,35 @@ def refused():
                 if HAVE_TE or "te" not in case.needs:
                     validate_args(args, {})
                     core_transformer_config_from_args(args)
-                found[case.name] = ""
+                reasons[case.name] = ""
             except (Exception, SystemExit) as error:  # argparse exits
-                found[case.name] = f"{type(error).__name__}: {error}"
-    return found
+                reasons[case.name] = f"{type(error).__name__}: {error}"
+    return reasons
 
 
 def test_megatron_accepts_the_arguments_of_every_case(ranks):
-    found = ranks(refused, 1)[0]
-    assert {name: why for name, why in found.items() if why} == {}
-    assert found.keys() == BY_NAME.keys()
+    (reasons,) = ranks(refused, 1)
+    assert reasons == dict.fromkeys(BY_NAME, "")
 
 
 @pytest.mark.whole
 def test_a_case_trains_on_the_cpu(tmp_path):
-    case, steps = BY_NAME["dense-local"], int(cases.TINY["--train-iters"][0])
-    assert faults(case, train(case, tmp_path, data=None, device="cpu"), None, steps) == []
+    case = BY_NAME["dense-local"]
+    steps = int(cases.TINY["--train-iters"][0])
+    losses = train(case, tmp_path, data=None, device="cpu")
+    assert faults(case, losses, None, steps) == []
 
 
 def curve(end, first=8.3):
+    """Return losses that fall for 100 steps and stay at ``end`` then."""
     return [first + (end - first) * min(1.0, i / 100) for i in range(STEPS)]
 
 
 def test_bounds_detect_wrong_losses():
-    alone, case = BY_NAME["dense-bf16"], BY_NAME["dense-fp8-tensorwise"]
-    good, bound = curve(4.0), case.bound.end
+    alone = BY_NAME["dense-bf16"]
+    case = BY_NAME["dense-fp8-tensorwise"]
+    good = curve(4.0)
+    bound = case.bound.end
     assert faults(case, curve(4.0 + 0.9 * bound), good, STEPS) == []
     for losses, other, reference, message in (
         (curve(4.0 + 1.1 * bound), case, good, "last losses"),
@@ -194,6 +229,7 @@ def test_bounds_detect_wrong_losses():
 def test_references_come_before_their_cases():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
-    for case in filter(lambda case: case.like, CASES):
-        assert names.index(case.like) < names.index(case.name)
-        assert BY_NAME[case.like].moe == case.moe
+    for case in CASES:
+        if case.like:
+            assert names.index(case.like) < names.index(case.name)
+            assert BY_NAME[case.like].moe == case.moe

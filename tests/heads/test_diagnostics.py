@@ -11,12 +11,24 @@ D = 7
 
 
 def test_formulas():
-    weight = torch.randn(3, D, D, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(3, D, D, dtype=torch.float64, generator=generator)
     for matrix, result in zip(weight.tolist(), diagnose(weight, "mlp"), strict=True):
-        start = 0 if result.matrix == "gate" else 1
-        cells = [(i, j, matrix[i][j]) for i in range(D) for j in range(D)]
-        off = sum(x * x for i, j, x in cells if i != j)
-        moved = sum((x - (start if i == j else 0)) ** 2 for i, j, x in cells)
-        assert result.diagonal_mean == pytest.approx(sum(matrix[i][i] for i in range(D)) / D)
-        assert result.off_diagonal_share == pytest.approx(off / sum(x * x for *_, x in cells))
-        assert result.distance == pytest.approx(math.sqrt(moved / D))
+        diagonal = 0
+        squares = 0
+        off_diagonal_squares = 0
+        squared_distance = 0
+        for i in range(D):
+            for j in range(D):
+                value = matrix[i][j]
+                squares += value**2
+                if i != j:
+                    off_diagonal_squares += value**2
+                    squared_distance += value**2
+                else:
+                    diagonal += value
+                    initial = 0 if result.matrix == "gate" else 1
+                    squared_distance += (value - initial) ** 2
+        assert result.diagonal_mean == pytest.approx(diagonal / D)
+        assert result.off_diagonal_share == pytest.approx(off_diagonal_squares / squares)
+        assert result.distance == pytest.approx(math.sqrt(squared_distance / D))

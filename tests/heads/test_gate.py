@@ -7,9 +7,16 @@ from kha_megatron.heads import Gate, HeadSizes
 from kha_megatron.heads.gate import activate, gated
 from tests.heads.saving import saved_tensors
 
-SIZES = HeadSizes(query_heads=6, kv_heads=3, head_dim=7, value_dim=5, hidden_size=22)
+SIZES = HeadSizes(
+    query_heads=6,
+    kv_heads=3,
+    head_dim=7,
+    value_dim=5,
+    hidden_size=22,
+)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("form", ["multiply", "add"])
 @pytest.mark.parametrize("activation", ["sigmoid", "silu", "half_sigmoid"])
 @pytest.mark.parametrize(
@@ -30,9 +37,8 @@ def test_activations_count_what_autograd_saves(gate, shape, score, activation, f
     scores = torch.randn(tokens, *score, dtype=torch.bfloat16, requires_grad=True)
     with saved_tensors() as saved:
         gated(x, activate(scores, activation), form).sum()
-    found = sum(tensor.nbytes for tensor in saved.values()) / 2
+    saved_elements = sum(tensor.nbytes for tensor in saved.values()) / 2
     mechanism = Gate(**gate, activation=activation, form=form)
-    assert found == tokens * (
-        mechanism.costs(SIZES).activations + mechanism.costs(SIZES).sharded_activations
-    )
-    assert bool(mechanism.costs(SIZES).sharded_activations) == ("dense" in gate)
+    costs = mechanism.costs(SIZES)
+    assert saved_elements == tokens * (costs.activations + costs.sharded_activations)
+    assert bool(costs.sharded_activations) == ("dense" in gate)

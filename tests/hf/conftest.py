@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -64,7 +65,12 @@ FAMILY = {
     ),
 }
 """KHA variants and sizes of models with GTA, MLA or GLA."""
-EVERYWHERE = {"output": "head", "query": "element", "key": "shared", "value": "head"}
+EVERYWHERE = {
+    "output": "head",
+    "query": "element",
+    "key": "shared",
+    "value": "head",
+}
 ADDED = {
     "output": "shared",
     "query": "shared",
@@ -77,6 +83,15 @@ ROUTED = {"shared": 2, "active": 2}
 TOKENS = 7
 
 
+def mark_whole(names, whole) -> list:
+    """Return test parameters for all names. Those in ``whole`` run in ``make test-all`` only."""
+    parameters = []
+    for name in names:
+        marks = [pytest.mark.whole] if name in whole else []
+        parameters.append(pytest.param(name, marks=marks))
+    return parameters
+
+
 def make_config(kha=None, **overrides) -> KHAModelConfig:
     """Return a configuration. ``kha`` maps projections to variants."""
     fields = {f"kha_{projection}": variant for projection, variant in (kha or {}).items()}
@@ -84,7 +99,12 @@ def make_config(kha=None, **overrides) -> KHAModelConfig:
 
 
 def make_model(
-    kha=None, *, attention=None, learnt=True, dtype=torch.float32, **overrides
+    kha=None,
+    *,
+    attention=None,
+    learnt=True,
+    dtype=torch.float32,
+    **overrides,
 ) -> KHAForCausalLM:
     """Return a model in evaluation mode. ``learnt`` changes every weight from its initial value.
 
@@ -93,7 +113,9 @@ def make_model(
     config = make_config(kha, **overrides)
     attention = attention or ("eager" if "kha_talking" in overrides else "sdpa")
     model = AutoModelForCausalLM.from_config(
-        config, dtype=dtype, attn_implementation=attention
+        config,
+        dtype=dtype,
+        attn_implementation=attention,
     ).eval()
     if learnt:
         biases = [b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")]
@@ -110,7 +132,10 @@ def load(directory, **settings):
     rounds differently on those.
     """
     model, info = AutoModelForCausalLM.from_pretrained(
-        directory, output_loading_info=True, trust_remote_code=False, **settings
+        directory,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **settings,
     )
     assert not any(info.values())
     return deepcopy(model)
@@ -153,7 +178,13 @@ def check_layer_against_oracle(config, oracle):
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(0.4 * torch.randn_like(parameter))
-    hidden = torch.randn(2, TOKENS, SIZES["hidden_size"], dtype=torch.float64, requires_grad=True)
+    hidden = torch.randn(
+        2,
+        TOKENS,
+        SIZES["hidden_size"],
+        dtype=torch.float64,
+        requires_grad=True,
+    )
     mask = torch.full((1, 1, TOKENS, TOKENS), -torch.inf, dtype=torch.float64).triu(1)
     out_grad = torch.randn_like(hidden)
     leaves = {"hidden": hidden, **dict(layer.named_parameters())}

@@ -27,7 +27,8 @@ def run_ranks(jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, root: Path) 
 
     ``jobs`` has directories of saved models, and keywords of ``DistributedConfig`` for each.
     """
-    torch.save([[(str(directory), plan) for directory, plan in jobs], ids], root / "jobs.pt")
+    plans = [(str(directory), plan) for directory, plan in jobs]
+    torch.save([plans, ids], root / "jobs.pt")
     command = [sys.executable, "-m", "tests.hf.sharded", root]
     subprocess.run(command, cwd=Path(__file__).parents[2], check=True)
 
@@ -35,29 +36,59 @@ def run_ranks(jobs: list[tuple[Path, dict[str, int]]], ids: Tensor, root: Path) 
 def _rank(rank: int, root: Path) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{root}/store",
+        rank=rank,
+        world_size=2,
+    )
     jobs, ids = torch.load(root / "jobs.pt")
     for directory, plan in jobs:
-        torch.save(_results(directory, ids, plan), Path(directory) / RESULTS.format(rank))
+        results = _results(directory, ids, plan)
+        torch.save(results, Path(directory) / RESULTS.format(rank))
     dist.destroy_process_group()
 
 
 def _results(directory: str, ids: Tensor, plan: dict[str, int]) -> dict[str, object]:
     model = AutoModelForCausalLM.from_pretrained(
-        directory, distributed_config=DistributedConfig(**plan), trust_remote_code=False
+        directory,
+        distributed_config=DistributedConfig(**plan),
+        trust_remote_code=False,
     )
     with torch.no_grad():
         logits = model(ids).logits
-        new = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        new = model.generate(
+            ids,
+            max_new_tokens=2,
+            do_sample=False,
+            pad_token_id=0,
+        )
     model.train()
-    seen = []
-    for _ in range(2):  # The second gradient is added to the first.
-        model(ids, labels=ids).loss.backward()
-        grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-        local = {n: g.to_local() if isinstance(g, DTensor) else g for n, g in grads.items()}
-        seen.append({name: grad.clone() for name, grad in local.items()})
-    return {"logits": logits, "new": new, "grads": seen[0], "accumulated": seen[1]}
+    model(ids, labels=ids).loss.backward()
+    grads = _local_gradients(model)
+    model(ids, labels=ids).loss.backward()  # The second gradient is added to the first.
+    return {
+        "logits": logits,
+        "new": new,
+        "grads": grads,
+        "accumulated": _local_gradients(model),
+    }
+
+
+def _local_gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = gradient.to_local()
+        gradients[name] = gradient.clone()
+    return gradients
 
 
 if __name__ == "__main__":
-    mp.start_processes(_rank, args=(Path(sys.argv[1]),), nprocs=2, start_method="fork")
+    mp.start_processes(
+        _rank,
+        args=(Path(sys.argv[1]),),
+        nprocs=2,
+        start_method="fork",
+    )

@@ -39,9 +39,11 @@ for directory in sorted(Path(sys.argv[1]).iterdir()):
 def models(tmp_path_factory):
     """Save a model of each class. Return the directory, and each model's whole logits."""
     torch.manual_seed(0)
-    root, whole = tmp_path_factory.mktemp("models") / "saved", {}
+    root = tmp_path_factory.mktemp("models") / "saved"
+    whole = {}
     for name in CLASSES:
-        model, ids = model_of(name), tokens()
+        model = model_of(name)
+        ids = tokens()
         model.save_pretrained(root / name)
         torch.save(ids, root / name / "ids.pt")
         with torch.no_grad():
@@ -61,7 +63,11 @@ def test_decoding_with_this_package(models, name):
     ids = torch.load(root / name / "ids.pt")
     with torch.no_grad():
         start = model(ids[:, :4], use_cache=True)
-        end = model(ids[:, 4:], past_key_values=start.past_key_values, use_cache=True)
+        end = model(
+            ids[:, 4:],
+            past_key_values=start.past_key_values,
+            use_cache=True,
+        )
     check(torch.cat([start.logits, end.logits], 1), whole[name])
 
 

@@ -20,6 +20,7 @@ def build_router(**settings) -> KHARouter:
     return router
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("dtype", "router_dtype"),
     [(torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.bfloat16, "auto")],
@@ -74,9 +75,9 @@ def test_autocast_does_not_change_the_routing(score):
     expected = router(hidden)
     with torch.autocast("cpu", torch.bfloat16):
         found = router(hidden)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
+    for tensor, expected_tensor in zip(found, expected, strict=True):
+        assert tensor.dtype == expected_tensor.dtype
+        assert torch.equal(tensor, expected_tensor)
 
 
 @pytest.mark.parametrize(("shared", "gate"), [(0, False), (9, False), (9, True)])
@@ -94,16 +95,22 @@ def test_layer_equals_a_loop_over_tokens(shared, gate):
     def swiglu(x, gate_w, up_w, down_w):
         return down_w @ (silu(gate_w @ x) * (up_w @ x))
 
+    def routed(x, expert):
+        gate_w, up_w = layer.experts.gate_up_proj[expert].chunk(2)
+        return swiglu(x, gate_w, up_w, layer.experts.down_proj[expert])
+
+    def of_shared_expert(x):
+        mlp = layer.shared_experts
+        y = swiglu(x, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+        if gate:
+            y = y * torch.sigmoid(layer.shared_expert_gate.weight @ x)
+        return y
+
     expected = []
     for x, chosen, weight in zip(hidden.flatten(0, 1), experts, weights, strict=True):
-        y = sum(
-            w * swiglu(x, *layer.experts.gate_up_proj[e].chunk(2), layer.experts.down_proj[e])
-            for e, w in zip(chosen, weight, strict=True)
-        )
+        y = sum(w * routed(x, expert) for expert, w in zip(chosen, weight, strict=True))
         if shared:
-            own = layer.shared_experts
-            z = swiglu(x, own.gate_proj.weight, own.up_proj.weight, own.down_proj.weight)
-            y = y + (z * torch.sigmoid(layer.shared_expert_gate.weight @ x) if gate else z)
+            y = y + of_shared_expert(x)
         expected.append(y)
     expected = torch.stack(expected).view_as(hidden)
     assert expected.abs().max() > 0.1
@@ -119,7 +126,8 @@ def test_layers_follow_the_pattern_and_return_router_logits():
 
 
 def test_implementations_of_the_experts_agree():
-    model, ids = make_model(**{**MOE, "hidden_size": 24, "moe_intermediate_size": 16}), tokens()
+    model = make_model(**{**MOE, "hidden_size": 24, "moe_intermediate_size": 16})
+    ids = tokens()
     assert model.config._experts_implementation == "grouped_mm"
     logits = []
     for name in ("eager", "batched_mm", "grouped_mm"):

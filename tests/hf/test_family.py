@@ -26,7 +26,8 @@ def rows(linear):
 
 
 def oracle(layer, hidden, **gates):
-    kha, config = read_kha(layer.config), layer.config
+    kha = read_kha(layer.config)
+    config = layer.config
     matrices = knock_matrices(layer, kha.variants)
     common = {"rotary_base": 10000.0, "eps": config.rms_norm_eps, **gates}
     if config.kv_lora_rank is None:
@@ -40,8 +41,10 @@ def oracle(layer, hidden, **gates):
             **norm_weights(layer),
             **common,
         )
-    down, rank = rows(layer.kv_a_proj_with_mqa), config.kv_lora_rank
-    heads, plain = config.num_attention_heads, config.qk_nope_head_dim
+    down = rows(layer.kv_a_proj_with_mqa)
+    rank = config.kv_lora_rank
+    heads = config.num_attention_heads
+    plain = config.qk_nope_head_dim
     up = rows(layer.kv_b_proj).unflatten(-1, (heads, -1))
     direct = config.q_lora_rank is None
     return reference.latent_attention(
@@ -67,7 +70,12 @@ def test_output_and_gradients_equal_the_oracle(name):
     check_layer_against_oracle(make_config(kha, **sizes), oracle)
 
 
-CACHED = {"collaborative": 14 + 3 * 10, "gta": 3 * 12 + 6, "mla": 12 + 4, "gla": 12 + 4}
+CACHED = {
+    "collaborative": 14 + 3 * 10,
+    "gta": 3 * 12 + 6,
+    "mla": 12 + 4,
+    "gla": 12 + 4,
+}
 
 
 @pytest.mark.parametrize("name", CACHED)

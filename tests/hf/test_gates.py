@@ -43,13 +43,20 @@ def oracle_of(config, module, *given):
             if gate.reads_input and position != "dense" and granularity != "shared":
                 weight = weight.unflatten(0, (HEADS[position], -1))
             weights[position] = weight
-        return module.oracle(layer, hidden, *given, gate=gate, gate_weights=weights)
+        return module.oracle(
+            layer,
+            hidden,
+            *given,
+            gate=gate,
+            gate_weights=weights,
+        )
 
     return oracle
 
 
 @pytest.mark.parametrize(
-    ("name", "use_qk_norm"), [*((name, False) for name in CASES), ("everywhere", True)]
+    ("name", "use_qk_norm"),
+    [*((name, False) for name in CASES), ("everywhere", True)],
 )
 def test_output_and_gradients_equal_the_oracle(name, use_qk_norm):
     config = make_config(KNOCKED, kha_gate=CASES[name], use_qk_norm=use_qk_norm)
@@ -58,12 +65,17 @@ def test_output_and_gradients_equal_the_oracle(name, use_qk_norm):
 
 @pytest.mark.parametrize("gate", [{"output": g} for g in ("element", "head", "shared")], ids=str)
 def test_gated_output_of_latent_attention_equals_the_oracle(gate):
-    config = make_config({"key": "linear"}, kha_gate=gate, **LATENT, use_qk_norm=False)
+    config = make_config(
+        {"key": "linear"},
+        kha_gate=gate,
+        **LATENT,
+        use_qk_norm=False,
+    )
     check_layer_against_oracle(config, oracle_of(config, test_family))
 
 
 def test_gates_per_head_have_the_bias_of_their_projection():
-    """As in Megatron's ``linear_qkv``. Gates that all heads share have no bias."""
+    """Compare with Megatron's ``linear_qkv``. Gates that all heads share have no bias."""
     model = make_model(KNOCKED, kha_gate=CASES["everywhere"], attention_bias=True)
     attention = model.model.layers[0].self_attn
     biases = {name for name, _ in attention.named_parameters() if name.endswith(".bias")}

@@ -103,7 +103,8 @@ for name in sys.argv[2:]:
 
 def test_exported_code_has_the_heads(tmp_path):
     make_model(MIXED, pad_token_id=0).save_pretrained(tmp_path / "base")
-    ids, expected = tokens().clamp(min=1), {}
+    ids = tokens().clamp(min=1)
+    expected = {}
     torch.save(ids, tmp_path / "ids.pt")
     for auto_class, _ in HEADS.values():
         model = auto_class.from_pretrained(tmp_path / "base", num_labels=LABELS).eval()

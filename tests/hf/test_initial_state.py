@@ -15,15 +15,16 @@ CASES = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CASES)
 def test_new_matrices_are_an_exact_no_op(name, dtype):
     kha, sizes = CASES[name]
     baseline = make_model(dtype=dtype, **sizes)
     knocked = make_model(kha, learnt=False, dtype=dtype, **sizes)
-    assert sum(isinstance(m, HeadSharedLinear) for m in knocked.modules()) == 3 * sum(
-        len(MATRICES[v]) for v in kha.values()
-    )
+    shared = [module for module in knocked.modules() if isinstance(module, HeadSharedLinear)]
+    matrices_of_layer = sum(len(MATRICES[variant]) for variant in kha.values())
+    assert len(shared) == 3 * matrices_of_layer
     missing, unexpected = knocked.load_state_dict(baseline.state_dict(), strict=False)
     assert not unexpected
     assert missing
@@ -38,7 +39,10 @@ def test_norms_around_zero_start_as_ordinary_norms(sizes):
     torch.manual_seed(4)
     centered = KHAForCausalLM(make_config(**sizes, zero_centered_norms=True)).eval()
     ordinary = KHAForCausalLM(make_config(**sizes)).eval()
-    weights = {k: v for k, v in centered.state_dict().items() if not k.endswith("norm.weight")}
+    weights = centered.state_dict()
+    for name in list(weights):
+        if name.endswith("norm.weight"):
+            del weights[name]
     missing, unexpected = ordinary.load_state_dict(weights, strict=False)
     assert not unexpected
     assert len(missing) > 2 * len(centered.model.layers)

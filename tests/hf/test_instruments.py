@@ -27,25 +27,37 @@ MODELS = {
 
 def build(name, attention="sdpa"):
     torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation=attention).eval()
+    config = MODELS[name]()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    return model.eval()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_sinks_and_peaks_equal_those_of_eager_attention(name):
     ids = tokens(1, 9)
     found = measure_layers(build(name), ids)
-    model, outputs = build(name, "eager"), []
+    model = build(name, "eager")
+    outputs = []
+
+    def keep_output(module, inputs, output):
+        if isinstance(output, tuple):
+            output = output[0]
+        outputs.append(output[0])
+
     for layer in model.get_decoder().layers:
-        layer.register_forward_hook(
-            lambda _m, _x, y: outputs.append((y[0] if isinstance(y, tuple) else y)[0])
-        )
+        layer.register_forward_hook(keep_output)
     with torch.no_grad():
         attentions = model(ids, output_attentions=True).attentions
     assert [figures.layer for figures in found] == [0, 1, 2]
     for figures, weights, hidden in zip(found, attentions, outputs, strict=True):
         expected = weights[0, :, 1:, 0].mean(-1)
         assert expected.std() > 1e-4
-        torch.testing.assert_close(torch.tensor(figures.sinks), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(figures.sinks),
+            expected,
+            rtol=1e-5,
+            atol=1e-5,
+        )
         assert figures.peak == pytest.approx(hidden.abs().max().item(), rel=1e-5)
         place = hidden[figures.peak_token, figures.peak_feature]
         assert abs(place.item()) == pytest.approx(figures.peak, rel=1e-5)
@@ -57,14 +69,16 @@ def test_gates_of_kha_and_stock_models_are_measured(name):
     model = build(name)
     for parameter in model.parameters():  # Wide enough that some gates are closed.
         parameter.data *= 3
-    seen = []
-    for layer in model.get_decoder().layers:
-        layer.self_attn.register_forward_pre_hook(
-            lambda _m, args, kwargs: seen.append((args or (kwargs["hidden_states"],))[0]),
-            with_kwargs=True,
-        )
+    inputs = []
+
+    def keep_input(module, args, kwargs):
+        inputs.append(args[0] if args else kwargs["hidden_states"])
+
+    layers = model.get_decoder().layers
+    for layer in layers:
+        layer.self_attn.register_forward_pre_hook(keep_input, with_kwargs=True)
     found = measure_layers(model, tokens(1, 9))
-    for figures, layer, hidden in zip(found, model.get_decoder().layers, seen, strict=True):
+    for figures, layer, hidden in zip(found, layers, inputs, strict=True):
         attention = layer.self_attn
         with torch.no_grad():
             if name == "qwen3_next":
@@ -72,11 +86,13 @@ def test_gates_of_kha_and_stock_models_are_measured(name):
             else:
                 score = attention.gate_output(hidden)
         score = 1 / (1 + torch.exp(-score.double()))
-        assert 0 < (score < 0.1).double().mean() < 1
-        assert figures.figures["gate-score/output"] == pytest.approx(score.mean().item(), rel=1e-5)
+        mean = score.mean().item()
         shut = (score < 0.1).double().mean().item()
-        assert figures.figures["gate-shut/output"] == pytest.approx(shut, rel=1e-5)
-        assert ("gate-shut/value" in figures.figures) == (name == "gates")
+        assert 0 < shut < 1
+        measured = figures.figures
+        assert measured["gate-score/output"] == pytest.approx(mean, rel=1e-5)
+        assert measured["gate-shut/output"] == pytest.approx(shut, rel=1e-5)
+        assert ("gate-shut/value" in measured) == (name == "gates")
 
 
 def test_the_load_of_heads_is_measured():

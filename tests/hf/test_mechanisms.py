@@ -54,7 +54,11 @@ def test_talking_and_collaborative_heads_equal_the_oracle(name):
     config = make_config(**MIXED_HEADS[name])
     own = ("collaborative_query", "collaborative_key")
     query_key = own if "kha_collaborative" in MIXED_HEADS[name] else ("q_proj", "k_proj")
-    names = {"pre": "talking_pre", "post": "talking_post", "mixing": "collaborative_mixing"}
+    names = {
+        "pre": "talking_pre",
+        "post": "talking_post",
+        "mixing": "collaborative_mixing",
+    }
 
     def oracle(layer, hidden):
         mixings = {argument: getattr(layer, name, None) for argument, name in names.items()}

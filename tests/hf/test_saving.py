@@ -6,32 +6,37 @@ from safetensors.torch import load_file, save_file
 
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import KHAForCausalLM, read_kha
-from tests.hf.conftest import MIXED, MOE, load, make_model, tokens
+from tests.hf.conftest import MIXED, MOE, load, make_model, mark_whole, tokens
 from tests.hf.test_uses import MODELS, VARIATIONS
 
 CASES = {
-    **{name: (*model, torch.float32) for name, model in MODELS.items()},
-    "tied": (MIXED, {"tie_word_embeddings": True, "use_qk_norm": False}, torch.float32),
-    "tied, bfloat16": (MIXED, {"tie_word_embeddings": True}, torch.bfloat16),
-    "moe, bfloat16": (MIXED, MOE, torch.bfloat16),
+    **MODELS,
+    "tied": (MIXED, {"tie_word_embeddings": True, "use_qk_norm": False}),
+    "tied, bfloat16": (MIXED, {"tie_word_embeddings": True}),
+    "moe, bfloat16": (MIXED, MOE),
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.whole] * (n in VARIATIONS)) for n in CASES]
-)
+@pytest.mark.fast
+@pytest.mark.parametrize("name", mark_whole(CASES, VARIATIONS))
 def test_round_trip_is_exact(name, tmp_path):
-    kha, sizes, dtype = CASES[name]
-    model, ids = make_model(kha, dtype=dtype, **sizes), tokens()
+    kha, sizes = CASES[name]
+    dtype = torch.bfloat16 if name.endswith("bfloat16") else torch.float32
+    model = make_model(kha, dtype=dtype, **sizes)
+    ids = tokens()
     model.save_pretrained(tmp_path)
     loaded = load(tmp_path)
     assert type(loaded) is KHAForCausalLM
     assert loaded.dtype == dtype
-    settings = {k[4:]: v for k, v in sizes.items() if k.startswith("kha_")}
+    settings = {}
+    for key, value in sizes.items():
+        if key.startswith("kha_"):
+            settings[key.removeprefix("kha_")] = value
     assert read_kha(loaded.config) == HeadsConfig.from_dict(kha | settings)
     state = model.state_dict()
-    assert loaded.state_dict().keys() == state.keys()
-    for key, tensor in loaded.state_dict().items():
+    loaded_state = loaded.state_dict()
+    assert loaded_state.keys() == state.keys()
+    for key, tensor in loaded_state.items():
         assert torch.equal(tensor, state[key]), key
         assert tensor.dtype == state[key].dtype, key
     tied = loaded.lm_head.weight is loaded.model.embed_tokens.weight

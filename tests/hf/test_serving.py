@@ -1,4 +1,4 @@
-"""What vLLM and SGLang do to a model in their transformers backends.
+"""Test what the transformers backends of vLLM and SGLang do to a model.
 
 They pass their own attention function with packed sequences, replace linear layers and experts, and
 split layers into pipeline stages. ``tests/serving`` runs vLLM itself.
@@ -26,7 +26,12 @@ def packed_attention(module, query, key, value, attention_mask, scaling, calls=N
     token = torch.arange(len(sequence))
     visible = (sequence[:, None] == sequence) & (token[:, None] >= token)
     output = F.scaled_dot_product_attention(
-        query, key, value, visible, scale=scaling, enable_gqa=True
+        query,
+        key,
+        value,
+        visible,
+        scale=scaling,
+        enable_gqa=True,
     )
     return output.transpose(1, 2).flatten(2)[0], None
 
@@ -36,23 +41,31 @@ AttentionInterface.register("packed", packed_attention)
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "talking"])
 def test_a_packed_row_equals_separate_sequences(name):
-    model, twin = model_of(name, attention="packed").model, model_of(name).model
+    model = model_of(name, attention="packed").model
+    twin = model_of(name).model
     twin.load_state_dict(model.state_dict())
-    sequences, calls = [tokens(1, n) for n in SEQUENCES], []
+    sequences = [tokens(1, n) for n in SEQUENCES]
+    calls = []
+    positions = torch.cat([torch.arange(length) for length in SEQUENCES])
     with torch.no_grad():
-        packed = model(
+        outputs = model(
             input_ids=torch.cat(sequences, 1),
-            position_ids=torch.cat([torch.arange(n) for n in SEQUENCES])[None],
+            position_ids=positions[None],
             use_cache=False,
             return_dict=False,
             calls=calls,
-        )[0][0]
+        )
+        packed = outputs[0][0]
         separate = torch.cat([twin(ids).last_hidden_state[0] for ids in sequences])
     torch.testing.assert_close(packed, separate, rtol=1e-5, atol=1e-5)
     assert [call[0] for call in calls] == [layer.self_attn for layer in model.layers]
     if name == "dense":
-        assert calls[0][0].is_causal
-        assert calls[0][1:] == ((1, 6, 7, 10), (1, 3, 7, 10), (1, 3, 7, 10), 10**-0.5)
+        module, query_shape, key_shape, value_shape, scaling = calls[0]
+        assert module.is_causal
+        assert query_shape == (1, 6, 7, 10)
+        assert key_shape == (1, 3, 7, 10)
+        assert value_shape == (1, 3, 7, 10)
+        assert scaling == 10**-0.5
 
 
 class OtherLinear(nn.Module):
@@ -71,16 +84,18 @@ class OtherExperts(nn.Module):
 
     def __init__(self, experts) -> None:
         super().__init__()
-        self.gate_up, self.down = experts.gate_up_proj.data, experts.down_proj.data
+        self.gate_up = experts.gate_up_proj.data
+        self.down = experts.down_proj.data
 
     def forward(self, hidden_states, topk_ids, topk_weights):
         assert hidden_states.shape == (2 * TOKENS, 22)
         assert topk_ids.shape == topk_weights.shape == (2 * TOKENS, 2)
         assert not topk_ids.is_floating_point()
         assert topk_weights.dtype == torch.float32
-        gate, up = torch.einsum("nc,efc->nef", hidden_states, self.gate_up).chunk(2, -1)
-        every = torch.einsum("nef,ecf->nec", F.silu(gate) * up, self.down)
-        chosen = every.gather(1, topk_ids[..., None].expand(-1, -1, 22))
+        gate_up = torch.einsum("nc,efc->nef", hidden_states, self.gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        outputs = torch.einsum("nef,ecf->nec", F.silu(gate) * up, self.down)
+        chosen = outputs.gather(1, topk_ids[..., None].expand(-1, -1, 22))
         return (chosen * topk_weights[..., None]).sum(1)
 
 
@@ -96,7 +111,12 @@ def test_linear_layers_and_experts_can_be_replaced():
                 elif name == "experts":
                     setattr(module, name, OtherExperts(child))
         assert not any(isinstance(module, nn.Linear) for module in model.modules())
-        torch.testing.assert_close(model(ids).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            model(ids).logits,
+            expected,
+            rtol=1e-5,
+            atol=1e-5,
+        )
 
 
 class Missing(nn.Identity):
@@ -109,23 +129,33 @@ class Missing(nn.Identity):
 def test_stages_with_missing_layers_follow_the_plan():
     whole = make_model(MIXED, **MOE).model
     plan = KHAModelConfig.base_model_pp_plan
-    assert [name for name in plan if isinstance(getattr(whole, name), nn.ModuleList)] == ["layers"]
-    stages = []
-    for layers in ({0, 1}, {2}):
+    lists = [name for name in plan if isinstance(getattr(whole, name), nn.ModuleList)]
+    assert lists == ["layers"]
+
+    def build_stage(missing):
         stage = make_model(MIXED, **MOE).model
         stage.load_state_dict(whole.state_dict())
-        for layer in set(range(3)) - layers:
+        for layer in missing:
             stage.layers[layer] = Missing()
-        stages.append(stage)
-    stages[0].norm, stages[1].embed_tokens = Missing(), Missing()
+        return stage
+
+    first = build_stage(missing=[2])
+    first.norm = Missing()
+    second = build_stage(missing=[0, 1])
+    second.embed_tokens = Missing()
     ids = tokens()
     with torch.no_grad():
-        between = stages[0](ids, use_cache=False).last_hidden_state
-        last = stages[1](inputs_embeds=between, use_cache=False).last_hidden_state
+        hidden = first(ids, use_cache=False).last_hidden_state
+        last = second(inputs_embeds=hidden, use_cache=False).last_hidden_state
         assert torch.equal(last, whole(ids).last_hidden_state)
 
 
-GROUPS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 4}
+GROUPS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "n_group": 4,
+}
 
 
 @pytest.mark.parametrize(

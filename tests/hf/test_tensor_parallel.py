@@ -6,10 +6,14 @@ import re
 import pytest
 import torch
 
-from tests.hf.conftest import FAMILY, LINEAR, MIXED, MOE, ROUTED, make_model, tokens
+from tests.hf.conftest import FAMILY, LINEAR, MIXED, MOE, ROUTED, make_model, mark_whole, tokens
 from tests.hf.sharded import RESULTS, run_ranks
 
-HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.3}
+HEADS = {
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
 # KHA variants and sizes. 37 and 9 features are not divisible by two.
 CASES = {
     "dense": (MIXED, {"tie_word_embeddings": True}),
@@ -55,55 +59,70 @@ SPLIT = {
 def runs(tmp_path_factory, request):
     """Return, for each selected case, the unsharded model and the results of the two ranks."""
     torch.manual_seed(0)
-    root, ids = tmp_path_factory.mktemp("sharded"), tokens()
-    items = [item for item in request.session.items if item.module is request.module]
-    calls = [item.callspec for item in items if hasattr(item, "callspec")]
-    selected = {"dense", *(call.params.get("case") for call in calls)}
-    models, jobs = {}, []
-    for name in (case for case in CASES if case in selected):
+    root = tmp_path_factory.mktemp("sharded")
+    ids = tokens()
+    selected = {"dense"}
+    for item in request.session.items:
+        if item.module is request.module and hasattr(item, "callspec"):
+            selected.add(item.callspec.params.get("case"))
+    models = {}
+    jobs = []
+    for name in CASES:
+        if name not in selected:
+            continue
         models[name] = build(name)
         models[name].save_pretrained(root / name)
-        jobs.append((root / name, {"tp_size": 2} | ({"ep_size": 2} if name == "experts" else {})))
+        plan = {"tp_size": 2}
+        if name == "experts":
+            plan["ep_size"] = 2
+        jobs.append((root / name, plan))
     run_ranks(jobs, ids, root)
-    return ids, {
-        name: (model, [torch.load(root / name / RESULTS.format(rank)) for rank in range(2)])
-        for name, model in models.items()
-    }
+    cases = {}
+    for name, model in models.items():
+        results = [torch.load(root / name / RESULTS.format(rank)) for rank in range(2)]
+        cases[name] = model, results
+    return ids, cases
 
 
 def joined(name: str, parts: list[torch.Tensor], whole: torch.Tensor) -> torch.Tensor:
     """Return one gradient from its two shards, or the first of two replicas."""
     if parts[0].shape == whole.shape:
         return parts[0]
-    dim = next(d for d in range(whole.dim()) if parts[0].shape[d] != whole.shape[d])
+    first, second = parts
+    dim = next(d for d in range(whole.dim()) if first.shape[d] != whole.shape[d])
     if name.endswith("gate_up_proj") and dim == 1:  # Gate and up are split separately.
-        halves = [part.chunk(2, dim) for part in parts]
-        parts = [half[i] for i in range(2) for half in halves]
+        first_gate, first_up = first.chunk(2, dim)
+        second_gate, second_up = second.chunk(2, dim)
+        parts = [first_gate, second_gate, first_up, second_up]
     return torch.cat(parts, dim)
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.whole] * (c in WHOLE)) for c in CASES]
-)
+@pytest.mark.fast
+@pytest.mark.parametrize("case", mark_whole(CASES, WHOLE))
 def test_outputs_and_gradients_equal_one_process(runs, case):
     """Each rank has half the heads, so gradients of shared matrices must be summed exactly once."""
     ids, cases = runs
     model, ranks = cases[case]
     with torch.no_grad():
         expected = model(ids).logits
-        new = model.generate(ids, max_new_tokens=2, do_sample=False, pad_token_id=0)
+        new = model.generate(
+            ids,
+            max_new_tokens=2,
+            do_sample=False,
+            pad_token_id=0,
+        )
     assert expected.abs().max() > 1
-    for seen in ranks:
+    for results in ranks:
         # Sums of two halves round differently.
-        torch.testing.assert_close(seen["logits"], expected, rtol=1e-5, atol=2e-5)
-        assert torch.equal(seen["new"], new)
+        torch.testing.assert_close(results["logits"], expected, rtol=1e-5, atol=2e-5)
+        assert torch.equal(results["new"], new)
 
     model.train()(ids, labels=ids).loss.backward()
     split = set()
     for name, parameter in model.named_parameters():
-        parts = [seen["grads"][name] for seen in ranks]
-        whole = joined(name, parts, parameter.grad)
-        error = (whole - parameter.grad).abs().max() / parameter.grad.abs().max()
+        parts = [results["grads"][name] for results in ranks]
+        difference = joined(name, parts, parameter.grad) - parameter.grad
+        error = difference.abs().max() / parameter.grad.abs().max()
         assert error < 1e-5, f"{name}: {error:.1e}"
         if parts[0].shape == parameter.shape:
             assert torch.equal(*parts), f"{name}: the replicas differ"

@@ -4,7 +4,17 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from tests.hf.conftest import ADDED, EVERYWHERE, FAMILY, MIXED, MOE, ROUTED, make_model, tokens
+from tests.hf.conftest import (
+    ADDED,
+    EVERYWHERE,
+    FAMILY,
+    MIXED,
+    MOE,
+    ROUTED,
+    make_model,
+    mark_whole,
+    tokens,
+)
 
 GATE = {"output": "head", "value": "element"}
 MODELS = {
@@ -23,9 +33,7 @@ VARIATIONS = (
     *("gta, no norm", "mla, direct queries, no norm", "gla, 3 latent heads, direct queries"),
     *("added gates", "gates without input", "moh by norms"),
 )
-every_model = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.whole] * (n in VARIATIONS)) for n in MODELS]
-)
+every_model = pytest.mark.parametrize("name", mark_whole(MODELS, VARIATIONS))
 NEW = 5
 
 
@@ -37,19 +45,27 @@ def model_of(name, **settings):
 @every_model
 def test_greedy_tokens_ignore_caches_and_padding_on_the_left(name):
     model = model_of(name, initializer_range=0.5)
-    settings = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    short, long = (tokens(1, length).clamp(min=1) for length in (4, 7))  # 0 is padding
-    alone = torch.cat(
-        [model.generate(ids, use_cache=False, **settings)[:, -NEW:] for ids in (short, long)]
-    )
+    settings = {
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+    }
+    short = tokens(1, 4).clamp(min=1)  # 0 is padding
+    long = tokens(1, 7).clamp(min=1)
+    after_short = model.generate(short, use_cache=False, **settings)
+    after_long = model.generate(long, use_cache=False, **settings)
+    alone = torch.cat([after_short[:, -NEW:], after_long[:, -NEW:]])
     assert alone.unique().numel() > 2, "a constant output proves nothing"
-    padded = torch.cat([torch.cat([torch.zeros(1, 3, dtype=torch.long), short], 1), long])
+    padding = torch.zeros(1, 3, dtype=torch.long)
+    padded = torch.cat([torch.cat([padding, short], 1), long])
     settings["attention_mask"] = (padded != 0).long()
     for cache in ("dynamic", "static"):
         together = model.generate(padded, cache_implementation=cache, **settings)
         assert torch.equal(together[:, -NEW:], alone)
 
 
+@pytest.mark.fast
 def test_the_cache_holds_knocked_values_and_a_step_knocks_one_token():
     model = make_model({"value": "mlp"})
     knocked = []
@@ -67,7 +83,8 @@ def test_the_cache_holds_knocked_values_and_a_step_knocks_one_token():
 @every_model
 def test_logits_of_chunks_with_a_cache_equal_one_pass(name, static):
     """One of the two sequences is padded on the left."""
-    model, lengths = model_of(name), (5, 2, 1, 1)
+    model = model_of(name)
+    lengths = (5, 2, 1, 1)
     ids = tokens(2, sum(lengths))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
@@ -75,28 +92,34 @@ def test_logits_of_chunks_with_a_cache_equal_one_pass(name, static):
     cache = DynamicCache(config=model.config)
     if static:
         cache = StaticCache(config=model.config, max_cache_len=12)
-    parts, start = [], 0
+    logits = []
+    start = 0
     with torch.no_grad():
         alone = [model(ids[:1, 3:]).logits[0], model(ids[1:]).logits[0]]
         for length in lengths:
             end = start + length
-            parts.append(
-                model(
-                    ids[:, start:end],
-                    attention_mask=mask[:, :end],
-                    position_ids=positions[:, start:end],
-                    past_key_values=cache,
-                ).logits
+            output = model(
+                ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
             )
+            logits.append(output.logits)
             start = end
     expected = torch.cat(alone)
     assert expected.std(dim=0).mean() > 0.3, "similar logits prove nothing"
-    torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], expected, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(
+        torch.cat(logits, 1)[mask.bool()],
+        expected,
+        rtol=1e-5,
+        atol=2e-5,
+    )
 
 
 @every_model
 def test_gradient_checkpointing_gives_the_same_gradients(name):
-    ids, gradients = tokens(), []
+    ids = tokens()
+    gradients = []
     for checkpointing in (False, True):
         torch.manual_seed(1)
         model = model_of(name).train()
@@ -112,27 +135,28 @@ def test_gradient_checkpointing_gives_the_same_gradients(name):
     assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
-@pytest.mark.parametrize(
-    "name", ["moe", *(pytest.param(n, marks=pytest.mark.whole) for n in MODELS if n != "moe")]
-)
+@pytest.mark.parametrize("name", mark_whole(MODELS, MODELS.keys() - {"moe"}))
 def test_a_decoding_step_compiles_to_one_graph(name):
     model = model_of(name)
     if model.config.num_experts:
         model.set_experts_implementation("batched_mm")
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
-    prompt, steps, runs = tokens(), tokens(2, 3), []
+    prompt = tokens()
+    steps = tokens(2, 3)
+    runs = []
     for step in (model, compiled):
         cache = StaticCache(config=model.config, max_cache_len=16)
+        logits = []
         with torch.no_grad():
             model(prompt, past_key_values=cache)
-            logits = [
-                step(
+            for i in range(steps.shape[1]):
+                output = step(
                     steps[:, i : i + 1],
                     past_key_values=cache,
                     position_ids=torch.full((2, 1), prompt.shape[1] + i),
-                ).logits
-                for i in range(steps.shape[1])
-            ]
+                )
+                logits.append(output.logits)
         runs.append(torch.cat(logits, 1))
-    torch.testing.assert_close(runs[1], runs[0], rtol=1e-5, atol=1e-5)
+    plain, of_compiled = runs
+    torch.testing.assert_close(of_compiled, plain, rtol=1e-5, atol=1e-5)

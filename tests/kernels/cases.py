@@ -4,7 +4,7 @@ Shape legend: ``R`` rows (every head of every token), ``D`` head dim. Everything
 ``heads.knock.knock`` in float64, which ``tests/heads`` compares with the oracle.
 """
 
-import itertools
+import functools
 
 import torch
 
@@ -22,12 +22,18 @@ MANY = (33335, 3)
 def weight_of(variant, head_dim, dtype, device="cpu"):
     """Draw matrices whose products are of the size of their factors."""
     shape = (len(MATRICES[variant]), head_dim, head_dim)
-    return (torch.randn(shape, device=device) / head_dim**0.5).to(dtype)
+    weight = torch.randn(shape, device=device) / head_dim**0.5
+    return weight.to(dtype)
 
 
 def strided(lead, head_dim, dtype, device="cpu"):
     """Draw ``[*lead, D]`` between gaps of NaN, as the split of Megatron's QKV buffer returns it."""
-    buffer = torch.full((*lead, 3 * head_dim), torch.nan, dtype=dtype, device=device)
+    buffer = torch.full(
+        (*lead, 3 * head_dim),
+        torch.nan,
+        dtype=dtype,
+        device=device,
+    )
     view = buffer[..., 2 * head_dim :]
     view.copy_(torch.randn(view.shape, device=device))
     return view
@@ -40,28 +46,36 @@ def relative_error(got, want):
 
 def reference(x, weight, variant, dy):
     """Return the result and the gradients in float64."""
-    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    x = x.detach().double().requires_grad_()
+    weight = weight.detach().double().requires_grad_()
     y = knocking.knock(x, weight, variant)
-    return y.detach(), *torch.autograd.grad(y, (x, weight), dy.double())
+    dx, dw = torch.autograd.grad(y, (x, weight), dy.double())
+    return y.detach(), dx, dw
 
 
 def errors_of(x, weight, dy, variant):
     """Return the relative errors of the result, of the input gradient and of each matrix's."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+    x = x.detach().requires_grad_()
+    weight = weight.detach().requires_grad_()
     y = fused_knock(x, weight, variant)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     want_y, want_dx, want_dw = reference(x, weight, variant, dy)
-    found = {"y": relative_error(y, want_y), "dx": relative_error(dx, want_dx)}
+    relative_errors = {
+        "y": relative_error(y, want_y),
+        "dx": relative_error(dx, want_dx),
+    }
     for name, got, want in zip(MATRICES[variant], dw, want_dw, strict=True):
-        found[f"d_{name}"] = relative_error(got, want)
-    return found
+        relative_errors[f"d_{name}"] = relative_error(got, want)
+    return relative_errors
 
 
 def errors(variant, head_dim, dtype, lead, device="cpu"):
     """Return :func:`errors_of` random rows with leading dimensions ``lead``."""
     torch.manual_seed(lead[0])
-    x, dy = (strided(lead, head_dim, dtype, device) for _ in range(2))
-    return errors_of(x, weight_of(variant, head_dim, dtype, device), dy, variant)
+    x = strided(lead, head_dim, dtype, device)
+    dy = strided(lead, head_dim, dtype, device)
+    weight = weight_of(variant, head_dim, dtype, device)
+    return errors_of(x, weight, dy, variant)
 
 
 def is_identity_at_start(variant, head_dim, dtype, device="cpu"):
@@ -69,29 +83,37 @@ def is_identity_at_start(variant, head_dim, dtype, device="cpu"):
     x = 100 * torch.randn(7, 3, head_dim, device=device)
     x[0] *= 10.0 ** torch.linspace(0, -36, head_dim, device=device)
     shape = (len(MATRICES[variant]), head_dim, head_dim)
-    weight = initial_weight(torch.empty(shape, dtype=dtype, device=device), initial_values(variant))
-    return torch.equal(fused_knock(x.to(dtype), weight, variant), x.to(dtype))
+    empty_weight = torch.empty(shape, dtype=dtype, device=device)
+    weight = initial_weight(empty_weight, initial_values(variant))
+    x = x.to(dtype)
+    return torch.equal(fused_knock(x, weight, variant), x)
 
 
 def errors_by_layout(variant, device="cpu"):
     """Return the worst error for several layouts of the rows and of the arriving gradient."""
-    found, head_dim, dtype = {}, 64, torch.float16
-    buffer = torch.randn(5, 2, 3, 4, head_dim, dtype=dtype, device=device)
+    head_dim = 64
+    dtype = torch.float16
+    draw = functools.partial(torch.randn, dtype=dtype, device=device)
+    buffer = draw(5, 2, 3, 4, head_dim)
+    values = buffer[:, :, :, 3]
     views = {
-        "values": buffer[:, :, :, 3],
+        "values": values,
         "queries": buffer[:, :, :, :2],
-        "transposed": buffer[:, :, :, 3].transpose(0, 1),
-        "columns apart": torch.randn(7, 3, head_dim, 2, dtype=dtype, device=device)[..., 0],
-        "odd strides": torch.randn(7, 3, head_dim + 1, dtype=dtype, device=device)[..., 1:],
-        "one row": torch.randn(head_dim, dtype=dtype, device=device),
-        "expanded": torch.randn(1, 1, head_dim, dtype=dtype, device=device).expand(5, 3, -1),
+        "transposed": values.transpose(0, 1),
+        "columns apart": draw(7, 3, head_dim, 2)[..., 0],
+        "odd strides": draw(7, 3, head_dim + 1)[..., 1:],
+        "one row": draw(head_dim),
+        "expanded": draw(1, 1, head_dim).expand(5, 3, -1),
     }
     weight = weight_of(variant, head_dim, dtype, device)
-    for (name, x), expanded in itertools.product(views.items(), (False, True)):
+    worst = {}
+    for name, x in views.items():
+        dy = torch.randn_like(x)
+        worst[name, False] = max(errors_of(x, weight, dy, variant).values())
         # `sum().backward()` sends a gradient without strides
-        dy = torch.ones_like(x[..., :1]).expand_as(x) if expanded else torch.randn_like(x)
-        found[name, expanded] = max(errors_of(x, weight, dy, variant).values())
-    return found
+        dy = torch.ones_like(x[..., :1]).expand_as(x)
+        worst[name, True] = max(errors_of(x, weight, dy, variant).values())
+    return worst
 
 
 def repeats(variant, dtype, device="cpu", tokens=135):
@@ -99,10 +121,13 @@ def repeats(variant, dtype, device="cpu", tokens=135):
     x = strided((tokens, 3), 64, dtype, device).requires_grad_()
     weight = weight_of(variant, 64, dtype, device).requires_grad_()
     dy = torch.randn(tokens, 3, 64, device=device).to(dtype)
-    first, second = (
-        torch.autograd.grad(fused_knock(x, weight, variant), (x, weight), dy) for _ in range(2)
-    )
-    return all(torch.equal(*pair) for pair in zip(first, second, strict=True))
+
+    def gradients():
+        return torch.autograd.grad(fused_knock(x, weight, variant), (x, weight), dy)
+
+    first_dx, first_dw = gradients()
+    second_dx, second_dw = gradients()
+    return torch.equal(first_dx, second_dx) and torch.equal(first_dw, second_dw)
 
 
 def empty(variant, device="cpu"):
@@ -118,17 +143,19 @@ def kept_for_backward(variant, device="cpu"):
     """Return the bytes that autograd saves, without the QKV buffer and the matrices."""
     x = strided((7, 3), 64, torch.float32, device).requires_grad_()
     weight = weight_of(variant, 64, torch.float32, device).requires_grad_()
-    known = {x.untyped_storage().data_ptr(), weight.untyped_storage().data_ptr()}
-    kept = {}
+    saved_bytes = {}
 
     def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        saved_bytes[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = fused_knock(x, weight, variant)
     assert y.requires_grad
-    return sum(size for place, size in kept.items() if place not in known)
+    for tensor in (x, weight):
+        saved_bytes.pop(tensor.untyped_storage().data_ptr(), None)
+    return sum(saved_bytes.values())
 
 
 def ways_of_calling(variant, device="cpu"):
@@ -152,8 +179,8 @@ def ways_of_calling(variant, device="cpu"):
         y = way()
         y.backward(dy)
         results[name] = (y.detach(), x.grad, weight.grad)
-    plain = results["plain"]
-    return {
-        name: max((a - b).abs().max().item() for a, b in zip(result, plain, strict=True))
-        for name, result in results.items()
-    }
+    differences = {}
+    for name, tensors in results.items():
+        pairs = zip(tensors, results["plain"], strict=True)
+        differences[name] = max((a - b).abs().max().item() for a, b in pairs)
+    return differences

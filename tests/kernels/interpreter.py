@@ -15,7 +15,11 @@ import pytest
 
 from tests.interpreting import mend
 
-INTERPRETING = {"TRITON_INTERPRET": "1", "KHA_KERNELS": "triton", "CUDA_VISIBLE_DEVICES": ""}
+INTERPRETING = {
+    "TRITON_INTERPRET": "1",
+    "KHA_KERNELS": "triton",
+    "CUDA_VISIBLE_DEVICES": "",
+}
 
 
 def _context() -> multiprocessing.context.ForkServerContext:

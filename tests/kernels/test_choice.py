@@ -1,4 +1,4 @@
-"""Whether a call of ``fused_knock`` runs in the kernels or in torch, and what is logged."""
+"""Test whether a call of ``fused_knock`` runs in the kernels or in torch, and what is logged."""
 
 import os
 import re
@@ -123,7 +123,10 @@ print(fused_knock(torch.ones(2, 64), torch.zeros(1, 64, 64), "gate").sum().item(
 """
     environment = os.environ | {"KHA_KERNELS": "auto", "TRITON_INTERPRET": "1"}
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
     )
     assert result.stdout.strip() == "128.0", result.stderr
     assert "Computing KHA with torch (Triton cannot be imported" in result.stderr

@@ -19,7 +19,7 @@ from tests.kernels import cases
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 
 PROCESSORS = 132
-"""Of an H100 or H200 (SXM), the largest GPU that has tilings."""
+"""Multiprocessors of an H100 or H200 (SXM), the largest GPU that has tilings."""
 
 USUAL = torch.bfloat16, 128
 """Dtype and head dim of the paper's models, in the first minute of ``make gpu-check``."""

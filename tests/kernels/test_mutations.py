@@ -43,7 +43,11 @@ RESULT, INPUT, MATRICES = (
 )
 MISTAKES = {
     "the matrices' gradient is scaled": Mistake(
-        "knock_launch.py", "return gradient\n", "return 0.9 * gradient\n", {"d_gate"}, MATRICES
+        "knock_launch.py",
+        "return gradient\n",
+        "return 0.9 * gradient\n",
+        {"d_gate"},
+        MATRICES,
     ),
     "the gate's slope lacks a factor": Mistake(
         "tiles.py",
@@ -68,7 +72,11 @@ MISTAKES = {
         RESULT + "inf",
     ),
     "the last split is not summed": Mistake(
-        "knock_kernels.py", "(s < S)[:, None]", "(s < S - 1)[:, None]", {"d_gate"}, MATRICES
+        "knock_kernels.py",
+        "(s < S)[:, None]",
+        "(s < S - 1)[:, None]",
+        {"d_gate"},
+        MATRICES,
     ),
     "heads are taken for tokens": Mistake(
         "tiles.py",
@@ -88,11 +96,13 @@ MISTAKES = {
 
 
 def compare(variant, choice):
-    """Return the errors of one tile of rows at two strides, with NaN after the last row and in all
-    gaps; the log; and whether the kernels computed it. The process knows no comparison yet."""
-    x, dy = (torch.full((8, 4, 64), torch.nan)[:7, :3] for _ in range(2))
-    for tensor in (x, dy):
-        tensor.copy_(torch.randn(7, 3, 64))
+    """Compare one tile of rows at two strides in a process without earlier comparisons.
+
+    Returns:
+        The errors (or the message of an exception), the log, and whether the kernels were used.
+    """
+    x = between_gaps(torch.randn(7, 3, 64))
+    dy = between_gaps(torch.randn(7, 3, 64))
     weight = cases.weight_of(variant, 64, torch.float32)
     verification._trusted.clear()
     announcements._logged.clear()
@@ -103,9 +113,20 @@ def compare(variant, choice):
             found = cases.errors_of(x, weight, dy, variant)
         except Exception as error:
             found = str(error)
-        way = cases.fused_knock(x.requires_grad_(), weight, variant) if choice == "auto" else None
+        used_kernels = False
+        if choice == "auto":
+            y = cases.fused_knock(x.requires_grad_(), weight, variant)
+            used_kernels = "FusedKnock" in type(y.grad_fn).__name__
     assert torch.equal(state, torch.get_rng_state()), "the global random state was used"
-    return found, log.getvalue(), way is not None and "FusedKnock" in type(way.grad_fn).__name__
+    return found, log.getvalue(), used_kernels
+
+
+def between_gaps(rows):
+    """Return the rows as a view of a tensor whose other elements are NaN."""
+    tensor = torch.full((8, 4, 64), torch.nan)
+    view = tensor[:7, :3]
+    view.copy_(rows)
+    return view
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""When the kernels are compared with torch. What the comparison finds is in test_mutations.py."""
+"""Test when the kernels are compared with torch. ``test_mutations.py`` tests what is detected."""
 
 from contextlib import contextmanager
 
@@ -17,7 +17,7 @@ from tests.kernels import cases
 
 @contextmanager
 def started(comparisons):
-    """As a process that has just started, with ``KHA_KERNELS=auto``; list the comparisons."""
+    """Start as in a new process with ``KHA_KERNELS=auto``, and append each comparison to a list."""
     verification._trusted.clear()
     announcements._logged.clear()
     find_error = KnockCase.find_error
@@ -34,22 +34,25 @@ def started(comparisons):
 
 def compared_under_modes():
     """Return what the first calls compute while something watches or traces them."""
-    found, compared = {}, []
+    found = {}
+    compared = []
     with started(compared):
         found["saved under hooks"] = cases.kept_for_backward("gate") == 0
     with started(compared):
         found["every way of calling"] = set(cases.ways_of_calling("mlp").values()) == {0.0}
-    x, weight = torch.randn(7, 64), cases.weight_of("gate", 64, torch.float32)
+    x = torch.randn(7, 64)
+    weight = cases.weight_of("gate", 64, torch.float32)
     want = knocking.knock(x, weight, "gate")
+
+    def is_right():
+        y = fused_knock(x, weight, "gate")
+        return cases.relative_error(y, want.double()) < 1e-6
+
     with started(compared), torch.inference_mode():
-        found["inference"] = (
-            cases.relative_error(fused_knock(x, weight, "gate"), want.double()) < 1e-6
-        )
+        found["inference"] = is_right()
 
     def in_backward(gradient):
-        found["backward"] = (
-            cases.relative_error(fused_knock(x, weight, "gate"), want.double()) < 1e-6
-        )
+        found["backward"] = is_right()
 
     leaf = torch.ones(1, requires_grad=True)
     leaf.register_hook(in_backward)
@@ -113,7 +116,8 @@ def test_a_result_scaled_by_a_fifth_of_a_percent_is_detected(interpreter, varian
 
 @pytest.mark.parametrize("variant", MATRICES)
 def test_gradients_without_autograd_equal_autograd(variant):
-    x, dy = (torch.randn(7, 3, 10, dtype=torch.float64) for _ in range(2))
+    x = torch.randn(7, 3, 10, dtype=torch.float64)
+    dy = torch.randn(7, 3, 10, dtype=torch.float64)
     weight = cases.weight_of(variant, 10, torch.float64)
     _, *want = cases.reference(x, weight, variant, dy)
     torch.testing.assert_close(knocking.gradients(x, dy, weight, variant), tuple(want))

@@ -35,7 +35,13 @@ def own_layer_configs():
 
     def build_with_configs(spec, config, *args, layer_type_list, **kwargs):
         configs = [_copy(config, symbol, classes) for symbol in layer_type_list]
-        return build_module(spec, config, *args, layer_config_list=configs, **kwargs)
+        return build_module(
+            spec,
+            config,
+            *args,
+            layer_config_list=configs,
+            **kwargs,
+        )
 
     def build_from_configs(self, config, submodules, *, layer_config_list, **kwargs):
         configs = iter(layer_config_list)
@@ -48,7 +54,13 @@ def own_layer_configs():
             return build_module(spec, config=next(configs), **options)
 
         with mock.patch.object(hybrid_block, "build_module", build_layer):
-            build_stack(self, config, submodules, layer_type_list=symbols, **kwargs)
+            build_stack(
+                self,
+                config,
+                submodules,
+                layer_type_list=symbols,
+                **kwargs,
+            )
 
     with ExitStack() as stack:
         for owner, name, replacement in (

@@ -12,10 +12,11 @@ import torch
 
 from kha_megatron.heads import MixtureOfHeads
 from kha_megatron.heads.config import HeadsConfig
-from tests.distributed.pieces import assemble, fill, pieces
+from tests.distributed.pieces import Piece, assemble, fill, pieces
 from tests.mcore import twins
 
-HIDDEN, BATCH = 28, 2
+HIDDEN = 28
+BATCH = 2
 TOLERANCE = 1e-6  # results travel in float32, and Megatron's rotary frequencies are float32
 SIZES = {"num_attention_heads": 6, "num_query_groups": 3, "kv_channels": 10}
 ON_RANKS = {"num_attention_heads": 8, "num_query_groups": 4}
@@ -32,14 +33,18 @@ class Pass(NamedTuple):
 
 
 def draw(tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The input ``[s, b, h]`` and the gradient of the output."""
+    """Draw the input ``[s, b, h]`` and the gradient of the output."""
     generator = torch.Generator().manual_seed(5)
     shape = 2, tokens, BATCH, HIDDEN
     return torch.randn(shape, dtype=torch.float64, generator=generator).unbind(0)
 
 
 def build(
-    kha: HeadsConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any]
+    kha: HeadsConfig,
+    tp: int,
+    sp: bool,
+    tokens: int,
+    sizes: dict[str, Any],
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return this rank's layer in float64, filled, and the options of its forward pass."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -64,14 +69,17 @@ def build(
         return layer, {}
     percent = 0.5 if kha.attention == "gta" else 1.0
     rotary = RotaryEmbedding(
-        config.kv_channels, percent, rotary_base=twins.BASE, use_cpu_initialization=True
+        config.kv_channels,
+        percent,
+        rotary_base=twins.BASE,
+        use_cpu_initialization=True,
     )
     return layer, {"rotary_pos_emb": rotary(tokens).double()}
 
 
 @torch.no_grad()
 def decoded(kha: HeadsConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs for seven tokens ``[7, b, h]`` at once, and from Megatron's static cache."""
+    """Return outputs for seven tokens ``[7, b, h]`` at once, and from Megatron's static cache."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
     layer, options = build(kha, tp, False, 7, sizes)
@@ -82,20 +90,43 @@ def decoded(kha: HeadsConfig, tp: int, sizes: dict[str, Any]) -> tuple[torch.Ten
     steps = []
     for start, end in ((0, 4), (4, 5), (5, 6), (6, 7)):
         context.sequence_len_offset = start
-        step, _ = layer(hidden[start:end], None, inference_context=context, **options)
+        step, _ = layer(
+            hidden[start:end],
+            None,
+            inference_context=context,
+            **options,
+        )
         steps.append(step)
     return whole, torch.cat(steps)
 
 
+class RankPass(NamedTuple):
+    """The part of a :class:`Pass` on one rank."""
+
+    first_token: int
+    output: np.ndarray
+    input_gradient: np.ndarray
+    weights: list[Piece]
+    gradients: list[Piece]
+
+
 def on_rank(
-    kha: HeadsConfig, tp: int, sp: bool, tokens: int, sizes: dict[str, Any], mutate: Any = None
-) -> tuple[Any, ...]:
-    """This rank's part of a :class:`Pass`; ``mutate`` gives a context that breaks something."""
+    kha: HeadsConfig,
+    tp: int,
+    sp: bool,
+    tokens: int,
+    sizes: dict[str, Any],
+    mutate: Any = None,
+) -> RankPass:
+    """Run the layer on this rank. ``mutate`` returns a context that breaks something."""
     from megatron.core import parallel_state
 
     layer, options = build(kha, tp, sp, tokens, sizes)
     rank = parallel_state.get_tensor_model_parallel_rank()
-    hidden, upstream = (x.chunk(tp)[rank] if sp else x for x in draw(tokens))
+    hidden, upstream = draw(tokens)
+    if sp:
+        hidden = hidden.chunk(tp)[rank]
+        upstream = upstream.chunk(tp)[rank]
     hidden = hidden.clone().requires_grad_()
     with mutate() if mutate else nullcontext():
         output, _ = layer(hidden, None, **options)
@@ -103,30 +134,41 @@ def on_rank(
     for name, parameter in layer.named_parameters():
         if "layernorm" in name and tp > 1:  # as Megatron's finalize_model_grads does
             torch.distributed.all_reduce(parameter.grad)
-    return (
-        rank * len(hidden) if sp else 0,
-        output.detach().float().numpy(),
-        hidden.grad.float().numpy(),
-        list(pieces([layer])),
-        list(pieces([layer], lambda p: p.grad)),
+    return RankPass(
+        first_token=rank * len(hidden) if sp else 0,
+        output=output.detach().float().numpy(),
+        input_gradient=hidden.grad.float().numpy(),
+        weights=list(pieces([layer])),
+        gradients=list(pieces([layer], lambda p: p.grad)),
     )
 
 
-def put_together(ranks: list[tuple[Any, ...]], tokens: int) -> Pass:
-    """What the ranks of :func:`on_rank` hold.
+def put_together(ranks: list[RankPass], tokens: int) -> Pass:
+    """Assemble the results of all ranks.
 
     Raises:
-        AssertionError: ranks that hold the same differ, or something is not a number.
+        AssertionError: replicas differ, or something is not finite.
     """
-    assert all(np.isfinite(part).all() for rank in ranks for part in rank[1:3]), "not finite"
-    wholes = np.full((2, tokens, BATCH, HIDDEN), np.nan, np.float32)
-    for first, *parts, _, _ in ranks:
-        for whole, part in zip(wholes, parts, strict=True):
-            place = whole[first : first + len(part)]
-            same = np.isnan(place) | (place == part)
-            assert same.all(), "replicas of activations differ"
-            place[...] = part
-    return Pass(*wholes, *(assemble([rank[i] for rank in ranks]) for i in (3, 4)))
+    output = np.full((tokens, BATCH, HIDDEN), np.nan, np.float32)
+    input_gradient = np.full((tokens, BATCH, HIDDEN), np.nan, np.float32)
+    for rank in ranks:
+        _write_tokens(output, rank.output, rank.first_token)
+        _write_tokens(input_gradient, rank.input_gradient, rank.first_token)
+    return Pass(
+        output,
+        input_gradient,
+        assemble([rank.weights for rank in ranks]),
+        assemble([rank.gradients for rank in ranks]),
+    )
+
+
+def _write_tokens(target: np.ndarray, tokens: np.ndarray, first: int) -> None:
+    """Write the tokens of a rank. What another rank wrote there before must be equal."""
+    assert np.isfinite(tokens).all(), "not finite"
+    region = target[first : first + len(tokens)]
+    same = np.isnan(region) | (region == tokens)
+    assert same.all(), "replicas of activations differ"
+    region[...] = tokens
 
 
 def differences(
@@ -142,25 +184,29 @@ def differences(
     """Return relative errors, of norms, beyond ``TOLERANCE``, or how replicas differ."""
     tokens = 12 if sp else 7
     sizes = SIZES | (ON_RANKS if tp > 1 else {}) | sizes
-    parts = ranks(on_rank, tp, kha, tp, sp, tokens, sizes, mutate)
+    passes = ranks(on_rank, tp, kha, tp, sp, tokens, sizes, mutate)
     try:
-        found = put_together(parts, tokens)
+        sharded = put_together(passes, tokens)
     except AssertionError as difference:
         return str(difference)
-    weights = {n: torch.from_numpy(w).double().requires_grad_() for n, w in found.weights.items()}
+    weights = {}
+    for name, weight in sharded.weights.items():
+        weights[name] = torch.from_numpy(weight).double().requires_grad_()
     hidden, upstream = draw(tokens)
     hidden.requires_grad_()
     output, loss = twin(kha, sizes, hidden.transpose(0, 1), weights)
     expected = output.transpose(0, 1)
     ((expected * upstream).sum() + loss).backward()
     pairs = {
-        "output": (found.output, expected),
-        "input gradient": (found.input_gradient, hidden.grad),
+        "output": (sharded.output, expected.detach()),
+        "input gradient": (sharded.input_gradient, hidden.grad),
     }
-    pairs |= {name: (found.gradients[name], w.grad) for name, w in weights.items()}
-    with torch.no_grad():
-        off = {
-            name: float((torch.from_numpy(ours).double() - theirs).norm() / theirs.norm())
-            for name, (ours, theirs) in pairs.items()
-        }
-    return {name: error for name, error in off.items() if not error < TOLERANCE}
+    for name, weight in weights.items():
+        pairs[name] = (sharded.gradients[name], weight.grad)
+    too_large = {}
+    for name, (actual, wanted) in pairs.items():
+        difference = torch.from_numpy(actual).double() - wanted
+        error = float(difference.norm() / wanted.norm())
+        if not error < TOLERANCE:
+            too_large[name] = error
+    return too_large

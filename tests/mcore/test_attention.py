@@ -10,11 +10,16 @@ from tests.mcore.test_family import GLA, GTA, MLA
 
 TALKING = HeadsConfig(TalkingHeads())
 MIXED = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
-HEADS, GROUPS, HEAD_DIM, HIDDEN, TOKENS, BATCH = 6, 3, 10, 28, 7, 2
+HEADS = 6
+GROUPS = 3
+HEAD_DIM = 10
+HIDDEN = 28
+TOKENS = 7
+BATCH = 2
 
 
 def attention_layer(models, kha, built_with=None, **overrides):
-    """One layer's attention, from the layer spec that a GPTModel would be built with."""
+    """Build the attention of one layer from the layer spec of a GPTModel."""
     settings = {
         "num_attention_heads": HEADS,
         "num_query_groups": GROUPS,
@@ -26,7 +31,7 @@ def attention_layer(models, kha, built_with=None, **overrides):
 
 
 def stock_spec(config):
-    """Megatron's own layer spec for the local backend."""
+    """Return Megatron's own layer spec for the local backend."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
@@ -42,7 +47,7 @@ def stock_spec(config):
 
 
 def initial_losses(khas, dtype, overrides, stock):
-    """Per-token losses of new models, the first of which is stock Megatron's if ``stock``."""
+    """Return per-token losses of new models. If ``stock``, the first one is Megatron's own."""
     from tests.distributed import models
 
     models.initialize()
@@ -71,6 +76,7 @@ MOE = {
 }
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("khas", "overrides", "stock"),
@@ -90,7 +96,7 @@ def test_initial_value_is_identity_bit_for_bit(ranks, khas, overrides, stock, dt
 
 
 def drawn(kha, name, overrides):
-    """The replicated weights of two layers of a new model on this rank."""
+    """Return the replicated weights of two layers of a new model on this rank."""
     import torch.distributed as dist
 
     from tests.distributed import models
@@ -103,6 +109,7 @@ def drawn(kha, name, overrides):
     return [getattr(x.self_attention, name).weight.detach() for x in model.decoder.layers]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("kha", "name", "overrides"),
     [
@@ -120,7 +127,7 @@ def test_random_start_is_the_same_on_all_ranks(ranks, kha, name, overrides):
 
 
 def shared_with_more(kha):
-    """Whether the memory of query, key and value holds something else, plain and offloaded."""
+    """Return whether query, key and value share memory with something else, plain and offloaded."""
     from tests.distributed import models
 
     models.initialize()
@@ -134,7 +141,8 @@ def shared_with_more(kha):
 
 
 @pytest.mark.parametrize(
-    "kha", [HeadsConfig(Knock(key="mlp")), HeadsConfig.from_preset("gate_output_head")]
+    "kha",
+    [HeadsConfig(Knock(key="mlp")), HeadsConfig.from_preset("gate_output_head")],
 )
 def test_offloaded_tensors_share_no_memory(ranks, kha):
     """Megatron frees the memory of these tensors, but gates still read the projection."""
@@ -144,7 +152,7 @@ def test_offloaded_tensors_share_no_memory(ranks, kha):
 
 
 def with_pre_hooks(khas):
-    """The modules of a layer of each configuration that have a pre-forward hook of torch's."""
+    """Return for each configuration the modules of a layer that have a forward pre-hook."""
     from tests.distributed import models
 
     models.initialize()

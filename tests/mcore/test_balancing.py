@@ -1,5 +1,7 @@
 """Balancing by a bias: fixed points, convergence, and the same bits under every layout."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ def test_a_perfect_balance_is_the_fixed_point(update):
     assert torch.equal(moved[[0, 1, 4]], torch.zeros(3))
 
 
+@pytest.mark.fast
 def test_the_rms_form_is_sus_in_float64():
     loads = torch.tensor([[5.0, 0.0, 11.0, 2.0, 3.0], [1e7, 1.0, 0.0, 3.0, 1e6]])
     exact = loads.double()
@@ -25,13 +28,20 @@ def test_the_rms_form_is_sus_in_float64():
     expected = offset / offset.square().mean(dim=-1, keepdim=True).sqrt()
     got = compute_bias_update(loads, "rms")
     # five roundings of float32
-    torch.testing.assert_close(got.double(), expected, rtol=5 * 2**-23, atol=5 * 2**-23)
+    torch.testing.assert_close(
+        got.double(),
+        expected,
+        rtol=5 * 2**-23,
+        atol=5 * 2**-23,
+    )
     torch.testing.assert_close(got.sum(dim=-1), torch.zeros(2), rtol=0, atol=1e-5)
     torch.testing.assert_close(got.square().mean(dim=-1), torch.ones(2))
-    # one token more or less is felt in proportion, where the sign form takes a full step
+    # the step for one token more is small, but a full step in the sign form
     near = torch.tensor([100.0, 100.0, 101.0, 90.0, 109.0])
-    assert compute_bias_update(near, "rms")[2].abs() < 0.2
-    assert compute_bias_update(near, "sign")[2] == -1
+    rms_step = compute_bias_update(near, "rms")[2]
+    sign_step = compute_bias_update(near, "sign")[2]
+    assert rms_step.abs() < 0.2
+    assert sign_step == -1
 
 
 SKEWED = {
@@ -46,14 +56,15 @@ SKEWED = {
     "moe_token_dispatcher_type": "alltoall",
     "expert_tensor_parallel_size": 1,
 }
-SEQUENCES, STEPS = 4, 12
+SEQUENCES = 4
+STEPS = 12
 MICROBATCHES = 3
 
 
 def biases(layout, update, sequence_parallel=False):
-    """Expert biases and loads ``[STEPS, layers, E]`` that this rank saw, and the reported layers.
+    """Return the reported layers, and the loads and biases ``[STEPS, layers, E]`` on this rank.
 
-    Weights stay as they are: only the biases move, and they start skewed.
+    The weights do not change. The biases start skewed.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -64,34 +75,49 @@ def biases(layout, update, sequence_parallel=False):
     from tests.distributed import models, pieces
 
     models.initialize(7, **layout, expert_tensor_parallel_size=1)
-    config = models.transformer_config(**layout, **SKEWED, sequence_parallel=sequence_parallel)
+    config = models.transformer_config(
+        **layout,
+        **SKEWED,
+        sequence_parallel=sequence_parallel,
+    )
     model = models.gpt_model(config, HeadsConfig(Knock(value="mlp")), perturbed=False)
     ddp = [DistributedDataParallel(config, DistributedDataParallelConfig(), model)]
     pieces.fill(ddp)
     for module in model.modules():
         if hasattr(module, "expert_bias"):
             module.expert_bias.copy_(torch.linspace(-0.3, 0.3, 6))
-    seen = []
-    balance_experts(ddp, update, lambda *what: seen.append(what))
+    reported_layers = []
+    reported_loads = []
+    reported_biases = []
+
+    def report(layers, loads, biases):
+        reported_layers.append(layers)
+        reported_loads.append(loads)
+        reported_biases.append(biases)
+
+    balance_experts(ddp, update, report)
     replicas = parallel_state.get_data_parallel_world_size()
-    mine = parallel_state.get_data_parallel_rank()
+    replica = parallel_state.get_data_parallel_rank()
+    has_context_parallelism = layout.get("context_parallel_size", 1) > 1
+    positions = torch.arange(models.SEQUENCE)[None].expand(1, -1)
+    _, _, mask = models.batch()
     model.train()
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, models.VOCAB, (SEQUENCES, models.SEQUENCE), generator=generator)
-        positions = torch.arange(models.SEQUENCE)[None].expand(1, -1)
-        for row in tokens.chunk(replicas)[mine].split(1):  # microbatches of one sequence
-            batch = {"tokens": row, "position_ids": positions, "labels": row}
-            size = layout.get("context_parallel_size", 1)
-            if size > 1:
-                group = parallel_state.get_context_parallel_group()
-                batch = on_this_cp_rank(batch, group)
-            mask = models.batch()[2] if size == 1 else None
+        shape = (SEQUENCES, models.SEQUENCE)
+        tokens = torch.randint(0, models.VOCAB, shape, generator=generator)
+        for sequence in tokens.chunk(replicas)[replica].split(1):
+            batch = {
+                "tokens": sequence,
+                "position_ids": positions,
+                "labels": sequence,
+            }
+            if has_context_parallelism:
+                mask = None
+                batch = on_this_cp_rank(batch, parallel_state.get_context_parallel_group())
             ddp[0](batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
         config.finalize_model_grads_func(ddp, None)
-    layers = seen[0][0]
-    loads = torch.stack([what[1] for what in seen])
-    return layers, loads, torch.stack([what[2] for what in seen]).clone()
+    return reported_layers[0], torch.stack(reported_loads), torch.stack(reported_biases)
 
 
 LAYOUTS = {
@@ -122,10 +148,11 @@ def test_every_layout_moves_biases_by_the_same_bits(name, update, ranks):
     assert violation(loads[-3:].sum(dim=0)).max() < 0.75
     layout, world = LAYOUTS[name]
     parallel = "tensor_model_parallel_size" in layout
-    for got in ranks(biases, world, layout, update, sequence_parallel=parallel):
-        assert got[0] == layers
-        assert torch.equal(got[1], loads)
-        assert torch.equal(got[2], expected)
+    results = ranks(biases, world, layout, update, sequence_parallel=parallel)
+    for layers_of_rank, loads_of_rank, biases_of_rank in results:
+        assert layers_of_rank == layers
+        assert torch.equal(loads_of_rank, loads)
+        assert torch.equal(biases_of_rank, expected)
 
 
 def signs_of_megatron(loads, bias):
@@ -137,7 +164,8 @@ def signs_of_megatron(loads, bias):
 
 
 def test_the_sign_form_equals_megatrons_update(ranks):
-    loads, bias = torch.randint(0, 9, (3, 5)).float(), torch.randn(3, 5)
+    loads = torch.randint(0, 9, (3, 5)).float()
+    bias = torch.randn(3, 5)
     (theirs,) = ranks(signs_of_megatron, 1, loads, bias)
     assert torch.equal(theirs, bias + 1e-3 * compute_bias_update(loads, "sign"))
 
@@ -153,11 +181,26 @@ def count_routed_tokens(router):
     return count
 
 
-def half_precision_steps(precision, update):
-    """Train two steps of a model in ``Float16Module``, with the GPU recipes' expert biases.
+class Counted(NamedTuple):
+    """Tokens of each expert that a rank counted in one step, and the biases after the step."""
 
-    Returns for each step the counts of this rank and the ones it read, the reported loads, and the
-    biases. ``update`` is None for Megatron's own update, as in a stock script.
+    counts: torch.Tensor
+    """Of the routing maps in int64."""
+    read: list
+    """Counters of the routers on this rank."""
+    read_globally: list
+    """Counters of the loss over all ranks."""
+    biases: torch.Tensor
+
+
+def half_precision_steps(precision, update):
+    """Train two steps of a model in ``Float16Module``, with the expert biases of the GPU recipes.
+
+    Args:
+        update: None for Megatron's own update, as in a stock script.
+
+    Returns:
+        A :class:`Counted` for each step, and the reported loads.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -195,14 +238,15 @@ def half_precision_steps(precision, update):
         read = [router.local_tokens_per_expert.tolist() for router in routers]
         read_globally = [router.global_tokens_per_expert.tolist() for router in routers]
         assert [router.ga_steps.item() for router in routers] == [MICROBATCHES] * 2
-        exact = torch.stack(counts)
+        counted = torch.stack(counts)
         for count in counts:
             count.zero_()
-        (config.finalize_model_grads_func or finalize_model_grads)(ddp, None)
+        finalize = config.finalize_model_grads_func or finalize_model_grads
+        finalize(ddp, None)
         biases = torch.stack([router.expert_bias for router in routers])
         assert biases.dtype == torch.float32
         assert not any(router.local_tokens_per_expert.any() for router in routers)
-        steps.append((exact, read, read_globally, biases))
+        steps.append(Counted(counted, read, read_globally, biases))
     return steps, reported
 
 
@@ -228,24 +272,30 @@ def test_half_precision_models_count_exactly(ranks, precision, update):
 
     Bfloat16 has no odd integers above 256 and float16 none above 2048.
     """
-    found = ranks(half_precision_steps, 2, precision, update)
+    results = ranks(half_precision_steps, 2, precision, update)
     rate = SKEWED["moe_router_bias_update_rate"]
     expected = torch.zeros(2, 6, dtype=torch.float64)
     for step in range(2):
-        parts = [steps[step] for steps, _ in found]
-        for exact, read, _, _ in parts:
-            assert read == exact.tolist()
-        loads = parts[0][0] + parts[1][0]
+        loads = torch.zeros(2, 6, dtype=torch.int64)
+        for steps, _ in results:
+            counts = steps[step].counts
+            assert steps[step].read == counts.tolist()
+            loads += counts
         assert loads.sum(-1).tolist() == [2 * MICROBATCHES * 256 * 12 * 2] * 2
         assert (loads % 2).any()
         assert loads.max() > 4096
         offset = loads.double().mean(-1, keepdim=True) - loads.double()
         rms = offset.square().mean(-1, keepdim=True).sqrt()
         expected += rate * (offset / rms if update else offset.sign())
-        for _, _, read_globally, biases in parts:
+        for steps, reported in results:
             if step == 0:  # this loss ignores the biases, which are still zero here
-                assert read_globally == loads.tolist()
+                assert steps[step].read_globally == loads.tolist()
             # float32 of two steps of 0.02
-            torch.testing.assert_close(biases.double(), expected, rtol=0, atol=1e-8)
-        if update:
-            assert [reported[step] for _, reported in found] == [loads.tolist()] * 2
+            torch.testing.assert_close(
+                steps[step].biases.double(),
+                expected,
+                rtol=0,
+                atol=1e-8,
+            )
+            if update:
+                assert reported[step] == loads.tolist()

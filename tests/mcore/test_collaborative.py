@@ -13,7 +13,8 @@ from tests import oracle
 from tests.mcore.sharded_layer import differences
 from tests.mcore.test_talking import ALL, SOME
 
-DIM, HEAD_DIM = 10, 8
+DIM = 10
+HEAD_DIM = 8
 WITHOUT_NORM = {"kv_channels": HEAD_DIM, "qk_layernorm": False}
 
 
@@ -21,9 +22,14 @@ def kha_of(**settings):
     return HeadsConfig(CollaborativeHeads(dim=DIM)).updated(**settings)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("groups", "qk_norm"), [(6, False), (3, True), (1, True)])
 def test_equals_the_oracle(ranks, groups, qk_norm):
-    sizes = {"num_query_groups": groups, "kv_channels": HEAD_DIM, "qk_layernorm": qk_norm}
+    sizes = {
+        "num_query_groups": groups,
+        "kv_channels": HEAD_DIM,
+        "qk_layernorm": qk_norm,
+    }
     assert not differences(ranks, kha_of(), **sizes)
 
 
@@ -54,15 +60,40 @@ def test_folded_collaborative_heads_equal_ordinary_heads_with_one_key():
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    heads, hidden, x = 6, 28, draw(2, 7, 28)
-    w_query, w_key, mixing = draw(DIM, hidden), draw(DIM, hidden), draw(heads, DIM)
-    others = draw(hidden, HEAD_DIM), draw(heads * HEAD_DIM, hidden)
-    placed = {"num_query_groups": 1, "rotary_base": 10000.0, "rotary_dim": HEAD_DIM}
-    placed |= {"q_norm": draw(DIM), "k_norm": draw(DIM)}
-    shared = oracle.mixed_attention(x, w_query.T, w_key.T, *others, mixing=mixing, **placed)
+    heads = 6
+    hidden = 28
+    x = draw(2, 7, 28)
+    w_query = draw(DIM, hidden)
+    w_key = draw(DIM, hidden)
+    mixing = draw(heads, DIM)
+    w_value = draw(hidden, HEAD_DIM)
+    w_output = draw(heads * HEAD_DIM, hidden)
+    options = {
+        "num_query_groups": 1,
+        "rotary_base": 10000.0,
+        "rotary_dim": HEAD_DIM,
+        "q_norm": draw(DIM),
+        "k_norm": draw(DIM),
+    }
+    shared = oracle.mixed_attention(
+        x,
+        w_query.T,
+        w_key.T,
+        w_value,
+        w_output,
+        mixing=mixing,
+        **options,
+    )
     folded = fold_mixing(w_query, mixing)
     assert folded.shape == (heads * DIM, hidden)
-    ordinary = oracle.mixed_attention(x, folded.T, w_key.T, *others, **placed)
+    ordinary = oracle.mixed_attention(
+        x,
+        folded.T,
+        w_key.T,
+        w_value,
+        w_output,
+        **options,
+    )
     assert (shared - ordinary).norm() / shared.norm() < 1e-14
 
 

@@ -26,7 +26,8 @@ def check(monkeypatch, version):
 @pytest.mark.parametrize("version", ["0.18.2", "0.9.0"])
 def test_an_older_version_is_refused(monkeypatch, version):
     with pytest.raises(
-        VersionError, match=rf"but {re.escape(version)} is installed. Run `pip install"
+        VersionError,
+        match=rf"but {re.escape(version)} is installed. Run `pip install",
     ):
         check(monkeypatch, version)
 
@@ -39,7 +40,10 @@ def nothing_logged(monkeypatch):
 
 @pytest.mark.parametrize("version", ["0.20.0rc1", "0.20.0", "1.0.3"])
 def test_a_version_that_was_not_tested_warns_once_on_rank_0(
-    monkeypatch, capsys, nothing_logged, version
+    monkeypatch,
+    capsys,
+    nothing_logged,
+    version,
 ):
     for _ in range(2):
         check(monkeypatch, version)
@@ -104,7 +108,8 @@ def test_torchs_adam_continues_at_the_step_of_transformer_engines(monkeypatch):
     patches.let_adams_exchange_states()
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    trained, resumed = torch.optim.AdamW([weight]), torch.optim.AdamW([weight])
+    trained = torch.optim.AdamW([weight])
+    resumed = torch.optim.AdamW([weight])
     trained.step()
     saved = trained.state_dict()
     del saved["state"][0]["step"]

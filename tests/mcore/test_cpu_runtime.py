@@ -21,7 +21,8 @@ def _random_fork():
             inside_again = torch.rand(3)
         return [x.tolist() for x in (first, second, inside, inside_again)]
 
-    one, two = draw(), draw()
+    one = draw()
+    two = draw()
     # without a fork in between, the outer stream gives the same numbers
     tensor_parallel.model_parallel_cuda_manual_seed(5, force_reset_rng=True)
     assert torch.rand(6).tolist() == one[0] + one[1]

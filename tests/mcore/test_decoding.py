@@ -9,7 +9,13 @@ from tests.mcore.sharded_layer import LATENT, ON_RANKS, SIZES, decoded
 from tests.mcore.test_family import GLA, GTA, GTA_SIZES, MLA
 from tests.mcore.test_moh import LEARNED, QUANTIZED
 
-EVERYWHERE = Gate(output="head", value="element", key="shared", query="element", dense="element")
+EVERYWHERE = Gate(
+    output="head",
+    value="element",
+    key="shared",
+    query="element",
+    dense="element",
+)
 MIXING = HeadsConfig(CollaborativeHeads(dim=10), TalkingHeads())
 ONE_GROUP = ON_RANKS | {"num_query_groups": 1}
 

@@ -20,7 +20,7 @@ from tests.gpu.test_layers import FLOOR, KHAS
 pytestmark = pytest.mark.te
 
 COARSER = 24
-"""How many times as far from the truth as bf16 FP8 may be."""
+"""Largest ratio of errors in FP8 to errors in bf16."""
 
 SCALINGS = {
     "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
@@ -45,7 +45,7 @@ KINDS = {kha: (config, {}) for kha, config in KHAS.items()} | {
 
 
 def second_outcome(model):
-    """Of the second step: delayed scaling has no scale in the first one."""
+    """Return the outcome of the second step. Delayed scaling has no scale in the first one."""
     from tests.gpu import models
 
     models.outcome(model)
@@ -54,7 +54,7 @@ def second_outcome(model):
 
 
 def errors(kind, *scalings, look=None, **given):
-    """By scaling, ``models.errors`` of logits and of all gradients, or of what ``look`` finds."""
+    """Return ``models.errors`` of logits and gradients, or of what ``look`` returns, by scaling."""
     from kha_megatron.mcore import patches
     from tests.gpu import models
 
@@ -76,12 +76,12 @@ def errors(kind, *scalings, look=None, **given):
 
 
 def beyond(found, scaling):
-    """What is too far from the truth."""
+    """Return the errors that are too large."""
     return found.beyond(FLOOR["bf16"], times=COARSER if scaling in SCALINGS else 2)
 
 
 def judge(answers, kind, note=""):
-    """What a comparison must have found; ``pytest -rP`` shows it as rows of benchmarks/fp8.md."""
+    """Check the result of a comparison. ``pytest -rP`` prints it as rows of benchmarks/fp8.md."""
     for scaling, found in answers.items():
         knocks = [error for name, error in found.ours.items() if "knock_" in name]
         assert (kind == "stock") == (not knocks)
@@ -95,9 +95,16 @@ def judge(answers, kind, note=""):
 
 
 def compare(kind, *scalings, note="", whole=True, **given):
-    """One case of the comparison with local layers; ``whole`` leaves it to ``make test-all``."""
+    """Return a case of the comparison with local layers, marked ``whole`` if ``whole``."""
     marks = [pytest.mark.whole] if whole else []
-    return pytest.param(kind, scalings, note, given, marks=marks, id=f"{kind} {scalings}{note}")
+    return pytest.param(
+        kind,
+        scalings,
+        note,
+        given,
+        marks=marks,
+        id=f"{kind} {scalings}{note}",
+    )
 
 
 @pytest.mark.parametrize(
@@ -130,7 +137,7 @@ def test_equals_local_layers_as_on_blackwell(engine):
 
 
 def turn_a_matrix(model):
-    """A mistake that rounding must not hide."""
+    """Make a mistake that rounding must not hide."""
     knock = model.decoder.layers[1].self_attention.knock_value.weight
     knock.data.copy_(knock.data.mT.clone())
 
@@ -142,7 +149,7 @@ def test_the_comparison_can_fail(ranks_with_engine):
 
 
 def accumulated(model):
-    """What the buffers hold after three microbatches, the first of which makes the FP8 weights."""
+    """Return the gradient buffers after three microbatches. The first one makes the FP8 weights."""
     from tests.gpu import models
 
     fused = model.config.gradient_accumulation_fusion
@@ -164,7 +171,11 @@ def accumulated(model):
     ],
 )
 def test_gradients_accumulate_beside_fused_weight_gradients(ranks_with_engine, kind, fused, moe):
-    given = {"look": accumulated, "gradient_accumulation_fusion": fused, "moe": moe}
+    given = {
+        "look": accumulated,
+        "gradient_accumulation_fusion": fused,
+        "moe": moe,
+    }
     answers = ranks_with_engine(errors, 1, kind, "bf16", "tensorwise", **given)[0]
     for scaling, found in answers.items():
         assert any("knock_" in name for name in found.ours)

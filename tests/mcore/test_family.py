@@ -24,6 +24,7 @@ GTA = [
 GTA_SIZES = {"kv_channels": 12}
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("qk_norm", [True, False])
 @pytest.mark.parametrize("kha", MLA, ids=str)
 def test_mla_equals_the_oracle(ranks, kha, qk_norm):
@@ -35,12 +36,14 @@ def test_mla_without_a_query_latent_equals_the_oracle(ranks):
     assert not differences(ranks, MLA[1], **LATENT, q_lora_rank=None, qk_layernorm=False)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("qk_norm", [True, pytest.param(False, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("kha", GLA, ids=str)
 def test_gla_equals_the_oracle(ranks, kha, qk_norm):
     assert not differences(ranks, kha, **LATENT, qk_layernorm=qk_norm)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("qk_norm", [True, pytest.param(False, marks=pytest.mark.whole)])
 @pytest.mark.parametrize("kha", GTA, ids=str)
 def test_gta_equals_the_oracle(ranks, kha, qk_norm):
@@ -50,16 +53,19 @@ def test_gta_equals_the_oracle(ranks, kha, qk_norm):
 @pytest.mark.parametrize("kha", [MLA[1], GLA[0]], ids=str)
 def test_recomputed_up_projections_have_the_same_gradients(ranks, kha):
     recompute = {"recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}
-    plain, again = (
-        put_together(ranks(on_rank, 1, kha, 1, False, 7, SIZES | LATENT | options), 7)
-        for options in ({}, recompute)
-    )
+
+    def run(options):
+        sizes = SIZES | LATENT | options
+        return put_together(ranks(on_rank, 1, kha, 1, False, 7, sizes), 7)
+
+    plain = run({})
+    recomputed = run(recompute)
     for name, gradient in plain.gradients.items():
-        assert np.array_equal(gradient, again.gradients[name]), name
+        assert np.array_equal(gradient, recomputed.gradients[name]), name
 
 
-def absorbed():
-    """Keys and values from up-projections that were made ready for absorption, and as trained."""
+def prepared_for_absorption():
+    """Return keys and values of trained up-projections, and of those prepared for absorption."""
     from megatron.core.transformer import multi_latent_attention as upstream
 
     layer, _ = build(MLA[1], 1, False, 7, SIZES | LATENT)
@@ -75,11 +81,12 @@ def absorbed():
         for hook in layer.projection_hooks:
             hook.follow(layer)  # as every forward lets them
         up = torch.cat([layer.up_k_weight, layer.up_v_weight], dim=1)
-        return trained.unflatten(-1, (len(up), -1)), torch.einsum("sbc,hdc->sbhd", latent, up)
+        absorbed = torch.einsum("sbc,hdc->sbhd", latent, up)
+        return trained.unflatten(-1, (len(up), -1)), absorbed
 
 
 def test_matrices_are_folded_into_what_megatron_absorbs(ranks):
-    trained, folded = ranks(absorbed, 1)[0]
+    ((trained, folded),) = ranks(prepared_for_absorption, 1)
     torch.testing.assert_close(folded, trained, rtol=1e-12, atol=1e-12)
 
 

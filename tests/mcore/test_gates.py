@@ -19,11 +19,15 @@ PLACES = [*product(("output", "value", "key", "query"), GRANULARITIES), ("dense"
 
 
 def in_every_form(places):
-    """Gates at these places, in each form."""
-    return [
-        HeadsConfig(Gate(**dict(places), form=form, activation=activation, reads_input=reads))
-        for form, activation, reads in FORMS
-    ]
+    """Yield gates at these places in each form."""
+    for form, activation, reads_input in FORMS:
+        gate = Gate(
+            **dict(places),
+            form=form,
+            activation=activation,
+            reads_input=reads_input,
+        )
+        yield HeadsConfig(gate)
 
 
 EVERYWHERE = HeadsConfig(
@@ -40,15 +44,14 @@ ON_RANKS = [OUTPUT, OUTPUT.updated(value="mlp"), EVERYWHERE, HEADS_ALONE, SHARED
 
 
 def normed_and_not(khas):
-    """Split into gates on which QK-norm has no effect, and those which it makes pointless."""
-    return [
-        (kha, normed)
-        for kha in khas
-        for normed in (True, False)
-        if bool(kha.get(Gate).unsupported_reason(HeadFacts(qk_norm=True))) != normed
-    ]
+    """Yield gates with True if they support QK-norm, and with False if it makes them pointless."""
+    for kha in khas:
+        gate = kha.get(Gate)
+        reason = gate.unsupported_reason(HeadFacts(qk_norm=True))
+        yield kha, not reason
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_gates_at_every_position_equal_the_oracle(ranks, granularity):
     places = [place for place in PLACES if place[1] == granularity or place[0] == "dense"]
@@ -56,6 +59,7 @@ def test_gates_at_every_position_equal_the_oracle(ranks, granularity):
         assert not differences(ranks, kha, qk_layernorm=normed, **SIZES), kha
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_knocking_heads_without_gates_equal_the_oracle(ranks, qk_norm):
     for kha in (HeadsConfig(Knock(query="linear", key="gate", value="mlp")), HeadsConfig()):
@@ -63,7 +67,8 @@ def test_knocking_heads_without_gates_equal_the_oracle(ranks, qk_norm):
 
 
 @pytest.mark.parametrize(
-    ("tp", "sp"), [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.whole)]
+    ("tp", "sp"),
+    [(2, False), (2, True), pytest.param(4, True, marks=pytest.mark.whole)],
 )
 def test_gates_and_knocking_heads_on_ranks_equal_the_oracle(ranks, tp, sp):
     """Four ranks share two key/value heads."""
@@ -79,15 +84,22 @@ def test_latent_attention_has_a_gate_on_its_output(ranks, granularity, reads):
 
 
 def trained_a_step(dtype):
-    """Losses and gradients of stock Megatron with its flag, of our layers with that flag, with the
-    flag and our gate, and with our gate."""
+    """Return losses and gradients of four models with an output gate.
+
+    These are stock Megatron with its flag, and our layers with that flag, with the flag and our
+    gate, and with our gate.
+    """
     from tests.distributed import models
 
     models.initialize()
-    bf16 = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16, "num_query_groups": 2}
+    bf16 = {
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "num_query_groups": 2,
+    }
     flagged = models.transformer_config(attention_output_gate=True, **bf16)
     plain = models.transformer_config(**bf16)
-    found = []
+    results = []
     for config, kha, spec in (
         (flagged, HeadsConfig(), stock_spec(flagged)),
         (flagged, HeadsConfig(), None),
@@ -99,9 +111,11 @@ def trained_a_step(dtype):
         tokens, positions, mask = models.batch()
         losses = model(tokens, positions, mask, labels=tokens)
         losses.sum().backward()
-        gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-        found.append({"losses": losses.detach()} | gradients)
-    return found
+        tensors = {"losses": losses.detach()}
+        for name, parameter in model.named_parameters():
+            tensors[name] = parameter.grad
+        results.append(tensors)
+    return results
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,7 +131,12 @@ def qkv_weight(kha, size, overrides):
     from tests.distributed import models
 
     models.initialize(tensor_model_parallel_size=size)
-    layer = attention_layer(models, kha, tensor_model_parallel_size=size, **overrides)
+    layer = attention_layer(
+        models,
+        kha,
+        tensor_model_parallel_size=size,
+        **overrides,
+    )
     return layer.linear_qkv.weight.detach()
 
 
@@ -128,7 +147,12 @@ def test_only_padding_rows_start_at_zero(ranks, size, groups):
     shards = ranks(qkv_weight, size, kha, size, {"num_query_groups": groups})
     rows = torch.cat(shards).unflatten(0, (groups, -1))
     sizes = HeadSizes(query_heads=6, kv_heads=groups, head_dim=10)
-    layout = QKVLayout(groups=groups, queries=6 // groups, head_dim=10, extra=kha.rows(sizes))
+    layout = QKVLayout(
+        groups=groups,
+        queries=6 // groups,
+        head_dim=10,
+        extra=kha.rows(sizes),
+    )
     zero = ~rows.any(-1)
     assert layout.padding.stop > layout.padding.start
     assert zero[:, layout.padding].all()

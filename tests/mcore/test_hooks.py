@@ -6,11 +6,19 @@ import torch
 from kha_megatron.mcore.hooks import ProjectionHook
 
 
+def double_inputs(inputs):
+    return (2 * inputs[0],)
+
+
+def cube(result):
+    return result**3
+
+
 class Layer(torch.nn.Module):
     def __init__(self, *, before):
         super().__init__()
         self.linear = torch.nn.Linear(3, 3, bias=False)
-        change = (lambda inputs: (2 * inputs[0],)) if before else (lambda result: result**3)
+        change = double_inputs if before else cube
         self.hook = ProjectionHook(self, "linear", change, before=before)
 
     def forward(self, x):
@@ -31,7 +39,8 @@ class Adapter(torch.nn.Module):
 
 @pytest.mark.parametrize("before", [True, False])
 def test_an_adapter_is_hooked_in_place_of_its_projection(before):
-    layer, x = Layer(before=before), torch.randn(2, 3)
+    layer = Layer(before=before)
+    x = torch.randn(2, 3)
     weight = layer.linear.weight.T
 
     def expected(matrix):

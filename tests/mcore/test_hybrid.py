@@ -81,6 +81,7 @@ def _error(got, want):
     return ((got - want).norm() / want.norm()).item()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("case", "kha"),
     [

@@ -1,5 +1,7 @@
 """The instruments measure on every layout what plain formulas give for the unsharded run."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 
@@ -23,30 +25,36 @@ def _watched(case):
     """Return what is written in four iterations, and whether the trained weights are the same."""
     from kha_megatron.mcore.instruments import watch_heads
 
-    now = [0]
+    current = 0
     written = []
-    ends = []
-    for watching in (False, True):
+
+    def train(watch):
+        nonlocal current
         run = _start(case)
-        if watching:
+        if watch:
             watch_heads(
                 run.chunks,
                 case.khas[0],
                 interval=2,
-                iteration=lambda: now[0],
-                write=lambda values, at: written.append((at, values)),
+                iteration=lambda: current,
+                write=lambda values, iteration: written.append((iteration, values)),
             )
-        for iteration in range(1, 5):
-            now[0] = iteration
-            run._accumulate(MICROBATCHES[0] if iteration == 2 else MICROBATCHES[1])
-            if iteration > 1:  # the second step is of the filled weights, as in the reference
+        for current in range(1, 5):  # which the instruments read
+            run._accumulate(MICROBATCHES[0] if current == 2 else MICROBATCHES[1])
+            if current > 1:  # the second step is of the filled weights, as in the reference
                 run.optimizer.step()
                 run._gather_parameters()
-        ends.append([p.detach().clone() for chunk in run.chunks for p in chunk.parameters()])
+        weights = []
+        for chunk in run.chunks:
+            weights += [_local(parameter.detach().clone()) for parameter in chunk.parameters()]
         for ddp in run.ddp:
             vars(ddp).clear()
-    same = all(torch.equal(_local(a), _local(b)) for a, b in zip(*ends, strict=True))
-    return written, same
+        return weights
+
+    unwatched = train(watch=False)
+    watched = train(watch=True)
+    assert len(watched) == len(unwatched)
+    return written, all(map(torch.equal, watched, unwatched))
 
 
 def _local(parameter):
@@ -54,95 +62,110 @@ def _local(parameter):
 
 
 def _reference(case):
-    """The same names from plain formulas, on one process: hooks keep all microbatches' tensors."""
+    """Return the same values from plain formulas in one process.
+
+    Hooks keep the tensors of all microbatches.
+    """
     from kha_megatron.heads.diagnostics import diagnose
 
-    first = [r * MICROBATCHES[0] // case.layout.dp for r in range(case.layout.dp)]
+    replicas = case.layout.dp
+    first_of_replicas = [rank * MICROBATCHES[0] // replicas for rank in range(replicas)]
     run = _start(case.twin())
     (model,) = run.chunks
-    kept = {}
-    gate = case.khas[0].get(Gate)
+    kha = case.khas[0]
+    gate = kha.get(Gate)
     gates = gate.positions if gate else ()
+    kept = defaultdict(dict)
 
-    def keep(what, index):
+    def keep_input(name, index):
         def hook(module, inputs):
-            kept.setdefault(what, {})[run.microbatch] = inputs[index].detach().double()
+            kept[name][run.microbatch] = inputs[index].detach().double()
 
         return hook
 
-    def hand_on(what):
-        def hook(module, inputs, result):
-            result = result[0] if isinstance(result, tuple) else result
-            kept.setdefault(what, {})[run.microbatch] = result.detach().double()
+    def keep_output(name):
+        def hook(module, inputs, output):
+            if isinstance(output, tuple):
+                output = output[0]
+            kept[name][run.microbatch] = output.detach().double()
 
         return hook
 
     layers = model.decoder.layers[::2]  # every other layer is an MLP
     for layer in layers:
         attention = layer.self_attention
+        number = layer.layer_number
         if gates:
-            attention.linear_qkv.register_forward_hook(hand_on((layer.layer_number, "rows")))
+            attention.linear_qkv.register_forward_hook(keep_output((number, "rows")))
         for position in gates:
-            if module := getattr(attention, f"gate_{position}", None):
-                module.register_forward_hook(hand_on((layer.layer_number, position)))
-        for index, what in enumerate(("asking", "asked")):
-            attention.core_attention.register_forward_pre_hook(
-                keep((layer.layer_number, what), index)
-            )
-        for p in case.khas[0].variants:
-            knocking = getattr(attention, f"knock_{p}")
-            knocking.register_forward_pre_hook(keep((layer.layer_number, p), 0))
+            projection = getattr(attention, f"gate_{position}", None)
+            if projection is not None:
+                projection.register_forward_hook(keep_output((number, position)))
+        core = attention.core_attention
+        core.register_forward_pre_hook(keep_input((number, "queries"), 0))
+        core.register_forward_pre_hook(keep_input((number, "keys"), 1))
+        for projection in kha.variants:
+            knocking = getattr(attention, f"knock_{projection}")
+            knocking.register_forward_pre_hook(keep_input((number, projection), 0))
     run._accumulate(MICROBATCHES[0])
 
     expected = {}
     for layer in layers:
-        attention, number = layer.self_attention, layer.layer_number
+        attention = layer.self_attention
+        number = layer.layer_number
         end = f"layer-{number - 1}"
 
-        def heard(what, number=number):
-            return torch.cat([kept[number, what][m].flatten(0, 1) for m in first])
+        def tokens_of(name, number=number):
+            return torch.cat([kept[number, name][m].flatten(0, 1) for m in first_of_replicas])
 
-        sinks = torch.stack(
-            [_sinks(kept[number, "asking"][m], kept[number, "asked"][m]) for m in first]
-        )
+        sinks = []
+        for microbatch in first_of_replicas:
+            queries = kept[number, "queries"][microbatch]
+            keys = kept[number, "keys"][microbatch]
+            sinks.append(_sinks(queries, keys))
+        sinks = torch.stack(sinks)
         for head, share in enumerate(sinks.mean(0).tolist()):
             expected[f"kha-attention-sink/head-{head}/{end}"] = share
         expected[f"kha-attention-sink/mean/{end}"] = sinks.mean().item()
         for position in gates:
             name = f"gate_{position}"
             if hasattr(attention, name):
-                score = heard(position)
+                score = tokens_of(position)
             else:
-                score = attention.split(attention.split.groups(heard("rows")[None]))[name]
+                groups = attention.split.groups(tokens_of("rows")[None])
+                score = attention.split(groups)[name]
             score = 1 / (1 + torch.exp(-score))
             expected[f"kha-gate-score/{position}/{end}"] = score.mean().item()
             expected[f"kha-gate-shut/{position}/{end}"] = (score < 0.1).double().mean().item()
-        for p, variant in case.khas[0].variants.items():
-            weight = getattr(attention, f"knock_{p}").weight
+        for projection, variant in kha.variants.items():
+            weight = getattr(attention, f"knock_{projection}").weight
             for numbers in diagnose(weight, variant):
-                place = f"{p}-{numbers.matrix}/{end}"
-                expected[f"kha-distance/{place}"] = numbers.distance
+                name = f"kha-distance/{projection}-{numbers.matrix}/{end}"
+                expected[name] = numbers.distance
             if "gate" in MATRICES[variant]:
                 matrix = weight[MATRICES[variant].index("gate")].double()
-                gate = 2 / (1 + torch.exp(-heard(p) @ matrix))
-                expected[f"kha-gate-openness/{p}/{end}"] = gate.mean().item()
-                expected[f"kha-gate-spread/{p}/{end}"] = gate.std(correction=0).item()
+                gate = 2 / (1 + torch.exp(-tokens_of(projection) @ matrix))
+                expected[f"kha-gate-openness/{projection}/{end}"] = gate.mean().item()
+                expected[f"kha-gate-spread/{projection}/{end}"] = gate.std(correction=0).item()
     for ddp in run.ddp:
         vars(ddp).clear()
     return expected
 
 
 def _sinks(query, key):
-    """Of each head, the first token's mean share in the attention of all tokens behind it.
+    """Return for each head the mean attention of the other tokens to the first one.
 
-    There are few enough that all are asked.
+    There are so few tokens that the instruments use all queries.
     """
-    shares, length = [], len(query)
-    for head in range(query.shape[2]):
-        group = head // (query.shape[2] // key.shape[2])
-        logits = query[:, 0, head] @ key[:, 0, group].T / query.shape[-1] ** 0.5
-        seen = torch.ones(length, length, dtype=torch.bool).tril()
-        shares.append(logits.masked_fill(~seen, -torch.inf).softmax(-1)[1:, 0].mean())
+    length, _, heads, dim = query.shape
+    heads_of_group = heads // key.shape[2]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    shares = []
+    for head in range(heads):
+        group = head // heads_of_group
+        logits = query[:, 0, head] @ key[:, 0, group].T / dim**0.5
+        attention = logits.masked_fill(future, -torch.inf).softmax(-1)
+        shares.append(attention[1:, 0].mean())
     return torch.stack(shares)
 
 
@@ -162,16 +185,19 @@ WHOLE = [
 
 
 @pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.whole) for case in WHOLE)], ids=str
+    "case",
+    [*CASES, *(pytest.param(case, marks=pytest.mark.whole) for case in WHOLE)],
+    ids=str,
 )
 def test_equal_to_plain_formulas_on_every_rank_and_without_effect(ranks, case):
     (expected,) = ranks(_reference, 1, case)
     answers = ranks(_watched, case.layout.world, case)
+    first_written, _ = answers[0]
     for written, same in answers:
         assert same, "the weights after the last step differ"
-        assert [at for at, _ in written] == [2, 4]
-        assert written == answers[0][0]
-    values = answers[0][0][0][1]
+        assert [iteration for iteration, _ in written] == [2, 4]
+        assert written == first_written
+    _, values = first_written[0]
     assert values.keys() == expected.keys()
     for name, value in values.items():
         assert value == pytest.approx(expected[name], rel=TOLERANCE, abs=1e-7), name

@@ -7,7 +7,9 @@ import pytest
 
 from tests.versions import on_this_cp_rank
 
-TOKENS, QUERY_HEADS, FEATURES = 7, 6, 10
+TOKENS = 7
+QUERY_HEADS = 6
+FEATURES = 10
 
 
 def core_attention(kind, groups, **options):
@@ -29,30 +31,45 @@ def core_attention(kind, groups, **options):
 
 
 def attended(groups, options, tokens=TOKENS, mask=None):
-    """Outputs and gradients in float64 of Megatron's and ours, and whether each was fused."""
+    """Return outputs and gradients in float64 of Megatron's attention and ours.
+
+    Also returns whether each of them was fused.
+    """
     import torch
     from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     from kha_megatron.mcore.local_modules import GatheredDotProductAttention
 
-    heads = (QUERY_HEADS, groups, groups)
-    found, kinds = [], []
+    hidden = None
+    if mask is not None:
+        hidden = torch.tensor(mask)[None, None]
+    results = []
+    fused = []
     for kind in (DotProductAttention, GatheredDotProductAttention):
-        generator = torch.Generator().manual_seed(3)
-        draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
-        given = [draw(tokens, 2, n, FEATURES, requires_grad=True) for n in heads]
-        hidden = None if mask is None else torch.tensor(mask)[None, None]
-        output = core_attention(kind, groups, **options)(*given, hidden)
+        draw = functools.partial(
+            torch.randn,
+            generator=torch.Generator().manual_seed(3),
+            dtype=torch.float64,
+            requires_grad=True,
+        )
+        query = draw(tokens, 2, QUERY_HEADS, FEATURES)
+        key = draw(tokens, 2, groups, FEATURES)
+        value = draw(tokens, 2, groups, FEATURES)
+        attention = core_attention(kind, groups, **options)
+        output = attention(query, key, value, hidden)
         output.square().sum().backward()
-        found.append([output.detach().numpy(), *(x.grad.numpy() for x in given)])
-        kinds.append(_is_fused(output))
-    return found, kinds
+        gradients = [tensor.grad.numpy() for tensor in (query, key, value)]
+        results.append([output.detach().numpy(), *gradients])
+        fused.append(_is_fused(output))
+    return results, fused
 
 
 def _is_fused(output):
     nodes = [output.grad_fn]
     for node in nodes:
-        nodes += [before for before, _ in node.next_functions if before and before not in nodes]
+        for before, _ in node.next_functions:
+            if before and before not in nodes:
+                nodes.append(before)
     return any("FlashAttention" in type(node).__name__ for node in nodes)
 
 
@@ -83,7 +100,10 @@ def test_windows_sinks_dropout_and_document_masks_use_megatrons_attention(ranks)
 
 
 def attended_over_ranks(cp):
-    """Outputs ``[s / cp, b, h]`` of this rank, with a mask of two documents, and their places."""
+    """Return outputs ``[s / cp, b, h]`` of this rank and their positions.
+
+    The mask separates two documents.
+    """
     import torch
     from megatron.core import parallel_state
 
@@ -91,26 +111,33 @@ def attended_over_ranks(cp):
 
     attention = core_attention(GatheredDotProductAttention, 3, context_parallel_size=cp)
     tokens = 12
-    generator = torch.Generator().manual_seed(5)
-    batch = {
-        name: torch.randn(2, tokens, heads, FEATURES, generator=generator)
-        for name, heads in (("query", QUERY_HEADS), ("key", 3), ("value", 3))
-    }
+    draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(5))
     hidden = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
     hidden[7:, :7] = True
-    batch["attention_mask"] = hidden.expand(2, 1, -1, -1).contiguous()
-    batch |= {"places": torch.arange(tokens).expand(2, -1).contiguous(), "cu_seqlens": None}
+    positions = torch.arange(tokens).expand(2, -1)
+    batch = {
+        "query": draw(2, tokens, QUERY_HEADS, FEATURES),
+        "key": draw(2, tokens, 3, FEATURES),
+        "value": draw(2, tokens, 3, FEATURES),
+        "attention_mask": hidden.expand(2, 1, -1, -1).contiguous(),
+        "positions": positions.contiguous(),
+        "cu_seqlens": None,
+    }
     batch = on_this_cp_rank(batch, parallel_state.get_context_parallel_group())
-    q, k, v = (batch[name].transpose(0, 1).contiguous() for name in ("query", "key", "value"))
-    output = attention(q, k, v, batch["attention_mask"])
-    return output.numpy(), batch["places"][0].numpy()
+    output = attention(
+        batch["query"].transpose(0, 1).contiguous(),
+        batch["key"].transpose(0, 1).contiguous(),
+        batch["value"].transpose(0, 1).contiguous(),
+        batch["attention_mask"],
+    )
+    return output.numpy(), batch["positions"][0].numpy()
 
 
 @pytest.mark.parametrize("cp", [2, pytest.param(3, marks=pytest.mark.whole)])
 def test_context_parallel_ranks_use_the_mask_of_their_own_queries(ranks, cp):
     ((whole, _),) = ranks(attended_over_ranks, 1, 1)
     got = np.full_like(whole, np.nan)
-    for output, places in ranks(attended_over_ranks, cp, cp):
-        got[places] = output
+    for output, positions in ranks(attended_over_ranks, cp, cp):
+        got[positions] = output
     # the same sums in another order of the matrix product
     np.testing.assert_allclose(got, whole, atol=1e-6)

@@ -42,6 +42,7 @@ KINDS = (
 GATED = HeadsConfig(NORMS, Gate(query="head", value="element", output="shared"))
 
 
+@pytest.mark.fast
 def test_equals_the_oracle(ranks):
     for kha in KINDS:
         assert not differences(ranks, kha, **SIZES), kha
@@ -71,14 +72,16 @@ def test_annealing_needs_counted_iterations_in_training_and_none_in_inference(ra
 
 
 def _projected(self, hidden, weight):
-    """What a router's projection gives, with another weight."""
+    """Return the output of a router's projection with another weight."""
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
     scores = torch.nn.functional.linear(hidden, weight)
     if not self.config.sequence_parallel:
         return scores
     return gather_from_sequence_parallel_region(
-        scores, tensor_parallel_output_grad=False, group=self.tp_group
+        scores,
+        tensor_parallel_output_grad=False,
+        group=self.tp_group,
     )
 
 
@@ -130,7 +133,8 @@ def with_each_rank_choosing_of_its_own_heads():
 
     def local(scores, *settings):
         ranks = parallel_state.get_tensor_model_parallel_world_size()
-        each, rank = HEADS // ranks, parallel_state.get_tensor_model_parallel_rank()
+        each = HEADS // ranks
+        rank = parallel_state.get_tensor_model_parallel_rank()
         mine = torch.zeros(scores.shape[-1], dtype=torch.bool)
         mine[rank * each : (rank + 1) * each] = True
         mine[:3] = mine[HEADS:] = True  # shared heads and kinds are no choice

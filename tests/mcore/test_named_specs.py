@@ -113,6 +113,7 @@ def _output(models, model):
         return model(tokens, positions, mask)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_both_builders_make_what_kha_layer_spec_makes(ranks, layout):
     n, sizes, overrides = LAYOUTS[layout]

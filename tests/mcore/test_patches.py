@@ -23,6 +23,7 @@ def run_patch(tree, *options):
     subprocess.run([*words, *options], check=True)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.stem)
 def test_patch_applies_and_reverses_byte_for_byte(patch, tmp_path):
     lines = patch.read_text().splitlines()

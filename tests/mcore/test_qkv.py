@@ -18,15 +18,26 @@ def laid_out(gate, **sizes):
     return QKVLayout(extra=gate.rows(heads), **sizes)
 
 
+def rows_of(layout):
+    """Return the first row of each part of a group, and the row after the last one."""
+    return {name: (part.rows.start, part.rows.stop) for name, part in layout.parts.items()}
+
+
+@pytest.mark.fast
 def test_heads_stand_group_by_group():
     layout = laid_out(STOCK, groups=2, queries=2, head_dim=5)
-    places = {name: (part.rows.start, part.rows.stop) for name, part in layout.parts.items()}
-    assert places == {"query": (0, 10), "gate_output": (10, 20), "key": (20, 25), "value": (25, 30)}
+    assert rows_of(layout) == {
+        "query": (0, 10),
+        "gate_output": (10, 20),
+        "key": (20, 25),
+        "value": (25, 30),
+    }
     assert layout.rows == 60
     assert layout.stock_gate == "gate_output"
     tied = QKVLayout(groups=2, queries=2, head_dim=5, tied=True)
     assert [*tied.parts] == ["query", "value"]
-    assert (tied.parts["value"].rows, tied.rows) == (slice(10, 15), 30)
+    assert tied.parts["value"].rows == slice(10, 15)
+    assert tied.rows == 30
     assert "key" not in tied.head_slices(0, 1)
 
 
@@ -34,8 +45,7 @@ def test_other_rows_of_a_group_are_filled_up_to_a_multiple_of_16():
     """Megatron's own stay where they are: 2 queries, 2 gates of 5; then 1 + 2 + 5 = 8 of ours."""
     gate = replace(STOCK, value="head", query="head", key="element")
     layout = laid_out(gate, groups=2, queries=2, head_dim=5)
-    places = {name: (part.rows.start, part.rows.stop) for name, part in layout.parts.items()}
-    assert places == {
+    assert rows_of(layout) == {
         "query": (0, 10),
         "gate_output": (10, 20),
         "gate_query": (20, 22),
@@ -44,11 +54,16 @@ def test_other_rows_of_a_group_are_filled_up_to_a_multiple_of_16():
         "key": (36, 41),
         "value": (41, 46),
     }
-    assert (layout.padding, layout.rows) == (slice(28, 36), 92)
+    assert layout.padding == slice(28, 36)
+    assert layout.rows == 92
 
 
 def split_both_ways(tp, overrides):
-    """What the baseline's attention and Megatron's own make of the same input on this rank."""
+    """Compare the split of the baseline's attention with Megatron's own on this rank.
+
+    Returns:
+        The number of parts, whether parts and gradients are equal, and whether strides are equal.
+    """
     import torch.distributed as dist
     from megatron.core.transformer.attention import SelfAttention
 
@@ -60,18 +75,27 @@ def split_both_ways(tp, overrides):
     gated = layer.config.attention_output_gate
     ours = layer.get_query_key_value_tensors(hidden, output_gate=gated)
     theirs = SelfAttention.get_query_key_value_tensors(layer, hidden, output_gate=gated)
-    gradients = []
-    for outputs in (ours, theirs):
-        sum((x * (i + 1 + dist.get_rank())).sum() for i, x in enumerate(outputs)).backward()
-        gradients.append(layer.linear_qkv.weight.grad.clone())
+    assert len(ours) == len(theirs)
+
+    def gradient(parts):
+        factors = range(1 + dist.get_rank(), 1 + dist.get_rank() + len(parts))
+        sum(factor * part.sum() for factor, part in zip(factors, parts, strict=True)).backward()
+        weight_gradient = layer.linear_qkv.weight.grad.clone()
         layer.zero_grad()
-    pairs = list(zip(ours, theirs, strict=True))
-    same_bits = all(torch.equal(a, b) for a, b in [*pairs, gradients])
-    return len(ours), same_bits, all(a.stride() == b.stride() for a, b in pairs)
+        return weight_gradient
+
+    same_bits = torch.equal(gradient(ours), gradient(theirs))
+    same_strides = True
+    for our_part, their_part in zip(ours, theirs, strict=True):
+        same_bits &= torch.equal(our_part, their_part)
+        same_strides &= our_part.stride() == their_part.stride()
+    return len(ours), same_bits, same_strides
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
-    ("groups", "gated", "tp"), [(6, True, 1), (2, False, 2), (1, True, 2), (1, False, 2)]
+    ("groups", "gated", "tp"),
+    [(6, True, 1), (2, False, 2), (1, True, 2), (1, False, 2)],
 )
 def test_splits_as_megatron_does(ranks, groups, gated, tp):
     overrides = {"num_query_groups": groups, "attention_output_gate": gated}
@@ -80,7 +104,11 @@ def test_splits_as_megatron_does(ranks, groups, gated, tp):
 
 
 def split_over_a_group_of_its_own(groups):
-    """This rank's parts, where Megatron's global groups know no tensor parallelism."""
+    """Split on a tensor-parallel group that is not one of Megatron's global groups.
+
+    Returns:
+        The parts of this rank, and those of all ranks computed from the whole weight.
+    """
     import torch.distributed as dist
     from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -98,25 +126,33 @@ def split_over_a_group_of_its_own(groups):
         attention_output_gate=True,
         qk_layernorm=False,
     )
-    whole = torch.randn(2 * (HEADS + groups) * HEAD_DIM, HIDDEN)
-    rows = layer.linear_qkv.weight
-    rows.data.copy_(whole[dist.get_rank() * len(rows) :][: len(rows)])
+    whole_weight = torch.randn(2 * (HEADS + groups) * HEAD_DIM, HIDDEN)
+    weight = layer.linear_qkv.weight
+    weight.data.copy_(whole_weight.chunk(2)[dist.get_rank()])
     hidden = torch.randn(3, 2, HIDDEN)
     parts = layer.get_query_key_value_tensors(hidden, output_gate=True)
-    each = whole.view(groups, -1, HEAD_DIM, HIDDEN)
-    r = HEADS // groups
-    blocks = each[:, :r], each[:, -2:-1], each[:, -1:], each[:, r : 2 * r]
-    parts = [x.detach() for x in parts]
-    return parts, [torch.einsum("sbh,gndh->sbgnd", hidden, x).flatten(2, 3) for x in blocks]
+    heads = whole_weight.view(groups, -1, HEAD_DIM, HIDDEN)
+    queries = HEADS // groups
+    expected = []
+    for weight_of_part in (
+        heads[:, :queries],
+        heads[:, -2:-1],
+        heads[:, -1:],
+        heads[:, queries : 2 * queries],
+    ):
+        part = torch.einsum("sbh,gndh->sbgnd", hidden, weight_of_part)
+        expected.append(part.flatten(2, 3))
+    return [part.detach() for part in parts], expected
 
 
 @pytest.mark.parametrize("groups", [2, 1])
 def test_follows_the_process_group_that_it_is_given(ranks, groups):
     """Megatron 0.19 cuts the gate of shared groups by the rank of its global group."""
-    first, second = ranks(split_over_a_group_of_its_own, 2, groups)
-    for i, expected in enumerate(first[1]):
-        found = [parts[i] for parts, _ in (first, second)]
-        if expected.shape[2] == 1:  # both ranks have the one key/value head
-            torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
-            found.pop()
-        torch.testing.assert_close(torch.cat(found, 2), expected)
+    (first, expected), (second, _) = ranks(split_over_a_group_of_its_own, 2, groups)
+    for i, expected_part in enumerate(expected):
+        if expected_part.shape[2] == 1:  # both ranks have the one key/value head
+            torch.testing.assert_close(first[i], second[i], rtol=0, atol=0)
+            part = first[i]
+        else:
+            part = torch.cat([first[i], second[i]], 2)
+        torch.testing.assert_close(part, expected_part)

@@ -85,6 +85,7 @@ def transformer_engine_layer(kha, changes):
     )
 
 
+@pytest.mark.fast
 @pytest.mark.te
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [None, "gla"], ids=["mla", "gla"])

@@ -26,6 +26,7 @@ ALL = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("talking", "groups"),
     [(TalkingHeads(), 3), (TalkingHeads(post=False), 6), (TalkingHeads(pre=False), 1)],
@@ -47,7 +48,9 @@ def mixed_after_the_mask():
     from kha_megatron.heads.talking import mix_heads
 
     def attend(self, query, key, value, weights, *, scale, mask, dropout):
-        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
+        heads_of_group = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(heads_of_group, 1)
+        value = value.repeat_interleave(heads_of_group, 1)
         logits = (scale * query @ key.mT).masked_fill(mask, -torch.inf)
         scores = mix_heads(logits, weights["talking_pre"]).softmax(-1)
         return mix_heads(scores, weights["talking_post"]) @ value, None
@@ -61,7 +64,8 @@ def mixed_among_own_heads():
 
     from kha_megatron.mcore.all_heads import AllHeadsAttention
 
-    attend, rank = TalkingHeads.attend, parallel_state.get_tensor_model_parallel_rank()
+    attend = TalkingHeads.attend
+    rank = parallel_state.get_tensor_model_parallel_rank()
 
     def of_own(self, query, key, value, weights, **options):
         own = slice(rank * query.shape[1], (rank + 1) * query.shape[1])

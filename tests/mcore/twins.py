@@ -10,12 +10,16 @@ from kha_megatron.model.qkv import QKVLayout
 from tests import oracle
 
 BASE = 10000.0
-LAYERS, LOSS_SCALE = 2, 0.5
+LAYERS = 2
+LOSS_SCALE = 0.5
 Weights = dict[str, Tensor]
 
 
 def twin(
-    kha: HeadsConfig, sizes: dict[str, Any], hidden: Tensor, weights: Weights
+    kha: HeadsConfig,
+    sizes: dict[str, Any],
+    hidden: Tensor,
+    weights: Weights,
 ) -> tuple[Tensor, Tensor | float]:
     """Return the output ``[B, S, K]`` for ``hidden`` of the same shape, and the added loss."""
     matrices = {p: list(weights[f"knock_{p}.weight"]) for p in kha.variants}
@@ -37,22 +41,32 @@ def _norms(sizes, weights, key="k"):
 
 
 def _attention(kha, sizes, hidden, weights, matrices, weigh=None):
-    heads, groups = sizes["num_attention_heads"], sizes["num_query_groups"]
+    heads = sizes["num_attention_heads"]
+    groups = sizes["num_query_groups"]
     head_dim = sizes["kv_channels"]
     facts = HeadSizes(query_heads=heads, kv_heads=groups, head_dim=head_dim)
     extra = kha.rows(facts)
-    layout = QKVLayout(groups=groups, queries=heads // groups, head_dim=head_dim, extra=extra)
+    layout = QKVLayout(
+        groups=groups,
+        queries=heads // groups,
+        head_dim=head_dim,
+        extra=extra,
+    )
     rows = weights["linear_qkv.weight"].unflatten(0, (groups, -1))
     parts = {name: rows[:, part.rows].flatten(0, 1) for name, part in layout.parts.items()}
-    gates = {
-        row.name.removeprefix("gate_"): parts[row.name].unflatten(0, (-1, row.features))
-        for row in extra
-    }
-    own = [name.removesuffix(".weight") for name in weights if name.startswith("gate_")]
-    gates |= {name.removeprefix("gate_"): weights[f"{name}.weight"] for name in own}
+    gates = {}
+    for row in extra:
+        position = row.name.removeprefix("gate_")
+        gates[position] = parts[row.name].unflatten(0, (-1, row.features))
+    for name, weight in weights.items():
+        if name.startswith("gate_"):
+            position = name.removeprefix("gate_").removesuffix(".weight")
+            gates[position] = weight
     return oracle.attention(
         hidden,
-        *(parts[name].T for name in ("query", "key", "value")),
+        parts["query"].T,
+        parts["key"].T,
+        parts["value"].T,
         weights["linear_proj.weight"].T,
         kha,
         matrices,
@@ -69,24 +83,30 @@ def _attention(kha, sizes, hidden, weights, matrices, weigh=None):
 def _mixture(kha, sizes, hidden, weights, matrices):
     routing = kha.get(MixtureOfHeads)
     losses = []
-    shared, active = routing.shared, routing.active
+    shared = routing.shared
+    active = routing.active
     if routing.share:  # 75 % of 8: 6 heads, half of them shared
-        shared, active = 3, 3
+        shared = 3
+        active = 3
     if isinstance(active, tuple):
         active = active[1]  # of the second layer
 
+    router = None
+    if routing.router == "learned":
+        router = weights["moh_router.weight"]
+
     def weigh(queries):
-        found, loss = oracle.mixture_weights(
+        head_weights, loss = oracle.mixture_weights(
             hidden,
             queries,
-            weights["moh_router.weight"] if routing.router == "learned" else None,
+            router,
             shared=shared,
             active=active,
             scale=routing.scale,
             quantized=routing.quantized,
         )
         losses.append(loss)
-        return found
+        return head_weights
 
     output = _attention(kha, sizes, hidden, weights, matrices, weigh)
     routed = sizes["num_attention_heads"] - shared
@@ -95,20 +115,26 @@ def _mixture(kha, sizes, hidden, weights, matrices):
 
 
 def _mixed(kha, sizes, hidden, weights):
-    groups, head_dim = sizes["num_query_groups"], sizes["kv_channels"]
+    groups = sizes["num_query_groups"]
+    head_dim = sizes["kv_channels"]
     blocks = weights["linear_qkv.weight"].unflatten(0, (groups, -1, head_dim))
-    projections = [blocks[:, :-2], blocks[:, -2:-1], blocks[:, -1:]]
-    projections = [x.flatten(0, 2) for x in projections]
+    query = blocks[:, :-2].flatten(0, 2)
+    key = blocks[:, -2:-1].flatten(0, 2)
+    value = blocks[:, -1:].flatten(0, 2)
     options = {}
     if kha.get(CollaborativeHeads):
-        projections[:2] = [weights[f"collaborative_{name}.weight"] for name in ("query", "key")]
+        query = weights["collaborative_query.weight"]
+        key = weights["collaborative_key.weight"]
         options["mixing"] = weights["collaborative_mixing.weight"]
     talking = kha.get(TalkingHeads)
-    for name in talking.mixings if talking else ():
-        options[name] = weights[f"talking_{name}.weight"]
+    if talking:
+        for name in talking.mixings:
+            options[name] = weights[f"talking_{name}.weight"]
     return oracle.mixed_attention(
         hidden,
-        *(x.T for x in projections),
+        query.T,
+        key.T,
+        value.T,
         weights["linear_proj.weight"].T,
         num_query_groups=groups,
         rotary_base=BASE,
@@ -119,7 +145,8 @@ def _mixed(kha, sizes, hidden, weights):
 
 
 def _tied(kha, sizes, hidden, weights, matrices):
-    groups, head_dim = sizes["num_query_groups"], sizes["kv_channels"]
+    groups = sizes["num_query_groups"]
+    head_dim = sizes["kv_channels"]
     blocks = weights["linear_qkv.weight"].unflatten(0, (groups, -1, head_dim))
     return oracle.tied_attention(
         hidden,
@@ -139,14 +166,20 @@ def _tied(kha, sizes, hidden, weights, matrices):
 def _latent(kha, sizes, hidden, weights, matrices):
     from tests.distributed.models import LATENT
 
-    rank, nope = LATENT["kv_lora_rank"], LATENT["qk_head_dim"]
+    rank = LATENT["kv_lora_rank"]
+    nope = LATENT["qk_head_dim"]
     heads = sizes["num_attention_heads"]
     down = weights["linear_kv_down_proj.weight"].T
     up = weights["linear_kv_up_proj.weight"].unflatten(0, (heads, -1))
-    direct = "linear_q_proj.weight" in weights
+    if "linear_q_proj.weight" in weights:
+        query = weights["linear_q_proj.weight"].T
+        query_latent = None
+    else:
+        query = weights["linear_q_up_proj.weight"].T
+        query_latent = weights["linear_q_down_proj.weight"].T
     return oracle.latent_attention(
         hidden,
-        weights["linear_q_proj.weight" if direct else "linear_q_up_proj.weight"].T,
+        query,
         down[:, :rank],
         up[:, :nope].flatten(0, 1).T,
         up[:, nope:].flatten(0, 1).T,
@@ -156,7 +189,7 @@ def _latent(kha, sizes, hidden, weights, matrices):
         matrices,
         heads=heads,
         rotary_base=BASE,
-        w_query_latent=None if direct else weights["linear_q_down_proj.weight"].T,
+        w_query_latent=query_latent,
         gate=kha.get(Gate),
         gate_weights={"output": weights.get("gate_output.weight")},
         **_norms(sizes, weights, "kv"),

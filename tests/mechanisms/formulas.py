@@ -8,17 +8,27 @@ from kha_megatron.hf.modeling_kha import apply_rotary
 
 def project(layer, hidden, head_dim: int):
     """Return queries, keys and values of shape [batch, tokens, heads, head_dim]."""
-    heads = (*hidden.shape[:2], -1, head_dim)
-    return [(hidden @ getattr(layer, f"{p}_proj").weight.T).view(heads) for p in "qkv"]
+    shape = (*hidden.shape[:2], -1, head_dim)
+    query = hidden @ layer.q_proj.weight.T
+    key = hidden @ layer.k_proj.weight.T
+    value = hidden @ layer.v_proj.weight.T
+    return query.view(shape), key.view(shape), value.view(shape)
 
 
 def attend(query, key, value):
     """Return the causal attention with RoPE, in the shape of ``query``."""
     position = torch.arange(query.shape[1]).double()[:, None]
     dim = query.shape[-1]
-    angles = position / 10000.0 ** (torch.arange(0, dim, 2).double() / dim)
+    exponents = torch.arange(0, dim, 2).double() / dim
+    angles = position / 10000.0**exponents
     rotary = torch.cat([angles, angles], 1)[None]
-    query, key = (apply_rotary(x.transpose(1, 2), rotary.cos(), rotary.sin()) for x in (query, key))
-    value = value.transpose(1, 2)
-    found = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-    return found.transpose(1, 2)
+    cos = rotary.cos()
+    sin = rotary.sin()
+    output = scaled_dot_product_attention(
+        apply_rotary(query.transpose(1, 2), cos, sin),
+        apply_rotary(key.transpose(1, 2), cos, sin),
+        value.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=True,
+    )
+    return output.transpose(1, 2)

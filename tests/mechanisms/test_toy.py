@@ -118,7 +118,8 @@ QUICK = [
 
 
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.whole) for n in MISTAKES]
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.whole) for n in MISTAKES],
 )
 def test_broken_rules_are_named(name, tmp_path, monkeypatch, forked_check):
     message, *changes = MISTAKES[name]

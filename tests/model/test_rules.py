@@ -46,6 +46,7 @@ def check(model, sizes, batch):
     return check_layout(model, layout(**sizes), batch)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("model", "sizes", "batch"),
     [
@@ -134,6 +135,7 @@ ILLEGAL = [
 ]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(("model", "sizes", "batch", "match"), ILLEGAL, ids=lambda v: None)
 def test_impossible_layouts_are_refused_with_the_nearest_sizes(model, sizes, batch, match):
     with pytest.raises(ConfigError, match=match):
@@ -156,7 +158,12 @@ def test_layers_of_each_virtual_stage(sizes, layers, expected):
     assert layout(**sizes).chunk_layers(layers) == expected
 
 
-SIZES = {"num_layers": 2, "hidden_size": 96, "num_attention_heads": 4, "kv_channels": 16}
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": 96,
+    "num_attention_heads": 4,
+    "kv_channels": 16,
+}
 OF_HEADS = HeadsConfig(Gate(output="head"))
 
 

@@ -35,7 +35,7 @@ EXPERTS = {
 
 
 def built(layout: Layout, kha: HeadsConfig, *, tied: bool = True, **overrides: Any) -> tuple:
-    """This rank's virtual stages, their configuration, the model and the pipeline rank."""
+    """Return the virtual stages of this rank, their configuration, the model and the stage."""
     from dataclasses import replace
 
     from megatron.core import parallel_state

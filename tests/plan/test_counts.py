@@ -24,9 +24,12 @@ LATENT = {"multi_latent_attention": True}
 LINEAR = HeadsConfig.from_preset("kha_linear")
 
 
+@pytest.mark.fast
 def test_the_papers_worked_example():
     """Section 3.4: eq. 10 to 12 at L = 2048, d = 1024, n = 32, for both variants."""
-    length, d, n = 2048, 1024, 32
+    length = 2048
+    d = 1024
+    n = 32
     recipe = get_recipe("equation12")
     for preset in ("kha_mlp", "kha_linear"):
         model = replace(recipe.run.model, kha=HeadsConfig.from_preset(preset))
@@ -40,7 +43,14 @@ def counted(recipe):
     return count_model(recipe.run.model)
 
 
-CACHE = {"gqa8": 2048, "gqa4": 1024, "mha": 4096, "mqa": 256, "gta": 576, "mla": 576}
+CACHE = {
+    "gqa8": 2048,
+    "gqa4": 1024,
+    "mha": 4096,
+    "mqa": 256,
+    "gta": 576,
+    "mla": 576,
+}
 
 
 @pytest.mark.parametrize("name", CACHE)
@@ -54,17 +64,20 @@ def test_caches_of_table_3(name):
     assert knocked.cache_bytes == counts.cache_bytes
 
 
+@pytest.mark.fast
 def test_every_printed_count_is_ours():
     checked = 0
     for recipe in (*TABLES, *PAPER, *MOH):
         counts = counted(recipe)
         kha = 0 if recipe in MOH else counts.kha  # that paper counts its routers
-        for name, own in (("total", counts.total), ("active", counts.active)):
-            if name in recipe.paper:
-                digits, how = format_like_paper(own - kha, recipe.paper[name])
-                mla = recipe.name.startswith("table3/mla")
-                assert digits == ("972M" if mla else recipe.paper[name]), (recipe.name, how)
-                checked += 1
+        for name, count in (("total", counts.total), ("active", counts.active)):
+            printed = recipe.paper.get(name)
+            if printed is None:
+                continue
+            digits, how = format_like_paper(count - kha, printed)
+            expected = "972M" if recipe.name.startswith("table3/mla") else printed
+            assert digits == expected, (recipe.name, how)
+            checked += 1
     # Tables 2, 3 (active only), 4 and 5, the seven models, and six of MoH
     assert checked == 2 * 13 + 12 + 2 * 2 + 2 * 18 + 2 * 7 + 2 * 6
 
@@ -79,14 +92,19 @@ def ran(kha, settings, predictions):
 
     models.initialize()
     MTPLossLoggingHelper.tracker.clear()  # its size depends on the number of predictions
-    more = {"mtp_num_layers": predictions, "is_hybrid_model": True} if predictions else {}
-    config = models.transformer_config(**settings, **more)
-    pair = "*+"[config.multi_latent_attention] + "-E"[bool(config.num_moe_experts)]
-    pattern = 2 * pair + predictions * f"/{pair}"
     options = {"share_embeddings_and_output_weights": True}
     if predictions:
+        config = models.transformer_config(
+            **settings,
+            mtp_num_layers=predictions,
+            is_hybrid_model=True,
+        )
+        attention = "+" if config.multi_latent_attention else "*"
+        mlp = "E" if config.num_moe_experts else "-"
+        pattern = 2 * f"{attention}{mlp}" + predictions * f"/{attention}{mlp}"
         model = models.hybrid_model(config, kha, pattern=pattern, **options)
     else:
+        config = models.transformer_config(**settings)
         model = models.gpt_model(config, kha, **options)
     tokens, positions, mask = models.batch()
 
@@ -97,12 +115,17 @@ def ran(kha, settings, predictions):
                 loss.backward()
         return counter.get_total_flops()
 
-    sizes = {name: getattr(config, name) for name in ("num_layers", "ffn_hidden_size")}
-    sizes |= {"padded_vocab_size": models.VOCAB, "mtp_num_layers": predictions}
-    plain = replace(model_from_config(config, kha), **sizes)
+    model_config = replace(
+        model_from_config(config, kha),
+        num_layers=config.num_layers,
+        ffn_hidden_size=config.ffn_hidden_size,
+        padded_vocab_size=models.VOCAB,
+        mtp_num_layers=predictions,
+    )
     assert torch.is_grad_enabled()
     flops = counted(False), counted(True)
-    return flops, sum(p.numel() for p in model.parameters()), plain, models.SEQUENCE, models.BATCH
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return flops, parameters, model_config, models.SEQUENCE, models.BATCH
 
 
 @pytest.mark.parametrize(
@@ -127,13 +150,21 @@ def test_flops_and_parameters_of_real_models(kha, settings, predictions, ranks):
 
 SIZES = {"num_layers": 1, "hidden_size": 40, "num_attention_heads": 6}
 MODEL = ModelConfig(**SIZES, num_query_groups=3, kv_channels=8, ffn_hidden_size=24)
-WIDTHS = {"kv_lora_rank": 10, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+WIDTHS = {
+    "kv_lora_rank": 10,
+    "qk_head_dim": 8,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
 LATENT_MODEL = replace(MODEL, multi_latent_attention=True, **WIDTHS)
 
 
 def test_tied_and_grouped_latent_by_their_definition():
     tied = count_attention(replace(MODEL, kha=HeadsConfig(attention="gta")))
-    query, state, rotary, output = 40 * 48, 40 * 3 * 8, 40 * 4, 48 * 40
+    query = 40 * 48
+    state = 40 * 3 * 8
+    rotary = 40 * 4
+    output = 48 * 40
     assert tied.weights == query + state + rotary + output
     assert tied.cache == 3 * 8 + 4
     groups = count_latent_attention(replace(LATENT_MODEL, kha=HeadsConfig(attention="gla")))

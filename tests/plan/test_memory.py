@@ -7,6 +7,7 @@ Transformer Engine modules that the rest of the estimate assumes, so that is not
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -25,19 +26,28 @@ MIXED_LAYERS = {**EXPERTS, "num_layers": 4, "moe_layer_freq": [0, 1, 1, 0]}
 
 
 def sizes(world, layout, overrides):
-    """Return what this rank holds, counted in its tensors, and the model."""
+    """Return the stage of this rank, the sizes of its tensors, and the model."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer.module import Float16Module
 
     overrides = {"params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16} | overrides
     chunks, config, model, stage = built(layout, MIXED, bf16=True, **overrides)
-    chunks = [Float16Module(config, chunk) for chunk in chunks]
-    parameters = [(n, p) for chunk in chunks for n, p in chunk.named_parameters()]
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
     )
-    wrapped = [DistributedDataParallel(config, ddp_config, chunk) for chunk in chunks]
+    counts = Counter()
+    wrapped = []
+    for chunk in chunks:
+        half = Float16Module(config, chunk)
+        for name, parameter in half.named_parameters():
+            counts["count"] += 1
+            counts["weights"] += parameter.nbytes
+            counts["experts" if ".experts." in name else "dense"] += parameter.numel()
+            if ".knock_" in name:
+                counts["kha"] += parameter.numel()
+        wrapped.append(DistributedDataParallel(config, ddp_config, half))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -48,27 +58,16 @@ def sizes(world, layout, overrides):
         ),
         wrapped,
     )
-    buffers = [b for ddp in wrapped for b in (*ddp.buffers, *ddp.expert_parallel_buffers)]
-    found = {
-        "stage": stage,
-        "weights": sum(p.numel() * p.element_size() for _, p in parameters),
-        "dense": sum(p.numel() for n, p in parameters if ".experts." not in n),
-        "experts": sum(p.numel() for n, p in parameters if ".experts." in n),
-        "kha": sum(p.numel() for n, p in parameters if ".knock_" in n),
-        "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
-        "count": len(parameters),
-        "buckets": sum(len(b.buckets) for b in buffers),
-        "main": sum(
-            p.numel()
-            for part in getattr(optimizer, "chained_optimizers", [optimizer])
-            for group in part.shard_fp32_from_float16_groups
-            for p in group
-            if p is not None
-        ),
-    }
+    for ddp in wrapped:
+        for buffer in (*ddp.buffers, *ddp.expert_parallel_buffers):
+            counts["gradients"] += buffer.grad_data.nbytes
+            counts["buckets"] += len(buffer.buckets)
+    for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in chained.shard_fp32_from_float16_groups:
+            counts["main"] += sum(shard.numel() for shard in group if shard is not None)
     for ddp in wrapped:
         vars(ddp).clear()
-    return found, model
+    return stage, counts, model
 
 
 LAYOUTS = [
@@ -94,67 +93,72 @@ def test_every_rank_holds_what_the_plan_says(ranks, world, layout, overrides):
     layout = Layout(**{**vars(layout), "world_size": world})
     answers = ranks(sizes, world, world, layout, overrides)
     batch = Batch(seq_length=12, micro_batch_size=1, global_batch_size=12)
-    optimizer_states = {}
-    for found, model in answers:
-        stage = found["stage"]
+    states_of_stage = Counter()
+    planned_states_of_stage = Counter()
+    for stage, counts, model in answers:
         planned = count_parameters(model, layout, stage)
-        assert (planned.dense, planned.experts, planned.kha) == (
-            found["dense"],
-            found["experts"],
-            found["kha"],
-        )
-        rest, of_kha = estimate_memory(Rank(Setup(model=model, batch=batch), layout, stage))
-        assert rest.weights + of_kha.weights == found["weights"]
+        assert planned.dense == counts["dense"]
+        assert planned.experts == counts["experts"]
+        assert planned.kha == counts["kha"]
+        setup = Setup(model=model, batch=batch)
+        rest, of_kha = estimate_memory(Rank(setup, layout, stage))
+        assert rest.weights + of_kha.weights == counts["weights"]
         unit = math.lcm(128, layout.dp * layout.cp, layout.expert_dp)
-        padding = 4 * (64 * found["count"] + unit * found["buckets"])
-        assert 0 <= found["gradients"] - rest.gradients - of_kha.gradients <= padding
+        padding = 4 * (64 * counts["count"] + unit * counts["buckets"])
+        assert 0 <= counts["gradients"] - rest.gradients - of_kha.gradients <= padding
+        states = 12 * counts["main"]
         planned_states = rest.optimizer + of_kha.optimizer
-        optimizer_states.setdefault(stage, []).append((12 * found["main"], planned_states))
         # a rank's shard is its part of the padded buffers, which ends may leave shorter
-        assert abs(12 * found["main"] - planned_states) <= 3 * padding
-    for states in optimizer_states.values():
-        held, planned = zip(*states, strict=True)
-        assert sum(held) == pytest.approx(sum(planned))
+        assert abs(states - planned_states) <= 3 * padding
+        states_of_stage[stage] += states
+        planned_states_of_stage[stage] += planned_states
+    for stage, states in states_of_stage.items():
+        assert states == pytest.approx(planned_states_of_stage[stage])
 
 
 def parameter_counts(layout, overrides):
     """Return the parameters of this rank for each of several mechanisms, and the planned number."""
-    found = []
+    counts = []
     for kha in OTHERS:
         chunks, _, model, stage = built(layout, kha, **overrides)
-        has = sum(p.numel() for chunk in chunks for p in chunk.parameters())
-        found.append((str(kha), has, count_parameters(model, layout, stage).total))
-    return found
+        parameters = 0
+        for chunk in chunks:
+            parameters += sum(parameter.numel() for parameter in chunk.parameters())
+        planned = count_parameters(model, layout, stage).total
+        counts.append((str(kha), parameters, planned))
+    return counts
 
 
 def test_other_heads_are_counted_with_fewer_groups_than_ranks(ranks):
-    """Rows in the projection of queries, keys and values, what fills them up, own projections."""
+    """Counts rows of ``linear_qkv`` with their padding, and projections of a mechanism's own."""
     layout = Layout(tp=4, sequence_parallel=True, world_size=4)
     for rank in ranks(parameter_counts, 4, layout, {"num_query_groups": 2}):
-        for kha, has, planned in rank:
-            assert planned == has, kha
+        for kha, parameters, planned in rank:
+            assert planned == parameters, kha
 
 
 def kept_by_autograd(layout, kha, qk_norm):
-    """Bytes of distinct activations that autograd keeps inside this rank's knocking modules."""
+    """Return the bytes of distinct activations that autograd keeps in the knocking modules."""
     from kha_megatron.mcore.knocking import KnockingHeads
     from tests.distributed import models
 
     overrides = {"params_dtype": torch.bfloat16, "bf16": True, "num_layers": 1}
     chunks, _, model, _ = built(layout, kha, qk_layernorm=qk_norm, **overrides)
     kept = {}
-    weights = {p.data_ptr() for n, p in chunks[0].named_parameters() if ".knock_" in n}
+    weights = set()
+    for name, parameter in chunks[0].named_parameters():
+        if ".knock_" in name:
+            weights.add(parameter.untyped_storage().data_ptr())
     forward = KnockingHeads.forward
 
     def keep(tensor):
-        stacked = {w + i * tensor.nbytes for w in weights for i in range(3)}
-        if tensor.data_ptr() not in stacked:
+        if tensor.untyped_storage().data_ptr() not in weights:
             kept[tensor.data_ptr(), tensor.nbytes] = tensor  # alive, so that no address returns
         return tensor
 
-    def watched(self, *x):
+    def watched(self, *inputs):
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            return forward(self, *x)
+            return forward(self, *inputs)
 
     KnockingHeads.forward = watched
     try:
@@ -180,7 +184,11 @@ MORE = [(HeadsConfig(Knock(value=variant)), Layout(), True) for variant in MATRI
 def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm):
     from tests.distributed.models import BATCH, SEQUENCE
 
-    batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
+    batch = Batch(
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        global_batch_size=BATCH,
+    )
     layout = replace(layout, world_size=layout.tp)
     for found, model in ranks(kept_by_autograd, layout.tp, layout, kha, qk_norm):
         setup = Setup(model=model, batch=batch, precision="bf16")
@@ -188,10 +196,14 @@ def test_what_autograd_keeps_for_kha(ranks, kha, layout, qk_norm):
 
 
 def attention_weights_kept(kha, recompute):
-    """Bytes that autograd keeps of tensors with an element for each head, query and key."""
+    """Return the bytes that autograd keeps of tensors with an element per head, query and key."""
     from tests.distributed import models
 
-    overrides = {"params_dtype": torch.bfloat16, "bf16": True, "recompute_granularity": recompute}
+    overrides = {
+        "params_dtype": torch.bfloat16,
+        "bf16": True,
+        "recompute_granularity": recompute,
+    }
     chunks, config, model, _ = built(Layout(), kha, **overrides)
     pairs = config.num_attention_heads * models.BATCH * models.SEQUENCE**2
     kept = {}
@@ -212,14 +224,20 @@ def test_selective_recomputation_keeps_no_attention_weights(ranks, recompute):
     from tests.distributed.models import BATCH, SEQUENCE
 
     kha = HeadsConfig.from_preset("talking")
-    batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
+    batch = Batch(
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        global_batch_size=BATCH,
+    )
     ((found, model),) = ranks(attention_weights_kept, 1, kha, recompute)
     setup = Setup(model=model, batch=batch, recompute=recompute or "none")
     rank = Rank(setup, Layout(world_size=1), 0)
-    planned = estimate_memory(rank)[1].activations
-    # the estimate includes the layer that the backward pass recomputes
-    backward = 0 if recompute is None else estimate_kha_activations(rank)
-    assert found == planned - backward
+    _, of_kha = estimate_memory(rank)
+    expected = of_kha.activations
+    if recompute is not None:
+        # the estimate includes the layer that the backward pass recomputes
+        expected -= estimate_kha_activations(rank)
+    assert found == expected
 
 
 @pytest.mark.parametrize(

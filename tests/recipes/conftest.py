@@ -46,7 +46,12 @@ def scripted(tmp_path: Path):
     def make(source: str, **changes) -> Recipe:
         script = tmp_path / "rank.py"
         script.write_text(source)
-        return replace(get_recipe("quickstart"), name="scripted", entry=str(script), **changes)
+        return replace(
+            get_recipe("quickstart"),
+            name="scripted",
+            entry=str(script),
+            **changes,
+        )
 
     return make
 

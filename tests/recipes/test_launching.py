@@ -37,21 +37,29 @@ if rank == "1":
 
 @pytest.mark.parametrize("fail", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_ranks_receive_every_argument_unchanged(
-    fail, scripted, tmp_path, nemorun_home, monkeypatch, capsys
+    fail,
+    scripted,
+    tmp_path,
+    nemorun_home,
+    monkeypatch,
+    capsys,
 ):
     monkeypatch.setattr("kha_megatron.recipes.launching._POLL_SECONDS", 0.1)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     words = ["--mock-data", *(f"--odd{i}={value}" for i, value in enumerate(ODD))]
     before = signal.getsignal(signal.SIGTERM)
     job = prepare_job(
-        scripted(RANK), overrides=[*words, *["--fail"] * fail], output=tmp_path / "out put"
+        scripted(RANK),
+        overrides=[*words, *["--fail"] * fail],
+        output=tmp_path / "out put",
     )
     steps = []
     result = launch_job(job, on_step=steps.append)
 
     assert result.succeeded is not fail
     if fail:
-        assert (result.failure.rank, result.failure.exit_code) == (1, 1)
+        assert result.failure.rank == 1
+        assert result.failure.exit_code == 1
         assert "the disk [red]is full" in result.failure.lines
     assert f"log of all ranks of {job.output} to {result.log}\n" in capsys.readouterr().err
     assert [(s.iteration, s.total, s.samples, s.loss) for s in steps] == [
@@ -69,8 +77,10 @@ def test_ranks_receive_every_argument_unchanged(
         facts = json.loads((tmp_path / f"rank{rank}.json").read_text())
         assert facts["argv"] == list(job.command[job.command.index(job.recipe.entry) + 1 :])
         assert list(vars(parser.parse_known_args(facts["argv"])[0]).values()) == ODD
-        assert (facts["omp"], facts["world"]) == ("5", "2")
-        assert (facts["cwd"], facts["python"]) == (os.getcwd(), sys.executable)
+        assert facts["omp"] == "5"
+        assert facts["world"] == "2"
+        assert facts["cwd"] == os.getcwd()
+        assert facts["python"] == sys.executable
         assert not is_alive(facts["helper"])
 
 
@@ -96,14 +106,17 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.whole)]
+    "number",
+    [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.whole)],
 )
 def test_no_process_of_any_rank_outlives_the_launch(number, tmp_path, nemorun_home):
     script = tmp_path / "rank.py"
     script.write_text(SLEEP)
     files = [tmp_path / "pids0", tmp_path / "pids1"]
     driver = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(script)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", INTERRUPTED, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
     )
     pids: list[int] = []
     try:

@@ -13,13 +13,15 @@ LINE = (
 )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("line", "step"),
     [
         (LINE, Step(10, 300, 80, 0.8841, 8.221897)),
         (  # all iterations were skipped
             LINE.replace("8.221897E+00", "0.000000E+00").replace(
-                "iterations:   0", "iterations:   1"
+                "iterations:   0",
+                "iterations:   1",
             ),
             Step(10, 300, 80, 0.8841, None),
         ),
@@ -73,7 +75,8 @@ def logs(tmp_path):
     """Write logs as NeMo-Run and torchrun do; return the directories of launcher and ranks."""
 
     def write(report: str, *errors: str):
-        launcher, ranks = tmp_path / "train" / "0", tmp_path / "torchelastic"
+        launcher = tmp_path / "train" / "0"
+        ranks = tmp_path / "torchelastic"
         launcher.mkdir(parents=True)
         (launcher / "stderr.log").write_text(report)
         for rank, text in enumerate(errors):
@@ -86,6 +89,7 @@ def logs(tmp_path):
     return write
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("report", "errors", "lines", "text"),
     [
@@ -124,10 +128,18 @@ def test_earliest_failure_of_64_nodes(tmp_path):
     parts += ["[default29]: another rank\n", "[default297]:   the last line\n"]
     for node in [*range(37), *range(38, 64)]:
         parts.append(f"[default{8 * node + 1}]: RuntimeError: Connection closed by peer\n" * 100)
-        parts.append(report.format(code=1, node=node, second="10", rank=8 * node + 1))
+        parts.append(
+            report.format(
+                code=1,
+                node=node,
+                second="10",
+                rank=8 * node + 1,
+            )
+        )
         if node == 3:
             parts.append(report.format(code=-6, node=37, second="09", rank=297))
-    text, log = "".join(parts), tmp_path / "log"
+    text = "".join(parts)
+    log = tmp_path / "log"
     log.write_text(text)
     assert len(text) - text.index("host      : kn37") > 1 << 17
     failure = find_failure_in_log(log)

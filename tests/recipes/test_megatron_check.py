@@ -37,13 +37,17 @@ print(json.dumps([find_mistake(words) for words in json.loads(sys.argv[1])]))
 
 def arguments(recipe: str, *words: str) -> list[str]:
     options = {"output": Path("/runs/one"), "slurm": Slurm(time="01:00:00", nodes=2)}
-    job = prepare_job(get_recipe(recipe), overrides=["--mock-data", *words], **options)
+    job = prepare_job(
+        get_recipe(recipe),
+        overrides=["--mock-data", *words],
+        **options,
+    )
     return list(job.command[job.command.index("kha_megatron.training") + 1 :])
 
 
 @pytest.fixture(scope="module")
 def mistakes():
-    """What is wrong with the arguments of recipes and with each of WRONG."""
+    """Return the errors in the arguments of recipes and in each of WRONG."""
     cases = [arguments(name) for name in DIFFERENT]
     cases += [arguments("dense-0.6b", *words.split()) for words in WRONG]
     run = entry.run([json.dumps(cases)], program=SCRIPT)

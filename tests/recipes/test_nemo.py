@@ -60,7 +60,8 @@ def test_recipe_trains_with_its_arguments_and_directories(nemo, data, tmp_path):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("words", "code"), [("--mock-data --x fail", 1), ("--tensor-model-parallel-size=3", 2)]
+    ("words", "code"),
+    [("--mock-data --x fail", 1), ("--tensor-model-parallel-size=3", 2)],
 )
 def test_failure_sets_the_exit_code(nemo, tmp_path, words, code):
     done = nemo(f"megatron='{words}'")

@@ -81,7 +81,8 @@ def built_count(words, vocab_size):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.whole) for n in DIFFERENT]
+    "name",
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.whole) for n in DIFFERENT],
 )
 def test_megatron_parses_the_arguments_and_builds_the_counted_model(name, ranks):
     recipe = get_recipe(name)
@@ -96,6 +97,7 @@ def counted(name):
     return count_model(run.model)
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [

@@ -31,13 +31,18 @@ def test_arguments_replace_those_of_the_recipe():
     ).words()
     merged = parse(words)
     assert len(merged) == sum(word.startswith("--") for word in words)  # no flag twice
-    given = {"--kha-preset": ("kha_linear",), "--device": ("cuda",), "--num-layers": ("7",)}
+    given = {
+        "--kha-preset": ("kha_linear",),
+        "--device": ("cuda",),
+        "--num-layers": ("7",),
+    }
     assert merged.items() >= given.items()
     assert "--save" not in merged
 
 
 @pytest.mark.parametrize(
-    ("interval", "retained"), [("1000", "4000"), ("3", "4767"), ("9000", "9000")]
+    ("interval", "retained"),
+    [("1000", "4000"), ("3", "4767"), ("9000", "9000")],
 )
 def test_retained_checkpoints_are_among_the_saved_ones(interval, retained):
     flags = get_recipe("dense-0.6b").run_for(["--save-interval", interval]).flags
@@ -47,7 +52,12 @@ def test_retained_checkpoints_are_among_the_saved_ones(interval, retained):
 def test_layers_are_described_as_a_pattern(data):
     words = "--num-layers 5 --moe-layer-freq ([0]*2+[1]*3) --pipeline-model-parallel-size 2"
     ends = "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"
-    job = prepare_job(QUICKSTART, data=data, ranks=4, overrides=f"{words} {ends}".split())
+    job = prepare_job(
+        QUICKSTART,
+        data=data,
+        ranks=4,
+        overrides=f"{words} {ends}".split(),
+    )
     found = parse(job.command[job.command.index("-m") + 2 :])
     assert found["--hybrid-layer-pattern"] == ("*-*-*E|*E*E",)
     assert not found.keys() & {"--num-layers", "--moe-layer-freq", *ends.split()[::2]}
@@ -75,7 +85,12 @@ def test_missing_data_is_refused(data, tmp_path):
     refused(DataError, r"other\.idx", blend, data=data)
     prepare_job(QUICKSTART, data=data, overrides=["--data-path", good, good])
     (data / "corpus.idx").unlink()
-    refused(DataError, r"Could not read the index .*corpus\.idx", data=data, dry_run=True)
+    refused(
+        DataError,
+        r"Could not read the index .*corpus\.idx",
+        data=data,
+        dry_run=True,
+    )
 
 
 MOE = {name for name, recipe in RECIPES.items() if "num_experts" in recipe.run.arguments}
@@ -83,7 +98,11 @@ MOE = {name for name, recipe in RECIPES.items() if "num_experts" in recipe.run.a
 
 @pytest.mark.parametrize("name", sorted(MOE - {"quickstart", "laptop/moe"}))
 def test_moe_recipes_use_grouped_gemm_and_their_own_expert_parallelism(name, capsys):
-    job = prepare_job(RECIPES[name], dry_run=True, slurm=Slurm(time="01:00:00", nodes=4))
+    job = prepare_job(
+        RECIPES[name],
+        dry_run=True,
+        slurm=Slurm(time="01:00:00", nodes=4),
+    )
     assert "No training data given" in capsys.readouterr().err
     grouped = {"--moe-grouped-gemm", "--moe-permute-fusion"}
     assert grouped < set(job.command)
@@ -102,15 +121,32 @@ def trained(tmp_path: Path) -> Path:
         f"{attention}.knock_value.weight": torch.zeros(4, 3, 16, 16),
     }
     arguments = {n: v for n, v in QUICKSTART.run.arguments.items() if not n.startswith("kha_")}
-    save(tmp_path / "trained" / "checkpoints", 7, matrices, **arguments, kha_value="mlp")
+    save(
+        tmp_path / "trained" / "checkpoints",
+        7,
+        matrices,
+        **arguments,
+        kha_value="mlp",
+    )
     return tmp_path / "trained"
 
 
 def test_used_directory_is_refused_unless_resumed(trained, data, tmp_path):
     refused(OutputError, "is not empty.*--resume", data=data, output=trained)
-    refused(OutputError, "is not empty", f"--save {trained}", data=data, output=tmp_path / "new")
+    refused(
+        OutputError,
+        "is not empty",
+        f"--save {trained}",
+        data=data,
+        output=tmp_path / "new",
+    )
     assert not (tmp_path / "new").exists()
-    command = prepare_job(QUICKSTART, data=data, output=trained, resume=True).command
+    command = prepare_job(
+        QUICKSTART,
+        data=data,
+        output=trained,
+        resume=True,
+    ).command
     assert command[command.index("--load") + 1] == command[command.index("--save") + 1]
 
 
@@ -126,7 +162,13 @@ def test_resume_without_a_complete_checkpoint_is_refused(trained, data, tmp_path
     for last in ("metadata.json", "integrity.json"):
         (trained / "checkpoints/iter_0000007" / last).unlink()
     for output in (trained, tmp_path / "new"):
-        refused(CheckpointError, "no complete checkpoint", data=data, output=output, resume=True)
+        refused(
+            CheckpointError,
+            "no complete checkpoint",
+            data=data,
+            output=output,
+            resume=True,
+        )
 
 
 @pytest.mark.parametrize(
@@ -142,8 +184,16 @@ def test_resume_without_a_complete_checkpoint_is_refused(trained, data, tmp_path
 def test_checkpoint_of_another_run_is_refused(trained, data, words, match):
     options = {"data": data, "output": trained, "resume": True}
     refused(CheckpointError, match, words, **options)
-    prepare_job(QUICKSTART, overrides=[*words.split(), "--use-checkpoint-args"], **options)
-    prepare_job(QUICKSTART, overrides=["--lr", "1", "--override-opt_param-scheduler"], **options)
+    prepare_job(
+        QUICKSTART,
+        overrides=[*words.split(), "--use-checkpoint-args"],
+        **options,
+    )
+    prepare_job(
+        QUICKSTART,
+        overrides=["--lr", "1", "--override-opt_param-scheduler"],
+        **options,
+    )
 
 
 def test_paths_are_absolute(data, monkeypatch):
@@ -155,7 +205,7 @@ def test_paths_are_absolute(data, monkeypatch):
 
 @pytest.fixture
 def read_only_data(data):
-    """The data directory, mounted read-only, because root may write despite the permissions."""
+    """Mount the data directory read-only, because root may write despite the permissions."""
     if os.geteuid():
         data.chmod(0o555)
         yield data
@@ -170,7 +220,12 @@ def read_only_data(data):
 
 def test_indices_of_read_only_data_go_to_the_output(read_only_data, tmp_path):
     def cache(data, **options):
-        job = prepare_job(QUICKSTART, data=data, output=tmp_path / "run", **options)
+        job = prepare_job(
+            QUICKSTART,
+            data=data,
+            output=tmp_path / "run",
+            **options,
+        )
         return job.run.flags.get("--data-cache-path")
 
     indices = (str(tmp_path / "run" / "indices"),)
@@ -187,7 +242,11 @@ def test_indices_of_writable_data_stay_next_to_it(data, tmp_path):
 def test_too_many_replicas_are_refused_with_another_layout():
     slurm = Slurm(time="01:00:00", nodes=128)
     with pytest.raises(ConfigError) as raised:
-        prepare_job(get_recipe("dense-0.6b"), slurm=slurm, overrides=["--mock-data"])
+        prepare_job(
+            get_recipe("dense-0.6b"),
+            slurm=slurm,
+            overrides=["--mock-data"],
+        )
     message = str(raised.value)
     assert "--global-batch-size (512) must be divisible by 1024" in message
     assert "use 2 times as many ranks per replica" in message
@@ -198,7 +257,10 @@ def test_too_many_replicas_are_refused_with_another_layout():
 def test_restarted_and_upcycled_jobs_load_their_own_directory(tmp_path):
     def paths(*words, **options):
         job = prepare_job(
-            QUICKSTART, overrides=["--mock-data", *words], output=tmp_path / "run", **options
+            QUICKSTART,
+            overrides=["--mock-data", *words],
+            output=tmp_path / "run",
+            **options,
         )
         arguments = parse(job.command[job.command.index("-m") + 2 :])
         return arguments["--save"], arguments.get("--load")

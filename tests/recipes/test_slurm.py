@@ -17,7 +17,13 @@ from kha_megatron.recipes import Slurm, dry_submission, get_recipe, prepare_job,
 from kha_megatron.recipes.batch_script import run_ranks
 
 GOLDEN = Path(__file__).parent / "golden"
-PLAIN = Slurm(nodes=2, account="acme", time="04:00:00", environment={"NOTE": "it's $HOME"}, chain=2)
+PLAIN = Slurm(
+    nodes=2,
+    account="acme",
+    time="04:00:00",
+    environment={"NOTE": "it's $HOME"},
+    chain=2,
+)
 CPU = Slurm(gpus=2, time="00:30:00")
 CONTAINER = Slurm(
     nodes=2,
@@ -46,9 +52,15 @@ SHARED = Slurm(
 
 def job_on(slurm, output=Path("/runs/one"), words=()):
     words = ["--mock-data", "--odd=a b$c", *words]
-    return prepare_job(get_recipe("dense-0.6b"), slurm=slurm, output=output, overrides=words)
+    return prepare_job(
+        get_recipe("dense-0.6b"),
+        slurm=slurm,
+        output=output,
+        overrides=words,
+    )
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "slurm", "words"),
     [
@@ -74,7 +86,8 @@ def test_dry_run_equals_golden_file(name, slurm, words, nemorun_home, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("time", "minutes"), [("04:00:00", "225"), ("0-00:20:30", "17"), ("1-00:00:00", "1425")]
+    ("time", "minutes"),
+    [("04:00:00", "225"), ("0-00:20:30", "17"), ("1-00:00:00", "1425")],
 )
 def test_run_exits_before_the_time_limit_and_loads_its_own_checkpoint(time, minutes):
     words = job_on(Slurm(time=time)).command
@@ -111,7 +124,7 @@ echo "JobId=77 JobName=x JobState=$(cat "$STATE/end") Reason=None Restarts=0 Exi
 
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
-    """Directory in which the fake Slurm commands keep their state."""
+    """Return the directory in which the fake Slurm commands keep their state."""
     (tmp_path / "bin").mkdir()
     for name, body in FAKES.items():
         file = tmp_path / "bin" / name
@@ -144,7 +157,12 @@ def test_job_is_followed_to_its_end(code, slurm, scripted, nemorun_home, monkeyp
     monkeypatch.setattr("kha_megatron.recipes.slurm._ANSWER_SECONDS", 1.0)
     for state in ("hung", "silent"):  # the controller answers at the third request
         (slurm / state).touch()
-    resources = Slurm(gpus=2, retries=1, environment={"NOTE": "it's $HOME"}, time="04:00:00")
+    resources = Slurm(
+        gpus=2,
+        retries=1,
+        environment={"NOTE": "it's $HOME"},
+        time="04:00:00",
+    )
     run = Run.from_values(vocab_size=90).updated(
         ["--code", str(code), "--save", str(slurm / "runs")]
     )
@@ -161,7 +179,8 @@ def test_job_is_followed_to_its_end(code, slurm, scripted, nemorun_home, monkeyp
     assert (slurm / "scontrol").exists() == (code != 0)  # requeue
     if code:
         assert "job 77 ended with state FAILED (exit code 3:0" in result.reason
-        assert (result.failure.rank, result.failure.exit_code) == (1, 3)
+        assert result.failure.rank == 1
+        assert result.failure.exit_code == 3
         assert "the disk is full" in result.failure.lines  # two streams have no order
 
 
@@ -197,12 +216,24 @@ AGAIN = "requeue 77"
 def test_step_that_fails_is_requeued(log, job, options, calls, tmp_path):
     script = f"{STEP}\n{run_ranks(Slurm(time='01:00:00', **options))}\n"
     script += f"srun --output {tmp_path}/log_%j_${{RESTARTS}}.out torchrun"
-    environment = {"STEP_LOG": log, "JOB": job, "CODE": "1", "PATH": os.environ["PATH"]}
+    environment = {
+        "STEP_LOG": log,
+        "JOB": job,
+        "CODE": "1",
+        "PATH": os.environ["PATH"],
+    }
     for restarts, call in enumerate(calls):
         words = ["bash", "-c", f"{script} 3>{tmp_path}/calls"]
         variables = environment | {"RESTARTS": str(restarts)}
-        done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (1, "")
+        done = subprocess.run(
+            words,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert done.stderr == ""
         assert (tmp_path / "calls").read_text().strip() == call
 
 

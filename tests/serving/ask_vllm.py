@@ -59,7 +59,14 @@ def ask(folder, prompts, engine, rounds=1, adapter=None):
                 ignore_eos=True,
                 detokenize=False,
             )
-            results.append(llm.generate(inputs, asked, use_tqdm=False, lora_request=lora))
+            results.append(
+                llm.generate(
+                    inputs,
+                    asked,
+                    use_tqdm=False,
+                    lora_request=lora,
+                )
+            )
     finally:
         del llm
         cleanup_dist_env_and_memory()

@@ -146,7 +146,8 @@ def prompts():
 @pytest.fixture(scope="module")
 def adapters(folders, tmp_path_factory):
     """Return LoRA directories for ``each`` by name, and a model with that of q, v and o merged."""
-    place, found = tmp_path_factory.mktemp("lora"), {}
+    place = tmp_path_factory.mktemp("lora")
+    found = {}
     for name, targets in {"attention": ["q_proj", "v_proj", "o_proj"], "all": "all-linear"}.items():
         torch.manual_seed(3)
         model = AutoModelForCausalLM.from_pretrained(folders["each"])
@@ -171,20 +172,30 @@ def expected(folder, prompts):
     for prompt in prompts:
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            ids = model.generate(ids, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None)
+            ids = model.generate(
+                ids,
+                max_new_tokens=TOKENS,
+                do_sample=False,
+                eos_token_id=None,
+            )
             logits = model(ids, use_cache=False).logits[0]
         best = logits[len(prompt) - 1 : -1].topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-4, "two tokens are equally likely"
-        rows = logits.log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+        logprobs = logits.log_softmax(-1)[:-1]
+        next_tokens = ids[0, 1:, None]
+        chosen = logprobs.gather(1, next_tokens)[:, 0].tolist()
         found["tokens"].append(ids[0, len(prompt) :].tolist())
-        found["logprobs"].append(rows[len(prompt) - 1 :])
-        found["prompt_logprobs"].append(rows[: len(prompt) - 1])
+        found["logprobs"].append(chosen[len(prompt) - 1 :])
+        found["prompt_logprobs"].append(chosen[: len(prompt) - 1])
     return found
 
 
 def environment(**more):
     """Return a quiet, offline environment without this Python's variables."""
-    inherited = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "VIRTUAL"))}
+    inherited = {}
+    for name, value in os.environ.items():
+        if not name.startswith(("PYTHON", "VIRTUAL")):
+            inherited[name] = value
     return inherited | {
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -231,8 +242,11 @@ def check(answer, truth):
 
 
 def max_error(rows, others):
-    pairs = zip(rows, others, strict=True)
-    return max((torch.tensor(a) - torch.tensor(b)).abs().max().item() for a, b in pairs)
+    errors = []
+    for row, other in zip(rows, others, strict=True):
+        difference = torch.tensor(row) - torch.tensor(other)
+        errors.append(difference.abs().max().item())
+    return max(errors)
 
 
 @pytest.fixture(scope="module")
@@ -337,7 +351,8 @@ def server(folder, log):
             start_new_session=True,
         )
     try:
-        address, start = f"http://127.0.0.1:{port}", monotonic()
+        address = f"http://127.0.0.1:{port}"
+        start = monotonic()
         while True:
             assert process.poll() is None, log.read_text()[-4000:]
             assert monotonic() - start < 400, log.read_text()[-4000:]

@@ -39,15 +39,18 @@ class Launch:
         last=None,
         megatron=(),
     ):
-        self.output, self._iterations = output or home / "run", iterations
+        self.output = output or home / "run"
+        self._iterations = iterations
         self._log = home / f"log{len(list(home.iterdir()))}"
         words = ["launch", "quickstart", "--data", data, "--output", self.output]
         words += ["--executor", "slurm", "--device", "cpu", "--time", "00:30:00"]
-        # other tests, which run at the same time, do not stop the only node of this partition
-        words += [] if "--nodes" in options else ["--partition", "one"]
+        if "--nodes" not in options:
+            # other tests, which run at the same time, do not stop the only node of this partition
+            words += ["--partition", "one"]
         words += ["--nproc", ranks, *options, "--", *SMALL]
         words += ["--train-iters", iterations, "--save-interval", save]
-        words += ["--exit-interval", last] if last else []
+        if last:
+            words += ["--exit-interval", last]
         words += megatron
         with self._log.open("w") as file:
             self.process = subprocess.Popen(
@@ -74,16 +77,23 @@ class Launch:
     @property
     def saving(self) -> int:
         """Iteration whose checkpoint has been started but not finished, or 0."""
-        folders = (self.output / "checkpoints").glob("iter_*")
-        newest = max((int(folder.name[5:]) for folder in folders), default=0)
-        metadata = iteration_folder(self.output / "checkpoints", newest) / ".metadata"
+        checkpoints = self.output / "checkpoints"
+        iterations = [0]
+        for folder in checkpoints.glob("iter_*"):
+            iterations.append(int(folder.name.removeprefix("iter_")))
+        newest = max(iterations)
+        metadata = iteration_folder(checkpoints, newest) / ".metadata"
         return 0 if metadata.exists() else newest
 
     @property
     def text(self) -> str:
         """The logs of all ranks and all starts of the job."""
-        logs = sorted(set(re.findall(r"log file:? (\S+)", self.log)))
-        return "".join(Path(log).read_text() for log in logs if os.path.exists(log))
+        text = ""
+        for name in sorted(set(re.findall(r"log file:? (\S+)", self.log))):
+            log = Path(name)
+            if log.exists():
+                text += log.read_text()
+        return text
 
     @property
     def iterations(self) -> list[int]:
@@ -94,7 +104,8 @@ class Launch:
     def losses(self) -> list[tuple[int, str]]:
         """Iterations and losses in the logs of all starts, in order, as Megatron prints them."""
         pattern = rf"\biteration +(\d+)/ +{self._iterations} \|.* lm loss: (\S+)"
-        return [(int(number), loss) for number, loss in re.findall(pattern, self.text)]
+        matches = re.findall(pattern, self.text)
+        return [(int(number), loss) for number, loss in matches]
 
     @property
     def state(self) -> str:
@@ -102,7 +113,8 @@ class Launch:
 
     @property
     def restarts(self) -> int:
-        return int(re.search(r"Restarts=(\d+)", call("scontrol", "show", "job", self.job))[1])
+        job = call("scontrol", "show", "job", self.job)
+        return int(re.search(r"Restarts=(\d+)", job)[1])
 
     def until(self, condition, seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
@@ -122,7 +134,8 @@ class Node:
     """A node of the cluster."""
 
     def __init__(self, number: int) -> None:
-        self.name, self.address = f"kn{number}", f"10.77.0.{number}"
+        self.name = f"kn{number}"
+        self.address = f"10.77.0.{number}"
         self.place = Path(os.environ["SLURM_CONF"]).parent
         self._pid_file = self.place / f"{self.name}.pid"
         self._delay: subprocess.Popen | None = None
@@ -137,12 +150,12 @@ class Node:
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        found = []
+        ranks = []
         for process in self.processes:
             with contextlib.suppress(psutil.Error):  # it has just ended
                 if "kha_megatron.training" in process.cmdline():
-                    found.append(process)
-        return found
+                    ranks.append(process)
+        return ranks
 
     @property
     def state(self) -> str:

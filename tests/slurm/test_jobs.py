@@ -44,7 +44,8 @@ def test_cancelled_job_ends_with_1_and_a_chain_goes_on_from_it(data, tmp_path):
     assert run.end() == 1
     assert f"job {run.job} ended with state CANCELLED" in run.log
     trains = subprocess.run(
-        ["pgrep", "-f", "--", f"--save {run.output}"], stdout=subprocess.DEVNULL
+        ["pgrep", "-f", "--", f"--save {run.output}"],
+        stdout=subprocess.DEVNULL,
     )
     assert trains.returncode == 1  # no process, whoever its parent is
     saved = run.saved
@@ -76,11 +77,23 @@ HELPERS = ["--async-save", "--async-strategy", "mcore", "--num-workers", "1"]
     ids=["preempted", "preempted with helper processes", "SIGTERM"],
 )
 def test_job_that_gets_sigterm_saves_and_is_requeued(
-    stop, megatron, row, data, tmp_path, nodes_table
+    stop,
+    megatron,
+    row,
+    data,
+    tmp_path,
+    nodes_table,
 ):
     """It has no retry that it could use, and no iteration is trained twice."""
     partition = "grace" if stop == "preempt" else "one"
-    run = Launch(data, "--partition", partition, home=tmp_path, save=100, megatron=megatron)
+    run = Launch(
+        data,
+        "--partition",
+        partition,
+        home=tmp_path,
+        save=100,
+        megatron=megatron,
+    )
     run.until(lambda: len(run.iterations) > 3)
     if stop == "preempt":
         preempt()
@@ -156,7 +169,8 @@ def test_job_that_slurm_has_forgotten(data, tmp_path):
     run = Launch(data, home=tmp_path)
     run.until(lambda: run.saved == 8)
     run.process.send_signal(signal.SIGSTOP)
-    ask, deadline = ["scontrol", "show", "job", run.job], time.monotonic() + 400
+    ask = ["scontrol", "show", "job", run.job]
+    deadline = time.monotonic() + 400
     while "Invalid job id" not in subprocess.run(ask, capture_output=True, text=True).stderr:
         assert time.monotonic() < deadline
         time.sleep(2)

@@ -14,7 +14,8 @@ from tests.slurm.cluster import Launch, Node, call
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif(
-        os.environ.get("KHA_TEST_SLURM") != "alone", reason="needs `make test-slurm`"
+        os.environ.get("KHA_TEST_SLURM") != "alone",
+        reason="needs `make test-slurm`",
     ),
 ]
 SAME = "same losses as on one node"
@@ -22,7 +23,7 @@ SAME = "same losses as on one node"
 
 @pytest.fixture
 def nodes():
-    """The three nodes. Repairs them after the test."""
+    """Return the three nodes. Repair them after the test."""
     nodes = [Node(number) for number in (1, 2, 3)]
     yield nodes
     for node in nodes:
@@ -31,7 +32,7 @@ def nodes():
 
 @pytest.fixture
 def launch(data, tmp_path, nodes):
-    """``launch(*options)`` starts a training on two nodes with one rank each."""
+    """Return a function ``(*options)`` that starts a training on two nodes with one rank each."""
     started = []
 
     def start(*options, **values):
@@ -48,7 +49,7 @@ def launch(data, tmp_path, nodes):
 
 @pytest.fixture(scope="module")
 def losses(data, tmp_path_factory):
-    """Iterations and losses on one node with two ranks."""
+    """Return iterations and losses on one node with two ranks."""
     home = tmp_path_factory.mktemp("one-node")
     run = Launch(data, home=home, iterations=8, save=2)
     assert run.end() == 0, run.log
@@ -67,7 +68,7 @@ def check_resumed(run, saved, losses) -> None:
 
 
 def crash(run, node, when) -> int:
-    """Crash a node while ``when()`` is true. Returns the last complete checkpoint."""
+    """Crash a node while ``when()`` is true. Return the last complete checkpoint."""
     while True:
         run.until(lambda: run.saved and when())
         node.signal(signal.SIGSTOP)  # nothing changes between the check and the crash
@@ -107,7 +108,8 @@ def test_lost_network(launch, nodes, losses, nodes_table):
     first.set_network("down")
     ranks = first.ranks
     time.sleep(8)  # the iteration and a save may go on for a moment
-    saved, written = run.saved, [rank.io_counters().write_bytes for rank in ranks]
+    saved = run.saved
+    written = [rank.io_counters().write_bytes for rank in ranks]
     before = snapshot(run.output)
     run.until(lambda: run.state == "PENDING")
     assert snapshot(run.output) == before
@@ -128,7 +130,11 @@ def test_lost_network(launch, nodes, losses, nodes_table):
 
 def snapshot(folder):
     """Return size and time of the last change of each file and directory."""
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+    sizes_and_times = {}
+    for path in folder.rglob("*"):
+        status = path.stat()
+        sizes_and_times[path] = (status.st_size, status.st_mtime_ns)
+    return sizes_and_times
 
 
 def test_slow_node_with_a_full_disk(launch, nodes, losses, nodes_table):
@@ -144,10 +150,15 @@ def test_slow_node_with_a_full_disk(launch, nodes, losses, nodes_table):
 
 
 def test_late_first_node_whose_ipv6_address_comes_first(launch, nodes, losses, nodes_table):
+    hosts = ""
+    for number in (1, 2, 3):
+        hosts += f"2001:db8::{number} kn{number}\n"
+        hosts += f"10.77.0.{number} kn{number}\n"
     for node in nodes:
-        node.set_hosts("".join(f"2001:db8::{n} kn{n}\n10.77.0.{n} kn{n}\n" for n in (1, 2, 3)))
-    assert nodes[0].run("hostname --ip-address").startswith("2001:db8::1")
-    nodes[0].run("echo 65 >/tmp/late")  # by default, torchrun waits for one minute
+        node.set_hosts(hosts)
+    first = nodes[0]
+    assert first.run("hostname --ip-address").startswith("2001:db8::1")
+    first.run("echo 65 >/tmp/late")  # by default, torchrun waits for one minute
     run = launch()
     assert run.end() == 0, run.log
     assert run.losses == losses
@@ -165,9 +176,11 @@ def test_first_node_without_address(launch, nodes, nodes_table):
 
 
 def test_two_jobs_with_one_first_node(launch, losses, tmp_path, nodes_table):
-    pins = ['{"nodelist": "kn[1-2]"}', '{"nodelist": "kn1,kn3"}']
-    options = [["--set", f"additional_parameters={pin}"] for pin in pins]
-    runs = [launch(*words, output=tmp_path / str(n)) for n, words in enumerate(options)]
+    runs = []
+    for nodelist in ("kn[1-2]", "kn1,kn3"):
+        parameters = f'additional_parameters={{"nodelist": "{nodelist}"}}'
+        run = launch("--set", parameters, output=tmp_path / str(len(runs)))
+        runs.append(run)
     for run in runs:
         run.until(lambda run=run: run.iterations)
     assert [run.state for run in runs] == ["RUNNING"] * 2

@@ -31,7 +31,7 @@ def run_bench(name, words, file):
 
 
 def run_kernels_in_this_process(file):
-    """The same in a process that has not loaded ``tests/conftest.py``."""
+    """Run the benchmark of kernels in a process that has not loaded ``tests/conftest.py``."""
     words = ["--tokens", "5", "--heads", "3", "--head-dims", "64", "--variants", "gate"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KHA_KERNELS", "triton")
@@ -54,8 +54,9 @@ def test_kernels_are_compared_with_every_other_way(interpreter, tmp_path):  # no
 @pytest.mark.whole
 def test_an_interrupted_benchmark_keeps_its_rows_and_resumes(tmp_path):
     file = tmp_path / "kernels.json"
-    words = ["kernels", "--device", "cpu", "--tokens", "7", "9000", "--heads", "3", "--head-dims"]
-    words += ["64", "--variants", "gate", "--repetitions", "2", "--json", str(file)]
+    words = ["kernels", "--device", "cpu", "--tokens", "7", "9000", "--heads", "3"]
+    words += ["--head-dims", "64", "--variants", "gate", "--repetitions", "2"]
+    words += ["--json", str(file)]
     command = [sys.executable, str(measuring.ROOT / "tools/bench.py"), *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert any(line.startswith("gate, 9000 x") for line in process.stderr)
@@ -71,11 +72,15 @@ def test_an_interrupted_benchmark_keeps_its_rows_and_resumes(tmp_path):
     resumed = json.loads(file.read_text())
     assert resumed["complete"]
     assert resumed["results"][: len(interrupted["results"])] == interrupted["results"]
-    cells = [f"gate, {n} x 3 x 64, bfloat16, {x}" for n in (7, 9000) for x in bench_kernels.WORKS]
+    cells = []
+    for tokens in (7, 9000):
+        for work in bench_kernels.WORKS:
+            cells.append(f"gate, {tokens} x 3 x 64, bfloat16, {work}")
     assert [result["cell"] for result in resumed["results"]] == cells
 
 
-TOKENS, SEQUENCE = 12, 6
+TOKENS = 12
+SEQUENCE = 6
 VALUES = 2 * 64 * 2  # bytes of the values of one token of shape tiny: two heads of 64 in bfloat16
 
 
@@ -88,7 +93,8 @@ def test_layers_are_timed_and_save_what_is_documented(interpreting_rank, tmp_pat
     assert code == 0
     assert set(result["over_stock"]) == {"stock", *variants}
     assert result["over_stock"]["stock"] == {"median": 1, "low": 1, "high": 1, "count": 2}
-    assert (result["skipped"], result["failed"]) == ({}, {})
+    assert result["skipped"] == {}
+    assert result["failed"] == {}
     saved = {name: size / TOKENS for name, size in result["saved"].items()}
     for name in ("mlp", "gate"):  # torch saves its inputs, one of which is in the QKV buffer
         assert saved[name] == saved["baseline"] + SAVED[name] * VALUES
@@ -99,24 +105,28 @@ def test_layers_are_timed_and_save_what_is_documented(interpreting_rank, tmp_pat
 def outputs(names):
     """Return the output and the gradient of the QKV weight of each variant of a layer."""
     layers.start_megatron()
-    found = {}
+    cell = layers.Cell("tiny", 12, 6, "bf16")
+    results = {}
     for name in names:
-        layer = layers.Layer(layers.Cell("tiny", 12, 6, "bf16"), layers.VARIANTS[name])
+        layer = layers.Layer(cell, layers.VARIANTS[name])
         with layer.variant.chosen():
             output = layer.forward()
             output.backward(layer.upstream)
-        weights = dict(layer.model.module.named_parameters())
-        (gradient,) = (p.main_grad for n, p in weights.items() if "linear_qkv.weight" in n)
-        found[name] = [t.detach().float().clone() for t in (output, gradient)]
-    return found
+        gradients = []
+        for parameter_name, parameter in layer.model.module.named_parameters():
+            if "linear_qkv.weight" in parameter_name:
+                gradients.append(parameter.main_grad.float().clone())
+        (gradient,) = gradients
+        results[name] = [output.detach().float().clone(), gradient]
+    return results
 
 
 @pytest.mark.whole
 def test_contenders_do_the_same_work(interpreting_rank):
-    found = interpreting_rank(outputs, ["stock", "baseline", "mlp", "mlp/kernels"])
+    results = interpreting_rank(outputs, ["stock", "baseline", "mlp", "mlp/kernels"])
 
-    def distances(name, other):
-        pairs = zip(found[name], found[other], strict=True)
+    def distances(name, reference):
+        pairs = zip(results[name], results[reference], strict=True)
         return [((a - b).norm() / b.norm()).item() for a, b in pairs]
 
     # other attention kernels and the interpreter round differently
@@ -131,13 +141,15 @@ def test_times_of_layers_are_per_microbatch_and_ratios_per_turn(monkeypatch):
         run = saved_bytes = functools.partial(int, 640)
 
     seconds = {"stock": [2.0, 4.0, 40.0], "mlp": [3.0, 2.0, 40.0]}
-    monkeypatch.setattr(bench_layer, "build", lambda *_: (dict.fromkeys(seconds, Fake()), {}, {}))
+    built = dict.fromkeys(seconds, Fake())
+    monkeypatch.setattr(bench_layer, "build", lambda cell, args: (built, {}, {}))
     monkeypatch.setattr(bench_layer, "interleaved", lambda *_, **__: seconds)
-    given = bench.arguments("layer", ["--device", "cpu"])
+    args = bench.arguments("layer", ["--device", "cpu"])
     cell = layers.Cell("moe", 8192, 8192, "bf16")
-    result = bench_layer.measure(cell, given, torch.device("cpu"))
+    result = bench_layer.measure(cell, args, torch.device("cpu"))
     assert result["milliseconds"]["mlp"].median == 750
-    assert (result["over_stock"]["mlp"].median, result["over_stock"]["mlp"].low) == (1, 0.75)
+    assert result["over_stock"]["mlp"].median == 1
+    assert result["over_stock"]["mlp"].low == 0.75
 
 
 @pytest.mark.whole
@@ -146,8 +158,9 @@ def test_folded_models_decode_as_the_baseline(tmp_path):
     words += ["--repetitions", "2"]
     code, _, (result,) = run_bench("decode", words, tmp_path / "decode.json")
     assert code == 0
-    assert result["classes"]["folded"] == result["classes"]["baseline"] != "KHAForCausalLM"
-    assert result["classes"]["mlp"] == result["classes"]["linear"] == "KHAForCausalLM"
+    classes = result["classes"]
+    assert classes["folded"] == classes["baseline"] != "KHAForCausalLM"
+    assert classes["mlp"] == classes["linear"] == "KHAForCausalLM"
     # keys and values of 4 heads in 4 layers, float32; the last token is not run
     assert set(result["cache_bytes"].values()) == {4 * 2 * 4 * 128 * 4 * 2 * (4 + 3 - 1)}
 
@@ -160,12 +173,16 @@ def test_contenders_take_turns_in_changing_order():
     turns = [tuple(order[i : i + 3]) for i in range(0, len(order), 3)]
     assert all(set(turn) == set("abc") for turn in turns)
     assert len(set(turns)) > 3
-    assert {name: len(values) for name, values in times.items()} == dict.fromkeys("abc", 20)
+    assert times.keys() == set("abc")
+    assert all(len(values) == 20 for values in times.values())
 
 
 def test_ratios_are_taken_turn_by_turn():
     spread = measuring.ratios([2.0, 20.0, 200.0], [1.0, 10.0, 50.0])
-    assert (spread.low, spread.median, spread.high, spread.count) == (2, 2, 3, 3)
+    assert spread.low == 2
+    assert spread.median == 2
+    assert spread.high == 3
+    assert spread.count == 3
     assert spread.text(1) == "2.0 (2.0-3.0)"
     assert spread.verdict(3) == "met (at most 3)"
     assert spread.verdict(2.5) == "met (at most 2.5), undecided by the spread"

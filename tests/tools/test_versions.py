@@ -16,7 +16,13 @@ def test_an_index_out_of_reach_is_an_error(tmp_path):
     environment = os.environ | closed | {"UV_NO_CONFIG": "1", "UV_CACHE_DIR": str(tmp_path)}
     environment["VENV"] = sys.prefix
     command = [ROOT / "tools" / "test_versions.sh", "newest"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1
     assert "error: the package index is out of reach" in done.stderr
 
@@ -29,6 +35,12 @@ def test_only_releases_beyond_the_bounds_are_listed():
     ]
     command = [sys.executable, ROOT / "tools" / "newer_releases.py"]
     text = json.dumps(packages)
-    done = subprocess.run(command, input=text, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command,
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     (line,) = done.stdout.splitlines()
     assert line.startswith("newer release: torch 99.1 (tested: 2.15.0, allowed: torch<")

@@ -44,7 +44,10 @@ def _checked(lines, environment):
 @pytest.fixture
 def checked(ranks):
     return lambda *lines, **environment: ranks(
-        _checked, 1, lines, {"WORLD_SIZE": "8"} | environment
+        _checked,
+        1,
+        lines,
+        {"WORLD_SIZE": "8"} | environment,
     )[0]
 
 
@@ -72,7 +75,8 @@ def test_head_arguments_are_parsed(checked):
 
 
 def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
-    prefix, missing = corpus[1], tmp_path / "nowhere"
+    prefix = corpus[1]
+    missing = tmp_path / "nowhere"
     config_errors = [
         ([*MLP, "--tensor-model-parallel-size", "3"], "over 3 tensor-parallel ranks"),
         (["--kha-preset", "kha_mpl"], "'kha_mpl'"),
@@ -142,7 +146,8 @@ def test_a_gpu_without_apex_trains_without_its_fusion(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     flag = "--no-gradient-accumulation-fusion"
     monkeypatch.setattr("kha_megatron.training.arguments.lacks_te_extension", lambda: False)
-    local, fsdp = ["--transformer-impl", "local"], ["--use-torch-fsdp2"]
+    local = ["--transformer-impl", "local"]
+    fsdp = ["--use-torch-fsdp2"]
     for given, count in (([], 0), (local, 1), ([*local, flag], 1), (fsdp, 1)):
         words = ["training", *given]
         choose_device(words)

@@ -39,7 +39,7 @@ EXPERT_PARALLEL = ["--expert-model-parallel-size", "2", "--expert-tensor-paralle
 
 @pytest.fixture(scope="module")
 def start_engine(engine):
-    """``start`` with the test double of Transformer Engine."""
+    """Return ``start`` with the test double of Transformer Engine."""
     return Entry(transformer_engine.install)
 
 
@@ -47,11 +47,14 @@ def weights(folder):
     """Return the last checkpoint's weights, with Transformer Engine's names of the norms."""
     checkpoint = MegatronCheckpoint.open(folder)
     names = [name for name in sorted(checkpoint.keys()) if not name.startswith("optimizer.")]
-    sparse = any(".experts." in name for name in names)
-    there, here = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
-    return {
-        name.replace(there, here) if sparse else name: checkpoint.tensor(name) for name in names
-    }
+    has_experts = any(".experts." in name for name in names)
+    tensors = {}
+    for name in names:
+        engine_name = name
+        if has_experts:
+            engine_name = name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        tensors[engine_name] = checkpoint.tensor(name)
+    return tensors
 
 
 @pytest.mark.whole
@@ -61,14 +64,21 @@ def weights(folder):
     ids=["dense", "experts"],
 )
 def test_a_checkpoint_moves_between_both_kinds_of_layers_and_converts(
-    start_engine, corpus, run, tmp_path, more, layout
+    start_engine,
+    corpus,
+    run,
+    tmp_path,
+    more,
+    layout,
 ):
     """Runs with a learning rate of zero save the same bits that they load."""
 
     def trained(begin, name, words, origin=None):
         words = [*words, *MODEL, *TRAINING, *corpus, "--train-iters", "2"]
-        words += ["--load", str(tmp_path / origin), *STILL] if origin else []
-        ended = begin([*words, "--save", str(tmp_path / name)], 2)
+        words += ["--save", str(tmp_path / name)]
+        if origin:
+            words += ["--load", str(tmp_path / origin), *STILL]
+        ended = begin(words, 2)
         assert ended.codes == [0, 0], ended.output[-4000:]
         return weights(tmp_path / name)
 
@@ -80,16 +90,18 @@ def test_a_checkpoint_moves_between_both_kinds_of_layers_and_converts(
     written = trained(start_engine, "fp8", [*FP8, *more, *layout])
     assert any("knock_value" in name for name in written)
     local = [word for word in more if word != "--moe-grouped-gemm"]
-    found = {"local": trained(start, "local", local, "fp8")}
+    moved = {"local": trained(start, "local", local, "fp8")}
     assert convert("to-hf", "fp8", "hf")["verification"]["agrees"]
-    assert any("v_knock" in name for name in load_file(tmp_path / "hf" / "model.safetensors"))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert any("v_knock" in name for name in exported)
     convert("to-megatron", "hf", "release")
     for origin in ("local", "release"):
-        found[f"from {origin}"] = trained(start_engine, f"from {origin}", [*FP8, *more], origin)
-    for kind, other in found.items():
-        assert other.keys() == written.keys(), kind
-        pairs = {name: (written[name][:VOCAB], other[name][:VOCAB]) for name in written}
-        assert not [name for name, pair in pairs.items() if not torch.equal(*pair)], kind
+        name = f"from {origin}"
+        moved[name] = trained(start_engine, name, [*FP8, *more], origin)
+    for training, tensors in moved.items():
+        assert tensors.keys() == written.keys(), training
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor[:VOCAB], written[name][:VOCAB]), (training, name)
 
 
 SIX = ["--train-iters", "6", "--lr-decay-iters", "20"]
@@ -100,7 +112,10 @@ MOVES = "--dist-ckpt-optim-fully-reshardable"
 def in_turns(words, folder, *turns):
     """Return the losses of runs of two steps each."""
     words = [*words, "--save", str(folder), "--load", str(folder), "--exit-interval", "2"]
-    return [at_once(words, folder, *turn) for turn in turns][-1]
+    history = {}
+    for begin, more in turns:
+        history = at_once(words, folder, begin, more)
+    return history
 
 
 def at_once(words, folder, begin, more):
@@ -114,8 +129,10 @@ def at_once(words, folder, begin, more):
 @pytest.mark.parametrize("optimizer", [[], [DISTRIBUTED, MOVES]], ids=["plain", "distributed"])
 def test_a_run_resumes_with_other_layers(start_engine, corpus, tmp_path, optimizer):
     """PyTorch's Adam and Transformer Engine's store the number of steps in different places."""
-    words = [*(word for word in MODEL if word != "--bf16"), *TRAINING, *corpus, *optimizer]
-    engine, local = (start_engine, ENGINE), (start, [])
+    model = [word for word in MODEL if word != "--bf16"]
+    words = [*model, *TRAINING, *corpus, *optimizer]
+    engine = (start_engine, ENGINE)
+    local = (start, [])
     want = at_once(words, tmp_path / "local", *local)
     got = in_turns(words, tmp_path / "both", engine, local, engine)
     assert want.keys() == got.keys() == set(range(1, 7))
@@ -126,7 +143,8 @@ def test_a_run_resumes_with_other_layers(start_engine, corpus, tmp_path, optimiz
 @pytest.mark.whole
 def test_delayed_scales_are_resumed(start_engine, corpus, tmp_path, monkeypatch):
     """Transformer Engine pickles the scales, and reads pickles only with a variable."""
-    words, delayed = [*MODEL, *TRAINING, *corpus], (start_engine, [*FP8[:-1], "delayed"])
+    words = [*MODEL, *TRAINING, *corpus]
+    delayed = (start_engine, [*FP8[:-1], "delayed"])
     want = at_once(words, tmp_path / "one", *delayed)
     in_turns(words, tmp_path / "two", delayed)
     again = [*words, *SIX, "--load", str(tmp_path / "two"), "--exit-interval", "3"]

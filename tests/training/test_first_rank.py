@@ -93,7 +93,8 @@ def watch(folder: Path, rank: int) -> None:
 
     original = checkpointing._load_base_checkpoint
     checkpointing._load_base_checkpoint = load
-    os.stat, os.lstat = wrap(os.stat), wrap(os.lstat)
+    os.stat = wrap(os.stat)
+    os.lstat = wrap(os.lstat)
     audited = ("open", "os.listdir", "os.scandir")
     sys.addaudithook(lambda event, args: event in audited and report(event, args[0]))
     print("watching")

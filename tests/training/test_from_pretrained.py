@@ -31,7 +31,8 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path, nam
     base = make(CONFIGS[name])
     base.save_pretrained(tmp_path / "base")
     planned = to_megatron.plan_import(
-        tmp_path / "base", upcycle=HeadsConfig(Knock(query="linear", key="linear", value="linear"))
+        tmp_path / "base",
+        upcycle=HeadsConfig(Knock(query="linear", key="linear", value="linear")),
     )
     arguments = planned.write(tmp_path / "start").arguments
 
@@ -57,4 +58,9 @@ def test_a_pretrained_model_is_trained_with_kha_and_served_without(tmp_path, nam
     assert base.config.rope_parameters.items() <= folded.config.rope_parameters.items()
     with torch.no_grad():
         expected = knocked(tokens()).logits
-        torch.testing.assert_close(folded(tokens()).logits, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            folded(tokens()).logits,
+            expected,
+            rtol=0,
+            atol=1e-5,
+        )

@@ -37,7 +37,9 @@ def train(folder, words, ranks=1, without=()):
 )
 def test_latent_attention_continues_in_two_stages_and_then_in_one(words, tmp_path):
     """The last run reads the layers from a checkpoint whose pattern is split into two stages."""
-    gpt, stages, one = tmp_path / "gpt", tmp_path / "stages", tmp_path / "one"
+    gpt = tmp_path / "gpt"
+    stages = tmp_path / "stages"
+    one = tmp_path / "one"
     expected = train(gpt, [*words, "--gpt-model", "--save-interval", "2"])
     load = ["--load", str(gpt), "--ckpt-step", "2", "--exit-interval", "3"]
     found = train(stages, [*words, *STAGES, *load], 2)

@@ -23,15 +23,18 @@ def resume(tmp_path):
 
     def run_twice(first, then, program=None):
         words = [*MODEL, *TRAINING, "--mock-data", "--vocab-size", "64"]
-        whole, rest = tmp_path / "whole", tmp_path / "rest"
+        whole = tmp_path / "whole"
+        rest = tmp_path / "rest"
         save = ["--save", str(whole), "--save-interval", "4", "--tensorboard-dir", str(whole)]
+        first_run = start([*words, *first, *save], program=program)
+        assert first_run.codes == [0], first_run.output[-2000:]
         load = ["--load", str(whole), "--ckpt-step", "4", "--tensorboard-dir", str(rest)]
-        runs = start([*words, *first, *save], program=program), start([*words, *then, *load])
-        for run in runs:
-            assert run.codes == [0], run.output[-2000:]
-        expected = losses(whole)
+        second_run = start([*words, *then, *load])
+        assert second_run.codes == [0], second_run.output[-2000:]
+        all_losses = losses(whole)
+        expected = {iteration: all_losses[iteration] for iteration in (5, 6, 7, 8)}
         saved = MegatronCheckpoint.open(whole / "iter_0000008")
-        return runs, losses(rest), {i: expected[i] for i in (5, 6, 7, 8)}, saved
+        return (first_run, second_run), losses(rest), expected, saved
 
     return run_twice
 
@@ -54,7 +57,9 @@ __main__.main()
 def test_a_checkpoint_that_records_kha_fold_resumes(resume):
     linear = [*CPU, "--kha-preset", "kha_linear", "--kha-fold", "always"]
     _, found, expected, saved = resume(
-        linear, [*CPU, "--use-checkpoint-args"], program=WITH_KHA_FOLD
+        linear,
+        [*CPU, "--use-checkpoint-args"],
+        program=WITH_KHA_FOLD,
     )
     assert saved.args["kha_fold"] == "always"
     assert read_kha_config(saved) == HeadsConfig.from_preset("kha_linear")

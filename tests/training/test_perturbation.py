@@ -19,23 +19,28 @@ def perturbed(size, dtype="float32", *, seed=3, **layout):
         tensor_model_parallel_size=ranks.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=ranks.get_pipeline_model_parallel_world_size(),
     )
-    stage = {
-        "pre_process": ranks.is_pipeline_first_stage(),
-        "post_process": ranks.is_pipeline_last_stage(),
-        "share_embeddings_and_output_weights": True,
-    }
-    model = models.gpt_model(config, HeadsConfig(), **stage).to(getattr(torch, dtype))
+    model = models.gpt_model(
+        config,
+        HeadsConfig(),
+        pre_process=ranks.is_pipeline_first_stage(),
+        post_process=ranks.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+    )
+    model.to(getattr(torch, dtype))
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     try:
         perturb_embedding([model], size, seed)
     except ConfigError as error:
         return str(error)
-    after = {name: weight.detach() for name, weight in model.named_parameters()}
-    changed = [name for name in before if not torch.equal(before[name], after[name])]
-    return [(name, before[name].double(), after[name].double()) for name in changed]
+    changed = []
+    for name, weight in model.named_parameters():
+        if not torch.equal(before[name], weight):
+            changed.append((name, before[name].double(), weight.detach().double()))
+    return changed
 
 
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
 
 
 def test_only_the_embedding_is_perturbed(ranks):
@@ -50,10 +55,15 @@ def test_only_the_embedding_is_perturbed(ranks):
 
 def test_ranks_that_hold_the_same_weights_move_alike(ranks):
     ((first,), (last,)) = ranks(perturbed, 2, 1e-6, pipeline_model_parallel_size=2)
-    assert (first[0], last[0]) == (EMBEDDING, OUTPUT)
-    assert torch.equal(first[2], last[2])
-    ((one,), (two,)) = ranks(perturbed, 2, 1e-3, tensor_model_parallel_size=2)
-    assert not torch.allclose(one[2] / one[1], two[2] / two[1], rtol=1e-6)
+    name, _, embedding = first
+    output_name, _, output = last
+    assert name == EMBEDDING
+    assert output_name == OUTPUT
+    assert torch.equal(embedding, output)
+    ((first,), (second,)) = ranks(perturbed, 2, 1e-3, tensor_model_parallel_size=2)
+    _, before, after = first
+    _, other_before, other_after = second
+    assert not torch.allclose(after / before, other_after / other_before, rtol=1e-6)
 
 
 def test_a_perturbation_below_the_dtype_is_refused(ranks):

@@ -22,8 +22,9 @@ VIRTUAL = ["--num-virtual-stages-per-pipeline-rank", "2"]
 
 
 def train(words, folder, ranks, load=()):
-    saved = ["--save", str(folder), "--tensorboard-dir", str(folder / "tensorboard")]
-    run = start([*MODEL, *TRAINING, *RUN, *words, *load, *saved], ranks)
+    words = [*MODEL, *TRAINING, *RUN, *words, *load, "--save", str(folder)]
+    words += ["--tensorboard-dir", str(folder / "tensorboard")]
+    run = start(words, ranks)
     assert set(run.codes) == {0}, run.output[-4000:]
     return losses(folder / "tensorboard")
 
@@ -38,7 +39,8 @@ def train(words, folder, ranks, load=()):
     ],
 )
 def test_two_stages_resume_bit_for_bit(words, tmp_path):
-    uninterrupted, resumed = tmp_path / "uninterrupted", tmp_path / "resumed"
+    uninterrupted = tmp_path / "uninterrupted"
+    resumed = tmp_path / "resumed"
     train([*STAGES, *words], uninterrupted, 2)
     load = ["--load", str(uninterrupted), "--ckpt-step", "2"]
     train([*STAGES, *words], resumed, 2, load)

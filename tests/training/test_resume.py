@@ -46,25 +46,28 @@ BALANCED = [
 
 def assert_same_bytes(one: Path, two: Path, batch: int = 6) -> None:
     """Compare model, optimizer, random states and scheduler of two checkpoints."""
-    first, second = (TorchDistFolder(path, FileChecks(path, {})) for path in (one, two))
+    first = TorchDistFolder(one, FileChecks(one, {}))
+    second = TorchDistFolder(two, FileChecks(two, {}))
     assert first.tensors.keys() == second.tensors.keys()
     assert any("decoder." in key for key in first.tensors)
     assert any("optimizer." in key for key in first.tensors)
     for key in first.tensors:
-        a, b = (folder.read(key).contiguous().view(torch.uint8) for folder in (first, second))
-        assert torch.equal(a, b), key
+        assert torch.equal(tensor_bytes(first, key), tensor_bytes(second, key)), key
     assert first.objects.keys() == second.objects.keys()
     assert any("rng_state" in key for key in first.objects)
     common = "common_state/shard_0_1"
     for key in first.objects.keys() - {common}:
         assert stored_bytes(first, key) == stored_bytes(second, key), key
-    states = [folder.read_object(common)[0] for folder in (first, second)]
-    args = [state.pop("args").state for state in states]
-    assert states[0]["opt_param_scheduler"]["num_steps"] == batch * states[0]["iteration"]
-    assert_same(*states, common)
-    assert args[0].keys() == args[1].keys()
-    different = {name for name in args[0] if repr(args[0][name]) != repr(args[1][name])}
-    assert different <= COMMAND_LINE, different
+    first_state = first.read_object(common)[0]
+    second_state = second.read_object(common)[0]
+    first_args = first_state.pop("args").state
+    second_args = second_state.pop("args").state
+    scheduler = first_state["opt_param_scheduler"]
+    assert scheduler["num_steps"] == batch * first_state["iteration"]
+    assert_same(first_state, second_state, common)
+    assert first_args.keys() == second_args.keys()
+    for name, value in first_args.items():
+        assert name in COMMAND_LINE or repr(value) == repr(second_args[name]), name
 
 
 COMMAND_LINE = set(
@@ -77,35 +80,49 @@ use_persistent_ckpt_worker
 """Arguments in which the runs differ on purpose."""
 
 
+def tensor_bytes(folder: TorchDistFolder, key: str) -> torch.Tensor:
+    return folder.read(key).contiguous().view(torch.uint8)
+
+
 def stored_bytes(folder: TorchDistFolder, key: str) -> bytes:
     chunk = folder.objects[key]
-    return (folder.path / chunk.file).read_bytes()[chunk.start : chunk.start + chunk.length]
+    content = (folder.path / chunk.file).read_bytes()
+    return content[chunk.start : chunk.start + chunk.length]
 
 
 def assert_same(a, b, where: str) -> None:
     """Compare containers, tensors and unread objects."""
-    if isinstance(a, Record):
-        a, b = ([x.name, x.arguments, x.state] for x in (a, b))
     assert type(a) is type(b), where
-    if isinstance(a, dict):
+    if isinstance(a, Record):
+        assert_same(a.name, b.name, where)
+        assert_same(a.arguments, b.arguments, where)
+        assert_same(a.state, b.state, where)
+    elif isinstance(a, dict):
         assert a.keys() == b.keys(), where
-        a, b = (list(x.values()) for x in (a, b))
-    if isinstance(a, list | tuple):
+        for key, value in a.items():
+            assert_same(value, b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple):
         assert len(a) == len(b), where
-        for i, pair in enumerate(zip(a, b, strict=True)):
-            assert_same(*pair, f"{where}/{i}")
+        for i, value in enumerate(a):
+            assert_same(value, b[i], f"{where}/{i}")
     elif isinstance(a, torch.Tensor):
         assert torch.equal(a, b), where
     else:
         assert repr(a) == repr(b), where
 
 
+LOG_LINE = re.compile(r"\biteration +(\d+)/.*?\|(.*?)elapsed time[^|]*\|(.*)")
+
+
 def log_lines(run) -> dict[int, str]:
     """Return Megatron's log line of each iteration, without times."""
-    found = re.findall(r"\biteration +(\d+)/.*?\|(.*?)elapsed time[^|]*\|(.*)", run.output)
-    return {int(iteration): before + after for iteration, before, after in found}
+    lines = {}
+    for iteration, before, after in LOG_LINE.findall(run.output):
+        lines[int(iteration)] = before + after
+    return lines
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("kha", "heads", "layout"),
     [
@@ -147,20 +164,21 @@ def test_resumed_training_is_bit_exact(kha, heads, layout, corpus, tmp_path, mon
     """
     monkeypatch.setenv(registry.FILES_VARIABLE, "")
     kha = kha or HeadsConfig.from_options({"heads": heads, "heads_from": layout[-1:]})
-    words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, *layout, "--train-iters", "4"]
-    words += ["--attention-dropout", "0.1", "--save-interval", "2"]
 
-    def directories(name):
-        return ["--save", str(tmp_path / name), "--tensorboard-dir", str(tmp_path / f"{name}-tb")]
+    def run(name, *options):
+        words = ["--device", "cpu", *MODEL, *TRAINING, *corpus, *layout, "--train-iters", "4"]
+        words += ["--attention-dropout", "0.1", "--save-interval", "2", *options]
+        words += ["--save", str(tmp_path / name)]
+        words += ["--tensorboard-dir", str(tmp_path / f"{name}-tb")]
+        ended = start(words, 2)
+        assert ended.codes == [0, 0], ended.output[-4000:]
+        assert ended.knocks.startswith(f"knocks {kha} in 4 of 4 layers")
+        return ended
 
-    recorded = ["--load", str(tmp_path / "half"), "--use-checkpoint-args"]
-    whole = start([*words, "--heads", *heads, *directories("whole")], 2)
-    stopped = [*words, "--heads", *heads, "--exit-interval", "3", *ASYNC]
-    half = start([*stopped, *directories("half")], 2)
-    rest = start([*words, *recorded, "--ckpt-step", "2", *directories("rest")], 2)
-    for run in (whole, half, rest):
-        assert run.codes == [0, 0], run.output[-4000:]
-        assert run.knocks.startswith(f"knocks {kha} in 4 of 4 layers")
+    whole = run("whole", "--heads", *heads)
+    half = run("half", "--heads", *heads, "--exit-interval", "3", *ASYNC)
+    load = ["--load", str(tmp_path / "half"), "--use-checkpoint-args", "--ckpt-step", "2"]
+    rest = run("rest", *load)
 
     # the loss of an iteration depends on its samples, so the order of the data is the same
     expected = losses(tmp_path / "whole-tb")
@@ -314,8 +332,9 @@ def test_text_of_a_checkpoint_stays_in_one_short_line(one_iteration):
     hostile = recorded | {"normalization": "RMS\nerror: run this " + "x" * 10**6}
     with pytest.raises(CheckpointError, match="--normalization is RMSNorm, but") as caught:
         check_same_tensors(one_iteration, hostile, recorded)
-    assert len(str(caught.value)) < 600
-    assert str(caught.value).isprintable()
+    message = str(caught.value)
+    assert len(message) < 600
+    assert message.isprintable()
 
 
 def test_predictions_can_be_left_out(one_iteration):
@@ -358,7 +377,10 @@ RESHARDABLE = {**DISTRIBUTED, "dist_ckpt_optim_fully_reshardable": True}
     ],
 )
 def test_optimizers_that_cannot_load_the_state_are_refused(
-    one_iteration, saved_with, changes, message
+    one_iteration,
+    saved_with,
+    changes,
+    message,
 ):
     recorded = MegatronCheckpoint.open(one_iteration).args | saved_with
     if message is None:
@@ -399,7 +421,12 @@ def test_resuming_with_other_settings(one_iteration, words, message):
 
 
 def test_model_classes_that_megatron_cannot_load_are_refused(tmp_path):
-    sizes = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "num_experts": 4}
+    sizes = {
+        "num_layers": 2,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_experts": 4,
+    }
     gpt = save(tmp_path / "gpt", 1, {}, **sizes, moe_layer_freq=[0, 1]).parent
     for pattern, problem in (("*-*E", "mixes dense"), ("*-*-/*-", "contains MTP layers")):
         with pytest.raises(CheckpointError, match=rf"{problem}.*add --gpt-model"):
@@ -420,6 +447,7 @@ def test_the_same_configuration_is_accepted(saved, tmp_path):
     check(saved / "kha", KHA, pretrained_checkpoint=saved / "plain")
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("folder", "asked", "message"),
     [
@@ -484,10 +512,13 @@ def test_ckpt_step_is_checked_without_a_tracker_file(copy):
 
 def test_a_misleading_tracker_of_another_directory_is_refused(copy):
     """Megatron would exit with code 0, or start from random weights."""
-    for spoil in (lambda: (copy / TRACKER).write_text(""), (copy / TRACKER).unlink):
-        spoil()
-        with pytest.raises(CheckpointError, match="Write 7 into this"):
-            check(copy, KHA)
+    tracker = copy / TRACKER
+    tracker.write_text("")
+    with pytest.raises(CheckpointError, match="Write 7 into this"):
+        check(copy, KHA)
+    tracker.unlink()
+    with pytest.raises(CheckpointError, match="Write 7 into this"):
+        check(copy, KHA)
 
 
 def test_sizes_of_a_checkpoint_that_do_not_fit_the_layout_are_refused(tmp_path):
@@ -505,7 +536,7 @@ def test_sizes_of_a_checkpoint_that_do_not_fit_the_layout_are_refused(tmp_path):
     ):
         run = start([*words, "--tensor-model-parallel-size", str(ranks), *flags], ranks)
         assert run.codes == [2] * ranks, run.output[-4000:]
-        assert len(run.errors) == 1
-        assert message in run.errors[0]
-        assert "Choose a parallel layout" in run.errors[0]
+        (error,) = run.errors
+        assert message in error
+        assert "Choose a parallel layout" in error
         assert "Traceback" not in run.output

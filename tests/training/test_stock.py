@@ -18,7 +18,12 @@ from tests.mcore.test_patches import PATCHES, run_patch
 from tests.training.conftest import EXPERTS, HEAD_DIM, LAYERS, MODEL, TRAINING, scalars
 from tests.training.test_stock_script import STOCK
 
-HEADS, GROUPS, SEQUENCE, MICROBATCH, BATCH = 8, 2, 28, 3, 6  # of MODEL and TRAINING
+# sizes of MODEL and TRAINING
+HEADS = 8
+GROUPS = 2
+SEQUENCE = 28
+MICROBATCH = 3
+BATCH = 6
 
 RECORDED = """
 import sys
@@ -130,7 +135,8 @@ def test_the_throughput_report_counts_knocking(trained):
 
 def test_the_memory_report_counts_knocking(trained):
     run, (found, _), _ = trained
-    kha, plain = found["kha"], found["plain"]
+    kha = found["kha"]
+    plain = found["plain"]
     # 18 bytes of weight, gradient and Adam for each parameter, whole on each tensor-parallel rank
     assert kha["weights"] - plain["weights"] == pytest.approx(18 * PARAMETERS)
     assert kha["activations_sp"] - plain["activations_sp"] == pytest.approx(ACTIVATIONS)
@@ -157,7 +163,11 @@ def test_the_rms_update_of_the_expert_bias(trained):
         bias += first["rate"] * offset / offset.square().mean(-1, keepdim=True).sqrt()
         # float32 of a few steps of 0.01
         torch.testing.assert_close(
-            torch.tensor(first["after"]).double(), bias, rtol=0, atol=1e-7, msg=str
+            torch.tensor(first["after"]).double(),
+            bias,
+            rtol=0,
+            atol=1e-7,
+            msg=str,
         )
         assert first["after"] == second["after"]
     assert bias.abs().unique().numel() > LAYERS  # the sign form would move all by whole steps
@@ -178,7 +188,11 @@ def test_without_the_package_the_patched_tree_is_megatrons_own(trained):
 
 def arguments(*words, **others):
     parser = stock.add_arguments(argparse.ArgumentParser())
-    megatrons = {"spec": None, "hybrid_layer_pattern": None, "multi_latent_attention": False}
+    megatrons = {
+        "spec": None,
+        "hybrid_layer_pattern": None,
+        "multi_latent_attention": False,
+    }
     parser.set_defaults(**megatrons | others)
     return parser.parse_args(words)
 

@@ -1,6 +1,6 @@
 """Test a stock Megatron script with ``--spec``, and resume its checkpoint in our entry point.
 
-The script does what ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` do, which aren't in the wheel.
+The script does what ``pretrain_gpt.py`` and ``pretrain_hybrid.py`` do, which are not in the wheel.
 """
 
 import os
@@ -60,7 +60,7 @@ DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardab
 
 @pytest.fixture(scope="module")
 def stock(corpus, tmp_path_factory):
-    """Eight iterations of the stock script on two ranks, saved after four and eight."""
+    """Run eight iterations of the stock script on two ranks, saved after four and eight."""
     folder = tmp_path_factory.mktemp("stock")
     words = [*MODEL, *TRAINING, *corpus, *PARALLEL, *SPEC, "kha", "--save-interval", "4"]
     words += ["--save", str(folder / "save"), "--tensorboard-dir", str(folder / "tensorboard")]
@@ -93,7 +93,8 @@ def test_an_invalid_spec_name_ends_a_script_with_one_line(name, problem):
     command = [sys.executable, "-W", "ignore", "-c", script, *SPEC, name, "--bf16"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     error = f"error: Invalid layer spec {name!r} in {SPEC[1]}. {problem}"
-    assert (done.returncode, done.stderr.splitlines()[-1][: len(error)]) == (1, error)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1][: len(error)] == error
     assert "Traceback" not in done.stderr
 
 
@@ -121,7 +122,7 @@ def test_the_example_trains(tmp_path):
 
 @pytest.fixture(scope="module")
 def gpt_model(corpus, tmp_path_factory):
-    """Eight iterations of a GPTModel in our entry point, with the distributed optimizer."""
+    """Run eight iterations of a GPTModel in our entry point, with the distributed optimizer."""
     folder = tmp_path_factory.mktemp("gpt")
     words = [*OURS, *corpus, *DISTRIBUTED, "--gpt-model", "--kha-init-seed", "5"]
     words += ["--save", str(folder / "save"), "--tensorboard-dir", str(folder / "tensorboard")]
@@ -132,10 +133,16 @@ def gpt_model(corpus, tmp_path_factory):
 
 @pytest.mark.whole
 @pytest.mark.parametrize(
-    ("source", "layout"), [("stock", PARALLEL), ("gpt_model", DISTRIBUTED)], ids=["stock", "ours"]
+    ("source", "layout"),
+    [("stock", PARALLEL), ("gpt_model", DISTRIBUTED)],
+    ids=["stock", "ours"],
 )
 def test_our_entry_point_resumes_a_gpt_model_as_a_hybrid_model(
-    source, layout, corpus, tmp_path, request
+    source,
+    layout,
+    corpus,
+    tmp_path,
+    request,
 ):
     _, folder = request.getfixturevalue(source)
     words = [*OURS, *corpus, *layout, "--load", str(folder / "save"), "--ckpt-step", "4"]

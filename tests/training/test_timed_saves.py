@@ -17,9 +17,10 @@ def test_checkpoints_are_saved_by_time_and_only_some_are_kept(minutes, saved, tm
     words += ["--save-interval-in-mins", minutes, "--kha-preset", "kha_mlp", "--device", "cpu"]
     run = start([*MODEL, *TRAINING, *words], ranks=1)
     assert run.codes == [0], run.output[-3000:]
-    found = re.findall(r"successfully saved checkpoint from iteration +(\d+)", run.output)
-    assert list(map(int, found)) == saved
-    assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000006"]
+    iterations = re.findall(r"successfully saved checkpoint from iteration +(\d+)", run.output)
+    assert [int(iteration) for iteration in iterations] == saved
+    kept = sorted(path.name for path in tmp_path.glob("iter_*"))
+    assert kept == ["iter_0000004", "iter_0000006"]
 
 
 @pytest.mark.parametrize(("tracker", "interval"), [("release", None), ("7", 4)])

@@ -22,7 +22,8 @@ from torch.overrides import TorchFunctionMode
 from kha_megatron.mcore import cpu
 from tests.transformer_engine import bindings
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
+HOPPER = (9, 0)
+BLACKWELL = (10, 0)
 """Compute capabilities that :func:`install` can simulate. MXFP8 needs Blackwell."""
 
 ENVIRONMENT = {
@@ -59,7 +60,9 @@ def _load_common() -> Any:
     package = importlib.util.find_spec("transformer_engine")
     path = Path(package.origin).parent / "common" / "__init__.py"
     spec = importlib.util.spec_from_file_location(
-        "transformer_engine.common", path, submodule_search_locations=[str(path.parent)]
+        "transformer_engine.common",
+        path,
+        submodule_search_locations=[str(path.parent)],
     )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

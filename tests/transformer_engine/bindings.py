@@ -23,7 +23,8 @@ def _enum(name: str, members: str) -> Any:
 
 
 DType = _enum(
-    "DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
+    "DType",
+    "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1",
 )
 FP8FwdTensors = _enum(
     "FP8FwdTensors",
@@ -31,10 +32,12 @@ FP8FwdTensors = _enum(
     "GEMM3_INPUT GEMM3_WEIGHT GEMM3_OUTPUT",
 )
 FP8BwdTensors = _enum(
-    "FP8BwdTensors", "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3"
+    "FP8BwdTensors",
+    "GRAD_OUTPUT1 GRAD_INPUT1 GRAD_OUTPUT2 GRAD_INPUT2 GRAD_OUTPUT3 GRAD_INPUT3",
 )
 NVTE_Fused_Attn_Backend = _enum(
-    "NVTE_Fused_Attn_Backend", "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_No_Backend"
+    "NVTE_Fused_Attn_Backend",
+    "NVTE_F16_arbitrary_seqlen NVTE_FP8 NVTE_No_Backend",
 )
 
 
@@ -73,7 +76,8 @@ def __getattr__(name: str) -> Callable[..., NoReturn]:
 
 
 # Transformer Engine looks these up for models with RMSNorm, too
-layernorm_fwd, layernorm_bwd = __getattr__("layernorm_fwd"), __getattr__("layernorm_bwd")
+layernorm_fwd = __getattr__("layernorm_fwd")
+layernorm_bwd = __getattr__("layernorm_bwd")
 
 
 def _dtype(te_dtype: Any) -> torch.dtype:
@@ -123,15 +127,19 @@ def dequantize(tensor: Any, dtype: Any) -> Tensor:
 @torch.no_grad()
 def split_quantize(tensor, sizes, quantizers, *more, **options):
     """Quantise each part of the rows with its own quantizer."""
-    parts = torch.split(tensor, list(sizes))
-    return [fp8.quantise(part, q) for part, q in zip(parts, quantizers, strict=True)]
+    pieces = torch.split(tensor, list(sizes))
+    quantised = []
+    for piece, quantizer in zip(pieces, quantizers, strict=True):
+        quantised.append(fp8.quantise(piece, quantizer))
+    return quantised
 
 
 @torch.no_grad()
 def bgrad_quantize(gradient: Tensor, quantizer: Any) -> list[Any]:
     """Return the gradient of a bias, and the quantised gradient."""
     rows = gradient.reshape(-1, gradient.shape[-1])
-    return [rows.float().sum(0).to(gradient.dtype), fp8.quantise(gradient, quantizer)]
+    bias_gradient = rows.float().sum(0).to(gradient.dtype)
+    return [bias_gradient, fp8.quantise(gradient, quantizer)]
 
 
 @torch.no_grad()
@@ -142,8 +150,8 @@ def create_empty_quantized_tensor(quantizer, shape, dtype, *more):
 @torch.no_grad()
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
     """Return bytes ``[..., columns]`` as ``[columns, ...]``."""
-    turned = fp8.transposed(data)
-    return turned if out is None else out.copy_(turned)
+    transposed = fp8.transposed(data)
+    return transposed if out is None else out.copy_(transposed)
 
 
 @torch.no_grad()
@@ -198,28 +206,39 @@ def te_general_grouped_gemm(a, transpose_a, b, transpose_b, out, out_dtype, size
     if single_output:
         rows = out[0].view(-1, out[0].shape[-1])
         out = rows.split(list(sizes))
-    for index, (one, other) in enumerate(zip(a, b, strict=True)):
-        product, gradient = _product(one, transpose_a, other, transpose_b, bias[index], grad)
-        if gradient is not None:
-            bias[index].copy_(gradient)
-        _put(product, out[index], accumulate)
+    for expert in range(len(a)):
+        product, bias_gradient = _product(
+            a[expert],
+            transpose_a,
+            b[expert],
+            transpose_b,
+            bias[expert],
+            grad,
+        )
+        if bias_gradient is not None:
+            bias[expert].copy_(bias_gradient)
+        _put(product, out[expert], accumulate)
     return bias
 
 
 def _product(a, transpose_a, b, transpose_b, bias, grad):
-    left = fp8.operand(b, rowwise=not transpose_b)
-    right = fp8.operand(a, rowwise=transpose_a)
-    product = (left.t() if transpose_b else left) @ (right.t() if transpose_a else right)
+    b_values = fp8.operand(b, rowwise=not transpose_b)
+    a_values = fp8.operand(a, rowwise=transpose_a)
+    left = b_values.t() if transpose_b else b_values
+    right = a_values.t() if transpose_a else a_values
+    product = left @ right
     if bias is None or not bias.numel():
         return product, None
     if grad:
-        return product, left.sum(0).to(bias.dtype)
+        return product, b_values.sum(0).to(bias.dtype)
     return product + bias.float(), None
 
 
 def _put(product: Tensor, out: Tensor, accumulate: bool) -> Tensor:
     product = product.view(out.shape)
-    return out.copy_(out.float() + product if accumulate else product)
+    if accumulate:
+        product = out.float() + product
+    return out.copy_(product)
 
 
 # Rows of experts, padded to what FP8 products take
@@ -229,20 +248,23 @@ def _put(product: Tensor, out: Tensor, accumulate: bool) -> Tensor:
 def fused_multi_row_padding(rows, out, sizes, padded):
     """Copy each expert's rows into ``out``, with rows of zeros behind them."""
     out.zero_()
-    for part, place in _places(rows, out, sizes, padded):
-        place.copy_(part)
+    for dense_rows, padded_rows in _rows_of_experts(rows, out, sizes, padded):
+        padded_rows.copy_(dense_rows)
 
 
 @torch.no_grad()
 def fused_multi_row_unpadding(rows, out, padded, sizes):
     """Copy each expert's rows back into ``out``, without the padding."""
-    for part, place in _places(out, rows, sizes, padded):
-        part.copy_(place)
+    for dense_rows, padded_rows in _rows_of_experts(out, rows, sizes, padded):
+        dense_rows.copy_(padded_rows)
 
 
-def _places(dense, padded, sizes, padded_sizes):
-    pairs = zip(dense.split(list(sizes)), padded.split(list(padded_sizes)), strict=True)
-    return [(part, space[: len(part)]) for part, space in pairs]
+def _rows_of_experts(dense, padded, sizes, padded_sizes):
+    """Yield for each expert its rows in the dense and in the padded tensor, without padding."""
+    dense_parts = dense.split(list(sizes))
+    padded_parts = padded.split(list(padded_sizes))
+    for dense_rows, padded_rows in zip(dense_parts, padded_parts, strict=True):
+        yield dense_rows, padded_rows[: len(dense_rows)]
 
 
 # Packed sequences: [t, heads, d] for all tokens, padded to [b, s, heads, d]
@@ -250,15 +272,19 @@ def _places(dense, padded, sizes, padded_sizes):
 
 def convert_thd_to_bshd(packed: Tensor, ends: Tensor, batch: int, longest: int) -> Tensor:
     out = packed.new_zeros(batch, longest, *packed.shape[1:])
-    for sequence, part in zip(out, packed.split(ends.diff().tolist()), strict=True):
-        sequence[: len(part)] = part
+    sequences = packed.split(ends.diff().tolist())
+    for padded, tokens in zip(out, sequences, strict=True):
+        padded[: len(tokens)] = tokens
     return out
 
 
 def convert_bshd_to_thd(padded: Tensor, ends: Tensor, tokens: int) -> Tensor:
     lengths = ends.diff().tolist()
     assert sum(lengths) == tokens
-    return torch.cat([x[:length] for x, length in zip(padded, lengths, strict=True)])
+    sequences = []
+    for sequence, length in zip(padded, lengths, strict=True):
+        sequences.append(sequence[:length])
+    return torch.cat(sequences)
 
 
 # Normalisation: statistics are float32, for each row
@@ -280,9 +306,10 @@ def rmsnorm_bwd(dz, x, reciprocal, weight, sm_margin, zero_centered_gamma):
     normalised = x.float() * scale
     dz32 = dz.float().view(x.shape)
     inner = dz32 * _gamma(weight, zero_centered_gamma)
-    dx = inner - normalised * (inner * normalised).mean(-1, keepdim=True)
+    mean = (inner * normalised).mean(-1, keepdim=True)
+    dx = (inner - normalised * mean) * scale
     dweight = (dz32 * normalised).view(-1, x.shape[-1]).sum(0)
-    return [(dx * scale).to(x.dtype), dweight.to(weight.dtype)]
+    return [dx.to(x.dtype), dweight.to(weight.dtype)]
 
 
 def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
@@ -306,7 +333,7 @@ def _normalised(y: Tensor, out: Any, quantizer: Any, dtype: Any) -> Any:
 
 @torch.no_grad()
 def multi_tensor_scale(chunk: int, flag: Tensor, lists: list[list[Tensor]], scale: Any) -> None:
-    """``lists[1] = scale * lists[0]``."""
+    """Set ``lists[1]`` to ``scale * lists[0]``."""
     for source, target in zip(*lists, strict=True):
         scaled = source.float() * scale
         if not torch.isfinite(scaled).all():
@@ -321,7 +348,9 @@ multi_tensor_scale_tensor = multi_tensor_scale
 def multi_tensor_l2norm(chunk, flag, lists, per_tensor=False):
     """Return the norm of all tensors together ``[1]``, and of each if ``per_tensor``."""
     squares = torch.stack([tensor.float().square().sum() for tensor in lists[0]])
-    return squares.sum().sqrt().reshape(1), squares.sqrt() if per_tensor else squares.new_empty(0)
+    norm = squares.sum().sqrt().reshape(1)
+    norms = squares.sqrt() if per_tensor else squares.new_empty(0)
+    return norm, norms
 
 
 @torch.no_grad()
@@ -338,12 +367,14 @@ def multi_tensor_adam(chunk, flag, lists, lr, beta1, beta2, epsilon, step, *sett
             slope = slope + weight_decay * value
         moment1 = beta1 * first.float() + (1 - beta1) * slope
         moment2 = beta2 * second.float() + (1 - beta2) * slope * slope
-        update = (moment1 / correction1) / ((moment2 / correction2).sqrt() + epsilon)
+        denominator = (moment2 / correction2).sqrt() + epsilon
+        update = (moment1 / correction1) / denominator
         if decoupled:
             update = update + weight_decay * value
         value = value - lr * update
-        for target, new in ((first, moment1), (second, moment2), (parameter, value)):
-            target.copy_(new)
+        first.copy_(moment1)
+        second.copy_(moment2)
+        parameter.copy_(value)
         if master:
             master[0].copy_(value)
 
@@ -352,9 +383,14 @@ def multi_tensor_adam(chunk, flag, lists, lr, beta1, beta2, epsilon, step, *sett
 def multi_tensor_compute_scale_and_scale_inv(chunk, flag, lists, largest, power_of_two, epsilon):
     """Write scales and their inverses (second, third list) for the largest values (first)."""
     for amax, scale, inverse in zip(*lists, strict=True):
-        found = fp8.scale_from(amax, largest, power_of_two=power_of_two, epsilon=epsilon)
-        scale.copy_(found)
-        inverse.copy_(1.0 / found)
+        new_scale = fp8.scale_from(
+            amax,
+            largest,
+            power_of_two=power_of_two,
+            epsilon=epsilon,
+        )
+        scale.copy_(new_scale)
+        inverse.copy_(1.0 / new_scale)
 
 
 # Weights in FP8 (--fp8-param-gather): the optimizer of a rank has the range of the flat weight
@@ -365,17 +401,20 @@ def multi_tensor_compute_scale_and_scale_inv(chunk, flag, lists, largest, power_
 def fp8_block_scaling_compute_partial_amax(master, amax, rows, columns, start, block):
     """Write the largest value of each block of ``block`` x ``block`` into ``amax``."""
     row, column = _range(master, columns, start)
-    places = row // block * amax.shape[1] + column // block
-    amax.view(-1).scatter_reduce_(0, places, master.abs().flatten().to(amax.dtype), "amax")
+    blocks = row // block * amax.shape[1] + column // block
+    values = master.abs().flatten().to(amax.dtype)
+    amax.view(-1).scatter_reduce_(0, blocks, values, "amax")
 
 
 @torch.no_grad()
 def fp8_block_scaling_partial_cast(master, out, scale, rows, columns, start, block, dtype):
     row, column = _range(master, columns, start)
-    scaled = master.float().flatten() * scale[row // block, column // block]
+    scales = scale[row // block, column // block]
+    scaled = master.float().flatten() * scales
     out.copy_(fp8.cast(scaled, dtype).view(out.shape))
 
 
 def _range(master: Tensor, columns: int, start: int) -> tuple[Tensor, Tensor]:
-    places = torch.arange(start, start + master.numel())
-    return places // columns, places % columns
+    """Return the rows and columns of the elements of a rank."""
+    positions = torch.arange(start, start + master.numel())
+    return positions // columns, positions % columns

@@ -14,7 +14,10 @@ from torch import Tensor
 Parts = dict[str, Tensor | None]
 """Data and scales of a quantised tensor, by the names that its constructor gives them."""
 
-_FORMATS = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
+_FORMATS = {
+    "kFloat8E4M3": torch.float8_e4m3fn,
+    "kFloat8E5M2": torch.float8_e5m2,
+}
 _BLOCK = 128  # of the blockwise recipe
 _MX_BLOCK = 32  # of MXFP8
 
@@ -63,8 +66,9 @@ def plain(x: Any) -> Tensor:
     """Return ``x`` as an ordinary tensor, dequantised if necessary."""
     if not is_quantised(x):
         return x.contiguous()
-    rowwise = getattr(x, "_rowwise_data", getattr(x, "_data", None)) is not None
-    return operand(x, rowwise=rowwise).reshape(x.size()).to(x.dtype)
+    rowwise_data = getattr(x, "_rowwise_data", getattr(x, "_data", None))
+    values = operand(x, rowwise=rowwise_data is not None)
+    return values.reshape(x.size()).to(x.dtype)
 
 
 def operand(x: Any, *, rowwise: bool) -> Tensor:
@@ -81,27 +85,41 @@ def operand(x: Any, *, rowwise: bool) -> Tensor:
     """
     if not is_quantised(x):
         return x.float().reshape(-1, x.shape[-1])
-    form = _FORMATS[x._fp8_dtype.name]
-    if hasattr(x, "_scale_inv"):  # one scale for all of it
-        if rowwise or _any_layout():
-            return _rows(_provided(x._data, x, "row-wise"), form) * x._scale_inv
-        transpose = None if x._transpose_invalid else x._transpose
-        return _columns(_provided(transpose, x, "transposed"), form).t() * x._scale_inv
+    if hasattr(x, "_scale_inv"):
+        return _operand_with_one_scale(x, rowwise)
     side = "rowwise" if rowwise else "columnwise"
     data = _provided(getattr(x, f"_{side}_data"), x, side)
-    inverse = getattr(x, f"_{side}_scale_inv")
-    if hasattr(x, "_is_2D_scaled"):  # the column-wise data is stored transposed
-        values = _rows(data, form) if rowwise else _columns(data, form)
-        per_row = inverse.repeat_interleave(_BLOCK, 0) if x._is_2D_scaled else inverse.t()
-        rows, columns = values.shape
-        values = values * per_row[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
-        return values if rowwise else values.t()
-    values = _rows(data, form)
+    inverse_scales = getattr(x, f"_{side}_scale_inv")
+    if hasattr(x, "_is_2D_scaled"):
+        return _operand_in_blocks(x, data, inverse_scales, rowwise)
+    values = _rows(data, _format(x))
     rows, columns = values.shape
-    scales = torch.exp2(inverse.float() - 127)
+    scales = torch.exp2(inverse_scales.float() - 127)
     if rowwise:
-        return values * scales[:rows, : columns // _MX_BLOCK].repeat_interleave(_MX_BLOCK, 1)
-    return values * scales[: rows // _MX_BLOCK, :columns].repeat_interleave(_MX_BLOCK, 0)
+        scales = scales[:rows, : columns // _MX_BLOCK]
+        return values * scales.repeat_interleave(_MX_BLOCK, 1)
+    scales = scales[: rows // _MX_BLOCK, :columns]
+    return values * scales.repeat_interleave(_MX_BLOCK, 0)
+
+
+def _operand_with_one_scale(x: Any, rowwise: bool) -> Tensor:
+    if rowwise or _any_layout():
+        data = _provided(x._data, x, "row-wise")
+        return _rows(data, _format(x)) * x._scale_inv
+    transpose = None if x._transpose_invalid else x._transpose
+    data = _provided(transpose, x, "transposed")
+    return _columns(data, _format(x)).t() * x._scale_inv
+
+
+def _operand_in_blocks(x: Any, data: Tensor, inverse_scales: Tensor, rowwise: bool) -> Tensor:
+    """Return an operand of the blockwise recipe, whose column-wise data is stored transposed."""
+    values = _rows(data, _format(x)) if rowwise else _columns(data, _format(x))
+    rows, columns = values.shape
+    per_row = inverse_scales.repeat_interleave(_BLOCK, 0) if x._is_2D_scaled else inverse_scales.t()
+    scales = per_row[:rows]
+    scales = scales.repeat_interleave(_BLOCK, 1)[:, :columns]
+    values = values * scales
+    return values if rowwise else values.t()
 
 
 def scale_from(amax: Tensor, largest: float, *, power_of_two: bool, epsilon: float = 0.0) -> Tensor:
@@ -130,13 +148,20 @@ def cast(x: Tensor, fp8_dtype: Any) -> Tensor:
 def e8m0(ratio: Tensor) -> Tensor:
     """Return the exponent of the smallest power of two >= ``ratio``, with bias 127, as uint8."""
     bits = ratio.float().view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    up = (mantissa > 0) & (exponent != 254) & ~((exponent == 0) & (mantissa <= 0x400000))
+    exponent = bits >> 23
+    mantissa = bits & 0x7FFFFF
+    is_smallest = (exponent == 0) & (mantissa <= 0x400000)
+    up = (mantissa > 0) & (exponent != 254) & ~is_smallest
     return (exponent + up.int()).clamp(max=254).to(torch.uint8)
 
 
 def _kind(quantizer: Any) -> str:
     return type(quantizer).__name__
+
+
+def _format(x: Any) -> torch.dtype:
+    """Return torch's dtype of the data of a quantised tensor."""
+    return _FORMATS[x._fp8_dtype.name]
 
 
 def _parts(x: Tensor, quantizer: Any) -> Parts:
@@ -150,10 +175,12 @@ def _parts(x: Tensor, quantizer: Any) -> Parts:
         )
     parts: Parts = {}
     for side in ("rowwise", "columnwise"):
-        made = (None, None)
+        data = None
+        inverse_scales = None
         if getattr(quantizer, f"{side}_usage"):
-            made = _PER_BLOCK[kind](x, quantizer, side == "columnwise")
-        parts[f"{side}_data"], parts[f"{side}_scale_inv"] = made
+            data, inverse_scales = _PER_BLOCK[kind](x, quantizer, side == "columnwise")
+        parts[f"{side}_data"] = data
+        parts[f"{side}_scale_inv"] = inverse_scales
     return parts
 
 
@@ -168,7 +195,11 @@ def _current_scale(x: Tensor, quantizer: Any) -> Tensor:
     amax = x.float().abs().max().reshape(1) if x.numel() else torch.zeros(1)
     if quantizer.with_amax_reduction:
         group = quantizer._canonicalized_amax_reduction_group()
-        torch.distributed.all_reduce(amax, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch.distributed.all_reduce(
+            amax,
+            op=torch.distributed.ReduceOp.MAX,
+            group=group,
+        )
     return scale_from(
         amax,
         largest(quantizer.dtype),
@@ -179,13 +210,16 @@ def _current_scale(x: Tensor, quantizer: Any) -> Tensor:
 
 def _scaled(x: Tensor, quantizer: Any, scale: Tensor) -> Parts:
     data = cast(x.float() * scale, quantizer.dtype)
-    once = _any_layout()
-    columnwise = quantizer.columnwise_usage and not once
-    return {
-        "data": data if quantizer.rowwise_usage or once else None,
-        "data_transpose": transposed(data) if columnwise else None,
+    parts: Parts = {
+        "data": None,
+        "data_transpose": None,
         "fp8_scale_inv": 1.0 / scale,
     }
+    if quantizer.rowwise_usage or _any_layout():
+        parts["data"] = data
+    if quantizer.columnwise_usage and not _any_layout():
+        parts["data_transpose"] = transposed(data)
+    return parts
 
 
 def transposed(data: Tensor) -> Tensor:
@@ -201,34 +235,43 @@ def _blocks(x: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor
     if columnwise:
         matrix = matrix.t()
     rows, columns = matrix.shape
-    high = _BLOCK if quantizer.block_scaling_dim == 2 else 1
-    down, across = math.ceil(rows / high), math.ceil(columns / _BLOCK)
-    tiles = _padded(matrix, down * high, across * _BLOCK).view(down, high, across, _BLOCK)
+    block_rows = _BLOCK if quantizer.block_scaling_dim == 2 else 1
+    down = math.ceil(rows / block_rows)
+    across = math.ceil(columns / _BLOCK)
+    padded_rows = down * block_rows
+    padded_columns = across * _BLOCK
+    padded = _padded(matrix, padded_rows, padded_columns)
+    tiles = padded.view(down, block_rows, across, _BLOCK)
     scale = scale_from(
         tiles.abs().amax(dim=(1, 3)),
         largest(quantizer.dtype),
         power_of_two=quantizer.force_pow_2_scales,
         epsilon=quantizer.amax_epsilon,
     )
-    data = cast(tiles * scale[:, None, :, None], quantizer.dtype).view(down * high, across * _BLOCK)
-    inverse = 1.0 / scale if high > 1 else (1.0 / scale).t()
-    stored = (x.shape[-1], *x.shape[:-1]) if columnwise else x.shape
-    return data[:rows, :columns].reshape(stored), _padded(inverse, *shape).contiguous()
+    data = cast(tiles * scale[:, None, :, None], quantizer.dtype)
+    data = data.view(padded_rows, padded_columns)[:rows, :columns]
+    data = data.reshape((x.shape[-1], *x.shape[:-1]) if columnwise else x.shape)
+    inverse = 1.0 / scale
+    if block_rows == 1:
+        inverse = inverse.t()
+    return data, _padded(inverse, *shape).contiguous()
 
 
 def _microscaled(x: Tensor, quantizer: Any, columnwise: bool) -> tuple[Tensor, Tensor]:
     """Use one power of two (E8M0) for 32 values along the summed dimension."""
     matrix = x.float().reshape(-1, x.shape[-1])
     rows, columns = matrix.shape
-    if (rows if columnwise else columns) % _MX_BLOCK:
+    summed = 0 if columnwise else 1
+    if matrix.shape[summed] % _MX_BLOCK:
         raise RuntimeError(f"Expected multiples of {_MX_BLOCK} for MXFP8, got {rows} x {columns}.")
-    within = 1 if columnwise else 2
-    tiles = matrix.unflatten(within - 1, (-1, _MX_BLOCK))
-    exponents = e8m0(tiles.abs().amax(dim=within) * (1.0 / largest(quantizer.dtype)))
+    tiles = matrix.unflatten(summed, (-1, _MX_BLOCK))
+    within_block = summed + 1
+    amax = tiles.abs().amax(dim=within_block)
+    exponents = e8m0(amax * (1.0 / largest(quantizer.dtype)))
     scale = torch.exp2(127.0 - exponents.float())
-    data = cast(tiles * scale.unsqueeze(within), quantizer.dtype).view(x.shape)
+    data = cast(tiles * scale.unsqueeze(within_block), quantizer.dtype)
     shape = quantizer.get_scale_shape((rows, columns), columnwise=columnwise)
-    return data, _padded(exponents, *shape).contiguous()
+    return data.view(x.shape), _padded(exponents, *shape).contiguous()
 
 
 _PER_TENSOR: dict[str, Callable[[Tensor, Any], Tensor]] = {
@@ -245,15 +288,24 @@ def _tensor(quantizer: Any, parts: Parts, shape: Any, dtype: torch.dtype) -> Any
     """Return a tensor of Transformer Engine with the parts, or only its storage if ``internal``."""
     from transformer_engine.pytorch import tensor as te
 
-    name, common = "Float8Tensor", {**parts, "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
+    name = "Float8Tensor"
+    fields = {**parts, "fp8_dtype": quantizer.dtype, "quantizer": quantizer}
     if _kind(quantizer) == "Float8BlockQuantizer":
-        name, common["is_2D_scaled"] = "Float8BlockwiseQTensor", quantizer.block_scaling_dim == 2
+        name = "Float8BlockwiseQTensor"
+        fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
     elif _kind(quantizer) == "MXFP8Quantizer":
-        name, common["with_gemm_swizzled_scales"] = "MXFP8Tensor", False
+        name = "MXFP8Tensor"
+        fields["with_gemm_swizzled_scales"] = False
     if quantizer.internal:
-        return getattr(te, f"{name}Storage")(fake_dtype=dtype, **common)
-    options = {"shape": tuple(shape), "dtype": dtype, "device": torch.device("cpu")}
-    return getattr(te, name)(**options, **common)
+        storage_class = getattr(te, f"{name}Storage")
+        return storage_class(fake_dtype=dtype, **fields)
+    tensor_class = getattr(te, name)
+    return tensor_class(
+        shape=tuple(shape),
+        dtype=dtype,
+        device=torch.device("cpu"),
+        **fields,
+    )
 
 
 def _any_layout() -> bool:
@@ -264,15 +316,17 @@ def _any_layout() -> bool:
 
 
 def _padded(x: Tensor, rows: int, columns: int) -> Tensor:
-    return torch.nn.functional.pad(x, (0, columns - x.shape[1], 0, rows - x.shape[0]))
+    below = rows - x.shape[0]
+    right = columns - x.shape[1]
+    return torch.nn.functional.pad(x, (0, right, 0, below))
 
 
-def _rows(data: Tensor, form: torch.dtype) -> Tensor:
-    return data.view(form).float().reshape(-1, data.shape[-1])
+def _rows(data: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.view(dtype).float().reshape(-1, data.shape[-1])
 
 
-def _columns(data: Tensor, form: torch.dtype) -> Tensor:
-    return data.view(form).float().reshape(data.shape[0], -1)
+def _columns(data: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.view(dtype).float().reshape(data.shape[0], -1)
 
 
 def _provided(data: Tensor | None, x: Any, what: str) -> Tensor:

@@ -21,7 +21,34 @@ BOUNDS = {
 """Found: 0.036 to 0.038, gradients with E5M2 0.055 to 0.063, with E4M3 0.037 to 0.041; those of a
 norm's weight, a sum over 56 rows, up to 0.070 and 0.047."""
 
-COLUMNS, OUT = 80, 48  # multiples of 16, of no power of two
+# multiples of 16, but no powers of two
+COLUMNS = 80
+OUT = 48
+
+
+def build(kind, experts):
+    """Build a module of Transformer Engine with random weights."""
+    import transformer_engine.pytorch as te
+
+    options = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    if kind == "Linear":
+        module = te.Linear(COLUMNS, OUT, bias=True, **options)
+    elif kind == "GroupedLinear":
+        module = te.GroupedLinear(experts, COLUMNS, OUT, bias=False, **options)
+    elif kind == "RMSNorm":
+        module = te.RMSNorm(COLUMNS, dtype=torch.bfloat16, device="cpu")
+    else:
+        module = te.LayerNormLinear(
+            COLUMNS,
+            OUT,
+            bias=False,
+            normalization="RMSNorm",
+            **options,
+        )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return module
 
 
 def errors(kind, scaling, rows):
@@ -35,49 +62,48 @@ def errors(kind, scaling, rows):
         "tensorwise": recipe.Float8CurrentScaling(),
         "blockwise": recipe.Float8BlockScaling(),
     }
-    parts = [rows // 7 * n for n in (2, 0, 1, 4)]  # of GroupedLinear
-    options = {"params_dtype": torch.bfloat16, "device": "cpu"}
+    expert_rows = [rows // 7 * n for n in (2, 0, 1, 4)]
     torch.manual_seed(3)
-    if kind == "Linear":
-        module = te.Linear(COLUMNS, OUT, bias=True, **options)
-    elif kind == "GroupedLinear":
-        module = te.GroupedLinear(len(parts), COLUMNS, OUT, bias=False, **options)
-    elif kind == "RMSNorm":
-        module = te.RMSNorm(COLUMNS, dtype=torch.bfloat16, device="cpu")
-    else:
-        module = te.LayerNormLinear(COLUMNS, OUT, bias=False, normalization="RMSNorm", **options)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    module = build(kind, len(expert_rows))
     x = torch.randn(rows, COLUMNS, dtype=torch.bfloat16)
-    slope = torch.randn(rows, OUT if "Linear" in kind else COLUMNS, dtype=torch.bfloat16)
-    for _ in range(1 + (scaling == "delayed")):  # whose first step has no scale yet
+    out = OUT if "Linear" in kind else COLUMNS
+    slope = torch.randn(rows, out, dtype=torch.bfloat16)
+    steps = 2 if scaling == "delayed" else 1  # the first step of delayed scaling has no scale
+    for _ in range(steps):
         module.zero_grad()
         x = x.detach().requires_grad_()
         with te.autocast(enabled=scaling != "bf16", recipe=recipes[scaling]):
-            y = module(x, parts) if kind == "GroupedLinear" else module(x)
+            y = module(x, expert_rows) if kind == "GroupedLinear" else module(x)
         y.backward(slope)
-    found = {"y": y, "x": x.grad} | {n: p.grad for n, p in module.named_parameters()}
-    weights = {n: p.detach().double().requires_grad_() for n, p in module.named_parameters()}
-    exact = x.detach().double().requires_grad_()
-    truth = of_torch(kind, exact, weights, parts)
-    truth.backward(slope.double())
-    wanted = {"y": truth, "x": exact.grad} | {n: w.grad for n, w in weights.items()}
-    assert found.keys() == wanted.keys()
-    empty = {name for name, value in wanted.items() if not value.any()}
-    assert all(not found[name].any() for name in empty)
-    return {
-        name: ((found[name].double() - value).norm() / value.norm()).item()
-        for name, value in wanted.items()
-        if name not in empty
-    }
+    actual = {"y": y, "x": x.grad}
+    weights = {}
+    for name, parameter in module.named_parameters():
+        actual[name] = parameter.grad
+        weights[name] = parameter.detach().double().requires_grad_()
+    x64 = x.detach().double().requires_grad_()
+    y64 = of_torch(kind, x64, weights, expert_rows)
+    y64.backward(slope.double())
+    expected = {"y": y64, "x": x64.grad}
+    for name, weight in weights.items():
+        expected[name] = weight.grad
+    assert actual.keys() == expected.keys()
+    relative = {}
+    for name, value in expected.items():
+        if value.any():
+            difference = actual[name].double() - value
+            relative[name] = (difference.norm() / value.norm()).item()
+        else:
+            assert not actual[name].any()
+    return relative
 
 
-def of_torch(kind, x, weights, parts):
+def of_torch(kind, x, weights, expert_rows):
     functional = torch.nn.functional
     if kind == "GroupedLinear":
-        pieces = enumerate(x.split(parts))
-        return torch.cat([piece @ weights[f"weight{i}"].T for i, piece in pieces])
+        outputs = []
+        for expert, inputs in enumerate(x.split(expert_rows)):
+            outputs.append(inputs @ weights[f"weight{expert}"].T)
+        return torch.cat(outputs)
     if kind == "RMSNorm":
         return functional.rms_norm(x, x.shape[-1:], weights["weight"], eps=1e-5)
     if kind == "RMSNormLinear":
@@ -89,15 +115,16 @@ LINEAR = ("Linear", "RMSNormLinear", "GroupedLinear")
 
 
 @pytest.mark.parametrize(
-    ("kind", "scaling", "rows"), [*itertools.product(LINEAR, BOUNDS, [56]), ("RMSNorm", "bf16", 7)]
+    ("kind", "scaling", "rows"),
+    [*itertools.product(LINEAR, BOUNDS, [56]), ("RMSNorm", "bf16", 7)],
 )
 def test_outputs_and_gradients_equal_float64(ranks_with_engine, kind, scaling, rows):
-    found = ranks_with_engine(errors, 1, kind, scaling, rows)[0]
-    for name, error in found.items():
+    relative = ranks_with_engine(errors, 1, kind, scaling, rows)[0]
+    for name, error in relative.items():
         low, high = BOUNDS[scaling][name != "y"]
         if name not in ("y", "x", "weight", "weight0", "weight2", "weight3", "layer_norm_weight"):
             low = 0.0  # a sum of gradients, before or after they are rounded
-        assert low < error < high, (name, error, found)
+        assert low < error < high, (name, error, relative)
 
 
 def read_back():
