@@ -217,8 +217,8 @@ def _estimate_moe_activations(rank: Rank) -> float:
     router_bytes = 9 * model.experts  # fp32 scores and probabilities, routing map
     expert_width = model.expert_width / layout.expert_tp
     shared_width = model.shared_width / layout.tp
-    expert_bytes = model.hidden_size * rank.input_size
-    expert_bytes += _count_mlp_bytes(rank, expert_width)
+    input_bytes = model.hidden_size * rank.input_size
+    expert_bytes = input_bytes + _count_mlp_bytes(rank, expert_width)
     shared_bytes = _count_mlp_bytes(rank, shared_width)
     routed_tokens = rank.sharded_tokens * model.moe_router_topk
     routed_tokens *= layout.expert_tp
