@@ -4,7 +4,6 @@ The CLI catches :class:`KHAError`, prints the message (always a single line) wit
 exits with ``exit_code``.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 
 _MAX_SHOWN = 200
@@ -86,10 +85,3 @@ def show_value(value: object) -> str:
     text = str(value)
     is_simple = text.isprintable() and len(text) <= _MAX_SHOWN and "`" not in text
     return text if is_simple else repr(text[:_MAX_SHOWN])
-
-
-def raise_first(mistakes: Mapping[str, object]) -> None:
-    """Raise a ConfigError for the first true condition in ``{message: condition}``."""
-    for message, applies in mistakes.items():
-        if applies:
-            raise ConfigError(message)
