@@ -404,7 +404,8 @@ def prepare(
             },
         )
         content = json.dumps(report.to_dict(), indent=2)
-        (staged / REPORT).write_text(f"{content}\n")
+        report_file = staged / REPORT
+        report_file.write_text(f"{content}\n")
     return report
 
 
@@ -742,9 +743,11 @@ def documents_of(split: str, documents: int) -> list[int | None]:
     start = 0.0
     for weight in weights:
         end = start + weight / total
-        first = round(start * documents)
-        last = round(end * documents)
-        counts.append(last - first if end > start else None)
+        count = round(end * documents) - round(start * documents)
+        if end > start:
+            counts.append(count)
+        else:
+            counts.append(None)
         start = end
     return counts
 

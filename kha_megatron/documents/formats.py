@@ -139,7 +139,9 @@ def _begins_with_two_objects(beginning: bytes) -> bool:
     second_line, _, _ = rest.partition(b"\n")
     if not newline:
         return False
-    return isinstance(_parse(first_line), dict) and isinstance(_parse(second_line), dict)
+    is_first_object = isinstance(_parse(first_line), dict)
+    is_second_object = isinstance(_parse(second_line), dict)
+    return is_first_object and is_second_object
 
 
 def how_to_skip(pattern: str) -> str:
