@@ -92,12 +92,14 @@ def stored_bytes(folder: TorchDistFolder, key: str) -> bytes:
 
 def assert_same(a, b, where: str) -> None:
     """Compare containers, tensors and unread objects."""
-    assert type(a) is type(b), where
-    if isinstance(a, Record):
+    if isinstance(a, Record):  # each file has classes of its own
+        assert isinstance(b, Record), where
         assert_same(a.name, b.name, where)
         assert_same(a.arguments, b.arguments, where)
         assert_same(a.state, b.state, where)
-    elif isinstance(a, dict):
+        return
+    assert type(a) is type(b), where
+    if isinstance(a, dict):
         assert a.keys() == b.keys(), where
         for key, value in a.items():
             assert_same(value, b[key], f"{where}/{key}")
