@@ -50,13 +50,12 @@ def test_an_earlier_training_with_a_checkpoint_is_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run-1", "run-2"]
 
 
-def _check(output, stdout, presets, mechanisms):
+def _check(output, stdout, presets, mechanisms, iterations=6):
     summary = json.loads((output / SUMMARY_FILE).read_text())
     assert summary["finished"] is True
-    assert summary["iterations"] == 6
+    assert summary["iterations"] == iterations
     assert 5.5 < summary["first_loss"] < 7.0  # uniform over a vocabulary of 512 is 6.24
-    # The losses of two batches differ by up to 0.05 before the model has learnt anything.
-    assert summary["last_loss"] < summary["first_loss"] + 0.05
+    assert summary["last_loss"] < summary["first_loss"]
     assert min(summary["tokens_per_second"], summary["training_seconds"]) > 0
     assert summary["largest_logit_difference"] < 1e-4
     assert summary["argmax_agreement"] == 1.0
@@ -96,14 +95,15 @@ def test_quickstart_with_a_gate_in_a_process_of_its_own(tmp_path, nemorun_home):
     output = tmp_path / "quick start"
     words = ["quickstart", "--variant", "kha_mlp+gate_output", "--output", str(output), "--"]
     done = subprocess.run(
-        [sys.executable, "-m", "kha_megatron", *words, *SMALL],
+        [sys.executable, "-m", "kha_megatron", *words, *SMALL, "--train-iters", "24"],
         capture_output=True,
         text=True,
         check=False,
         timeout=1000,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    _check(output, done.stdout, "kha_mlp+gate_output", "value=mlp gate(output=element)")
+    mechanisms = "value=mlp gate(output=element)"
+    _check(output, done.stdout, "kha_mlp+gate_output", mechanisms, iterations=24)
     assert (output / "pictures/attention.png").exists()
     assert "gate-score" in done.stdout
     gate = json.loads((output / "hf/config.json").read_text())["kha_gate"]
