@@ -78,7 +78,7 @@ def check_attention(arguments: Mapping[str, Any], kha: HeadsConfig) -> None:
 
     Note: if the arguments do not include the model size, only the ranks can check the mechanisms.
     """
-    model_from_arguments(arguments, kha)
+    model_from_arguments(arguments, kha)  # raises if the model does not support the mechanisms
     if not arguments.get("kha_upcycle"):
         return
     added_mechanisms = kha.without_output_gate().mechanisms
@@ -241,7 +241,7 @@ def _list_attention_sizes(
         yield _DividedSize("--kv-lora-rank", model.kv_lora_rank, latent_heads)
         # Transformer Engine replicates the down-projections on every rank
         if model.transformer_impl != "transformer_engine" or model.mla_down_proj_fusion:
-            yield _DividedSize("--q-lora-rank", model.q_lora_rank or 0, tensor)
+            yield _DividedSize("--q-lora-rank", model.query_rank, tensor)
             rows = model.kv_lora_rank + model.qk_pos_emb_head_dim
             yield _DividedSize(
                 "--kv-lora-rank plus --qk-pos-emb-head-dim",

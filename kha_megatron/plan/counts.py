@@ -86,7 +86,7 @@ def count_latent_attention(model: ModelConfig) -> Attention:
     """Count MLA or GLA (see section 3.3.2 of https://arxiv.org/abs/2505.21487)."""
     hidden = model.hidden_size
     heads = model.num_attention_heads
-    query_rank = model.q_lora_rank or 0
+    query_rank = model.query_rank
     rank = model.kv_lora_rank
     key_dim = model.qk_head_dim
     rotary_dim = model.qk_pos_emb_head_dim
