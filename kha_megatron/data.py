@@ -64,6 +64,8 @@ DEFAULT_MAX_FILE_BYTES = 1 << 20
 """Maximum document size. Each worker needs about 150 bytes of memory per byte."""
 END_OF_DOCUMENT = "<|endoftext|>"
 _PREPARE = "Prepare the data with `kha-megatron data prepare`."
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*tokens*.json", "chat_template*")
+"""Glob patterns. A repository of a model can contain Git LFS pointers in place of its weights."""
 
 _TRAINER_PIECE = 1 << 16  # bytes; the trainer keeps 256 pieces in memory
 _LONGEST = 1 << 7  # characters; training would take hours with much longer words
@@ -177,7 +179,9 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
     """
     from transformers import AutoTokenizer
 
-    refuse_lfs_pointer(folder / "tokenizer.json", DataError)
+    for pattern in _TOKENIZER_FILES:
+        for file in sorted(folder.glob(pattern)):
+            refuse_lfs_pointer(file, DataError)
     try:
         if not folder.is_dir():  # transformers would look for the name in its cache of the Hub
             raise FileNotFoundError("no such directory")

@@ -60,24 +60,28 @@ def model(sharded, tmp_path):
 
 
 WEIGHTS = ("config.json", "model.safetensors.index.json", "model-00002-of-")
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "tokenizer.model")
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, *TOKENIZER])
 def test_pointers_in_a_model_are_named(model, name):
     to_megatron.plan_import(model)
-    (file,) = model.glob(f"{name}*")
+    file = next(model.glob(f"{name}*"), model / name)
     file.write_text(POINTER)
     message = rf"{file} is a Git LFS pointer, .* Run `git lfs pull`"
     for plan in (to_megatron.plan_import, to_hf.plan_export):
         with pytest.raises(KHAError, match=message):
             plan(model)
-    readers = [load_hf_tokenizer] if name in TOKENIZER else [HFCheckpoint.open]
-    if name == "tokenizer.json":
-        readers.append(load_tokenizer)
+    readers = [load_hf_tokenizer, load_tokenizer] if name in TOKENIZER else [HFCheckpoint.open]
     for reader in readers:
         with pytest.raises(KHAError, match=message):
             reader(model)
+
+
+def test_a_tokenizer_next_to_pointers_of_weights_is_loaded(model):
+    for file in model.glob("*.safetensors"):
+        file.write_text(POINTER)
+    assert len(load_tokenizer(model)) == 51
 
 
 @pytest.mark.parametrize("hashes", [True, False])
