@@ -1,11 +1,11 @@
 """Print the releases of our dependencies that are newer than pyproject.toml allows.
 
-    uv pip list --outdated --format json | python tools/newer_releases.py
+    python tools/newer_releases.py --names                  print the names of all dependencies
+    python tools/newer_releases.py <newest-releases.txt     lines such as torch==2.15.0
 
 `make test-versions` and .ci/run call it.
 """
 
-import json
 import sys
 import tomllib
 from pathlib import Path
@@ -14,27 +14,36 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
+EXCLUDED = ("kha-megatron", "flash-attn")  # flash-attn has no wheels to read the version from
 
 
 def direct_requirements() -> dict[str, Requirement]:
-    """Return the requirements of the package and of all its extras by name."""
+    """Return the requirements of the package and of all its extras by name.
+
+    If several of them name a package, the first one counts: extras for developers come last.
+    """
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     lines = list(project["dependencies"])
     for extra in project["optional-dependencies"].values():
         lines += extra
-    requirements = map(Requirement, lines)
-    return {canonicalize_name(requirement.name): requirement for requirement in requirements}
+    requirements: dict[str, Requirement] = {}
+    for requirement in map(Requirement, lines):
+        name = canonicalize_name(requirement.name)
+        if name not in EXCLUDED:
+            requirements.setdefault(name, requirement)
+    return requirements
 
 
 def main() -> None:
     requirements = direct_requirements()
-    for package in json.load(sys.stdin):
-        requirement = requirements.get(canonicalize_name(package["name"]))
-        latest = package["latest_version"]
+    if sys.argv[1:] == ["--names"]:
+        print(*requirements, sep="\n")
+        return
+    for line in sys.stdin:
+        name, _, latest = line.strip().partition("==")
+        requirement = requirements.get(canonicalize_name(name))
         if requirement and latest not in requirement.specifier:
-            name = package["name"]
-            tested = package["version"]
-            print(f"newer release: {name} {latest} (tested: {tested}, allowed: {requirement})")
+            print(f"newer release: {name} {latest} (allowed: {requirement})")
 
 
 if __name__ == "__main__":

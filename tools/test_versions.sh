@@ -59,7 +59,10 @@ for kind in ${kinds[*]:-newest oldest}; do
   ".venv-$kind/bin/python" -m pytest --whole -m versions --numprocesses "${WORKERS:-2}" \
     --dist loadfile --no-loadscope-reorder $marked "$@"
   if [ "$kind" = newest ]; then
-    outdated=$(uv pip list --outdated --format json --python .venv-newest/bin/python)
-    "$base/bin/python" tools/newer_releases.py <<<"$outdated"
+    # also of the extras that are not in .venv-newest, e.g. vllm
+    names=$("$base/bin/python" tools/newer_releases.py --names)
+    releases=$(uv pip compile --quiet --no-header --no-annotate --no-deps --no-build \
+      --python .venv-newest/bin/python - <<<"$names")
+    "$base/bin/python" tools/newer_releases.py <<<"$releases"
   fi
 done

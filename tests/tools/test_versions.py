@@ -1,6 +1,5 @@
 """``make test-versions``: what it prints about newer releases, and without a package index."""
 
-import json
 import os
 import subprocess
 import sys
@@ -27,20 +26,33 @@ def test_an_index_out_of_reach_is_an_error(tmp_path):
     assert "error: the package index is out of reach" in done.stderr
 
 
-def test_only_releases_beyond_the_bounds_are_listed():
-    packages = [
-        {"name": "torch", "version": "2.15.0", "latest_version": "99.1"},
-        {"name": "transformers", "version": "5.8.0", "latest_version": "5.8.1"},
-        {"name": "anyio", "version": "4.9.0", "latest_version": "99.2"},  # a dependency of others
-    ]
-    command = [sys.executable, ROOT / "tools" / "newer_releases.py"]
-    text = json.dumps(packages)
+def newer_releases(*words, stdin=""):
+    command = [sys.executable, ROOT / "tools" / "newer_releases.py", *words]
     done = subprocess.run(
         command,
-        input=text,
+        input=stdin,
         capture_output=True,
         text=True,
         check=True,
     )
-    (line,) = done.stdout.splitlines()
-    assert line.startswith("newer release: torch 99.1 (tested: 2.15.0, allowed: torch<")
+    return done.stdout.splitlines()
+
+
+def test_only_releases_beyond_the_bounds_are_listed():
+    releases = [
+        "torch==99.1",
+        "vllm==99.3",  # of an extra that is not installed
+        "transformers==5.8.1",
+        "transformer-engine==2.20.9",  # the extra for developers has a pin
+        "anyio==99.2",  # a dependency of others
+    ]
+    first, second = newer_releases(stdin="\n".join(releases))
+    assert first.startswith("newer release: torch 99.1 (allowed: torch<")
+    assert second.startswith("newer release: vllm 99.3 (allowed: vllm<")
+
+
+def test_newer_releases_of_all_dependencies_are_looked_up():
+    names = newer_releases("--names")
+    assert {"torch", "megatron-core", "vllm", "transformer-engine"} <= set(names)
+    assert len(names) == len(set(names))
+    assert "kha-megatron" not in names
