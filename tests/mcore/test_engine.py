@@ -180,3 +180,62 @@ def test_gradients_accumulate_beside_fused_weight_gradients(ranks_with_engine, k
     for scaling, found in answers.items():
         assert any("knock_" in name for name in found.ours)
         assert not beyond(found, scaling)
+
+
+def train_in_fp8(caches, announces=True):
+    """Train three steps of two microbatches with Megatron's schedule. Return the weights.
+
+    With ``caches``, Transformer Engine only quantizes the weights in the first microbatch of a
+    step, which the schedule announces. Otherwise it quantizes them in every microbatch.
+    """
+    from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
+
+    from tests.distributed.models import initialize
+    from tests.gpu import models
+
+    initialize()
+    kha, _ = KINDS["mixed"]
+    model = models.build(
+        kha,
+        "transformer_engine",
+        torch.bfloat16,
+        moe=False,
+        **SCALINGS["tensorwise"],
+    )
+    for module in model.modules():
+        if hasattr(module, "disable_parameter_transpose_cache"):
+            module.disable_parameter_transpose_cache = not caches
+    if not announces:
+        model.set_is_first_microbatch = lambda: None
+
+    def forward_step(batches, model):
+        tokens, positions, mask = next(batches)
+        losses = model(tokens, positions, mask, labels=tokens.roll(-1, 1))
+        return losses, lambda losses: (losses.float().mean(), {})
+
+    for step in range(3):
+        batches = [models.batch(seed) for seed in (2 * step, 2 * step + 1)]
+        forward_backward_no_pipelining(
+            forward_step_func=forward_step,
+            data_iterator=iter(batches),
+            model=model,
+            num_microbatches=len(batches),
+            seq_length=models.SEQUENCE,
+            micro_batch_size=models.BATCH,
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.5 * parameter.grad / parameter.grad.norm()
+                parameter.grad = None
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_no_step_uses_fp8_weights_of_an_earlier_step(ranks_with_engine):
+    """Since pull request 6965, Megatron disables the cache where no schedule announces steps."""
+    (expected,) = ranks_with_engine(train_in_fp8, 1, caches=False)
+    (trained,) = ranks_with_engine(train_in_fp8, 1, caches=True)
+    (stale,) = ranks_with_engine(train_in_fp8, 1, caches=True, announces=False)
+    assert any("knock_" in name for name in expected)
+    for name, weight in expected.items():
+        assert torch.equal(trained[name], weight), name
+    assert any(not torch.equal(stale[name], weight) for name, weight in expected.items())
