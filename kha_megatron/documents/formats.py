@@ -35,8 +35,8 @@ UNSUPPORTED = {
     **dict.fromkeys((".csv", ".tsv", ".xls", ".xlsx"), "Convert it to .jsonl or .parquet"),
     **dict.fromkeys((".feather", ".orc", ".avro"), "Convert it to .parquet"),
     **dict.fromkeys((".tar", ".tgz", ".zip", ".7z", ".rar"), "Unpack it and pass the directory"),
-    **dict.fromkeys((".bz2", ".xz", ".lz4", ".gzip", ".zstd"), "Use .gz or .zst"),
-    **dict.fromkeys((".pdf", ".docx"), "Extract its text"),
+    **dict.fromkeys((".bz2", ".xz", ".lz4", ".lzma", ".br", ".gzip", ".zstd"), "Use .gz or .zst"),
+    **dict.fromkeys((".pdf", ".docx", ".warc", ".wet", ".wat"), "Extract its text"),
     **dict.fromkeys((".bin", ".idx"), "Pass the prefix of a tokenized dataset to --data-path"),
 }
 """Formats that we refuse to read, and what to do instead."""

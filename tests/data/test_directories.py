@@ -86,7 +86,10 @@ def test_rows_are_read_whatever_the_name(name, content, tmp_path):
     assert sorted(texts) == sorted([*TEXTS, "one row"])
 
 
-@pytest.mark.parametrize("name", ["a.csv", "A.TSV", "a.csv.gz", "deep/a.xlsx", "a.tar"])
+@pytest.mark.parametrize(
+    "name",
+    ["a.csv", "A.TSV", "a.csv.gz", "deep/a.xlsx", "a.tar", "a.jsonl.lzma", "CC.warc.wet.gz"],
+)
 def test_unsupported_files_in_a_directory_are_refused_like_single_ones(name, run, tmp_path):
     root = write(tmp_path / "root", {"good.jsonl": LINES, name: b"text,label\nx,1\n"})
     for source in (root, root / name):
