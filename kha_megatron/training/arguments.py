@@ -263,6 +263,10 @@ def check_options(args: argparse.Namespace) -> None:
         )
     if args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias:
         raise ConfigError("--moe-router-bias-update-rms requires --moe-router-enable-expert-bias.")
+    for name in LLAMA3_ROPE:
+        if getattr(args, f"rope_{name}") is not None and not args.use_rope_scaling:
+            flag = f"--rope-{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} requires --use-rope-scaling. Add it, or remove {flag}.")
     if args.init_model_with_meta_device and not args.use_megatron_fsdp:
         raise ConfigError("--init-model-with-meta-device requires --use-megatron-fsdp.")
     if args.reset_attention_mask and args.transformer_impl == "transformer_engine":

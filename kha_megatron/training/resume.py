@@ -23,6 +23,7 @@ from kha_megatron.checkpoint.tracker import (
 )
 from kha_megatron.errors import CheckpointError, ConfigError, show_value
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.mcore.patches import LLAMA3_ROPE
 from kha_megatron.model.recorded import (
     check_same_heads,
     check_same_optimizer,
@@ -39,6 +40,8 @@ _STATELESS = ("tensorwise", "blockwise", "mxfp8")
 
 _ROPE = ("position_embedding_type", "use_rope_scaling", "rope_", "rotary_", "yarn_", "mscale")
 """Prefixes of arguments for RoPE."""
+_SCALING = tuple(f"rope_{name}" for name in LLAMA3_ROPE)
+"""Arguments that are only used with ``--use-rope-scaling``."""
 _RESTORED = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
 """Arguments for RoPE that ``--use-checkpoint-args`` restores."""
 
@@ -270,8 +273,11 @@ def _loads_optimizer(start: Start, args: Namespace) -> bool:
 
 
 def _check_same_rope(start: Start, args: Namespace) -> None:
+    is_scaled = args.use_rope_scaling or start.arguments.get("use_rope_scaling")
     for name, old in start.arguments.items():
         if not name.startswith(_ROPE):
+            continue
+        if name in _SCALING and not is_scaled:  # had no effect
             continue
         if args.use_checkpoint_args and name in _RESTORED:
             continue

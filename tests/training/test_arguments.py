@@ -92,6 +92,7 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
             [*MLP, "--num-experts", "4", "--moe-router-bias-update-rms"],
             "requires --moe-router-enable-expert-bias",
         ),
+        ([*MLP, "--rope-low-freq-factor", "2"], "-factor requires --use-rope-scaling. Add it, or"),
         ([*LINEAR, "--kha-attention", "gla"], "--multi-latent-attention"),
         ([*LINEAR, "--kha-latent-heads", "4"], "got 4"),
     ]
@@ -136,6 +137,7 @@ def test_runs_that_can_train_are_accepted(checked, corpus):
         [*corpus, "--use-checkpoint-args", "--ffn-hidden-size", "3"],
         [*corpus, "--decrease-batch-size-if-needed", "--global-batch-size", "25"],
         [*corpus, "--optimizer", "dist_muon", "--bf16"],
+        [*corpus, "--use-rope-scaling", "--rope-low-freq-factor", "2"],
         [*corpus, "--tensor-model-parallel-size", "4", "--tensor-parallel-num-weight-shards", "4"],
     ]
     answers = checked(*([*MLP, *words] for words in lines))

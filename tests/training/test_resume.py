@@ -4,6 +4,8 @@ import re
 import shlex
 import shutil
 from argparse import ArgumentParser, Namespace
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -219,6 +221,7 @@ def arguments(folder: Path | None, **changes) -> Namespace:
         "use_checkpoint_args": False,
         "layernorm_zero_centered_gamma": False,
         "gpt_model": False,
+        "use_rope_scaling": False,
     }
     return Namespace(**args | changes)
 
@@ -239,6 +242,19 @@ def test_other_rope_arguments_are_refused(copy):
     with pytest.raises(CheckpointError, match=r"--rotary-base is 7, .* add --finetune"):
         check(copy, KHA, rotary_base=7)
     check(copy, KHA, rotary_base=7, use_checkpoint_args=True)  # restored
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_rope_scaling_must_be_the_same_if_it_is_used(copy, is_scaled):
+    args = arguments(copy, use_rope_scaling=is_scaled, rope_low_freq_factor=2.0)
+    start_of_run = find_start(args)
+    saved = {"use_rope_scaling": is_scaled, "rope_low_freq_factor": None}
+    start_of_run = replace(start_of_run, arguments={**start_of_run.arguments, **saved})
+    expected = nullcontext()
+    if is_scaled:
+        expected = pytest.raises(CheckpointError, match=r"-low-freq-factor is 2\.0.*with None")
+    with expected:
+        check_same_kha(start_of_run, args, KHA)
 
 
 WORDS = ["--device", "cpu", *MODEL, *TRAINING, "--mock-data", "--vocab-size", "300"]
