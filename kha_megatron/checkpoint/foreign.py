@@ -31,6 +31,11 @@ PEFT = _Format(
     "Merge it into its base model with merge_and_unload, save the merged model with "
     "save_pretrained, and convert that.",
 )
+_HF_MODEL = _Format(
+    "a Hugging Face model",
+    ("config.json",),
+    "Convert it with `kha-megatron convert to-megatron`.",
+)
 _MEGATRON = (
     _Format(
         "a Megatron checkpoint saved with --ckpt-format torch",
@@ -132,6 +137,12 @@ def refuse_adapter(path: Path) -> None:
     _refuse(path, PEFT)
 
 
+def refuse_hf_model(path: Path) -> None:
+    """Raise CheckpointError if a directory contains a Hugging Face model or a PEFT adapter."""
+    _refuse(path, PEFT)
+    _refuse(path, _HF_MODEL)
+
+
 def refuse_foreign_weights(path: Path) -> None:
     """Raise CheckpointError if a model directory has weights in a format that we do not read."""
     for known in _WEIGHTS:
@@ -147,7 +158,7 @@ def refuse_foreign_checkpoint(path: Path) -> None:
         for known in _MEGATRON:
             _refuse(directory, known)
         _refuse_distributed(directory)
-    for known in (PEFT, _NO_CONFIG, *_WEIGHTS, _SUBDIRECTORIES):
+    for known in (PEFT, _HF_MODEL, _NO_CONFIG, *_WEIGHTS, _SUBDIRECTORIES):
         _refuse(path, known)
 
 

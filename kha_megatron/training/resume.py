@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kha_megatron.announcements import announce
+from kha_megatron.checkpoint.foreign import refuse_foreign_checkpoint, refuse_hf_model
 from kha_megatron.checkpoint.integrity import FileChecks
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
@@ -156,6 +157,7 @@ def _persistent_checkpoint(directory: Path, args: Namespace) -> Path | None:
         return _tracked_iteration(directory)
     if directory.is_dir() and select_iteration(directory).newest:
         return _tracked_iteration(directory)
+    refuse_hf_model(directory)  # Megatron would start from scratch
     return None
 
 
@@ -191,6 +193,8 @@ def _tracked_iteration(directory: Path) -> Path:
             f"{directory / TRACKER} {verdict.problem}. It is repaired automatically only if --save "
             f"is the same directory. Write {tracker_word(verdict.newest)} into this file."
         )
+    if verdict and not (verdict.newest or verdict.named):
+        refuse_foreign_checkpoint(directory)
     return resolve(directory)
 
 

@@ -97,6 +97,12 @@ def test_foreign_formats_are_named(tmp_path, name):
         assert "\n" not in str(caught.value)
 
 
+def test_a_hugging_face_model_is_no_megatron_checkpoint(tmp_path):
+    write(tmp_path, ["config.json", "model.safetensors"])
+    with pytest.raises(CheckpointError, match=r"a Hugging Face model \(config.json\)\. Convert it"):
+        MegatronCheckpoint.open(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["a.gguf", "a.nemo", "pytorch_model.bin", "last.ckpt"])
 def test_foreign_files_are_named(tmp_path, name):
     write(tmp_path, [name])

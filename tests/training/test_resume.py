@@ -257,6 +257,21 @@ def test_rope_scaling_must_be_the_same_if_it_is_used(copy, is_scaled):
         check_same_kha(start_of_run, args, KHA)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("config.json", "Hugging Face model .*`kha-megatron convert to-megatron`"),
+        ("adapter_config.json", "PEFT adapter .*merge_and_unload"),
+    ],
+)
+def test_models_that_megatron_would_ignore_are_refused(tmp_path, name, message):
+    assert find_start(arguments(tmp_path)).path is None
+    (tmp_path / name).write_text("{}")
+    for args in (arguments(tmp_path), arguments(None, pretrained_checkpoint=str(tmp_path))):
+        with pytest.raises(CheckpointError, match=message):
+            find_start(args)
+
+
 WORDS = ["--device", "cpu", *MODEL, *TRAINING, "--mock-data", "--vocab-size", "300"]
 WORDS += ["--kha-value", "mlp", "--train-iters", "1"]
 
