@@ -478,3 +478,40 @@ def _positions(layout: Layout, sequence: int) -> tuple[np.ndarray, np.ndarray]:
     if not layout.sp:
         return whole, whole
     return whole, whole.reshape(layout.tp, -1)[ps.get_tensor_model_parallel_rank()]
+
+
+@dataclass(frozen=True)
+class SteppedParameter:
+    """A bf16 parameter after one optimizer step. All arrays are in float32."""
+
+    weight: np.ndarray
+    main: np.ndarray
+    """The optimizer's main parameter."""
+    expected: np.ndarray
+    """What Adam makes of the main parameter, computed in float64."""
+
+
+def step_in_bf16(case: Case) -> dict[str, SteppedParameter]:
+    """Make one optimizer step on one rank. Return the parameters by name."""
+    initialize(case.layout)
+    run = _Run(case, case.khas[0])
+    (model,) = run.chunks
+    parameters = dict(model.named_parameters())
+    before = {name: parameter.detach().double() for name, parameter in parameters.items()}
+    run._accumulate(MICROBATCHES[0])
+    gradients = {name: parameter.main_grad.double() for name, parameter in parameters.items()}
+    clipping = min(1.0, CLIP / run._step())
+    settings = run.optimizer.config
+    stepped = {}
+    for name, parameter in parameters.items():
+        main = parameter.main_param.detach().view_as(parameter)
+        assert parameter.dtype == torch.bfloat16
+        assert main.dtype == torch.float32
+        gradient = clipping * gradients[name]
+        expected = (1 - settings.lr * settings.weight_decay) * before[name]
+        expected -= settings.lr * gradient / (gradient.abs() + settings.adam_eps)
+        arrays = [as_array(tensor.detach()) for tensor in (parameter, main, expected)]
+        stepped[name] = SteppedParameter(*arrays)
+    for ddp in run.ddp:
+        vars(ddp).clear()
+    return stepped

@@ -20,7 +20,7 @@ from kha_megatron.heads import Knock
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
 from tests.distributed.cases import ALL_OTHERS, FAST, LATENT, MIXED, ONE_PER_CLAIM, TIED
-from tests.distributed.parallelism import train
+from tests.distributed.parallelism import Case, Layout, step_in_bf16, train
 from tests.distributed.pieces import errors, quantities
 
 FP32 = 1e-5
@@ -63,6 +63,22 @@ def test_equals_the_unsharded_run(ranks, unsharded, parallelism_table, whole, ca
         parallelism_table(str(case), str(kha), float(relative[worst]), worst)
         wrong = {name: e for name, e in relative.items() if not e <= bound(name, case)}
         assert not wrong, f"{kha}: {wrong}"
+
+
+@pytest.mark.parametrize("ddp", [{}, {"use_distributed_optimizer": True}], ids=["", "distributed"])
+def test_shared_matrices_have_main_parameters_in_float32(ranks, ddp):
+    """A bf16 weight near one ignores updates below 2^-9. Its main parameter must not."""
+    case = Case(layout=Layout(), khas=(MIXED,), bf16=True, ddp=ddp)
+    (stepped,) = ranks(step_in_bf16, 1, case)
+    matrices = [name for name in stepped if ".knock_" in name]
+    assert len(matrices) == 2 * len(MIXED.variants)
+    for name, parameter in stepped.items():
+        # a few roundings of float32 in the gradient norm and in Adam
+        np.testing.assert_allclose(parameter.main, parameter.expected, rtol=1e-6, atol=1e-6)
+        rounded = torch.from_numpy(parameter.main).bfloat16().float().numpy()
+        np.testing.assert_array_equal(parameter.weight, rounded, err_msg=name)
+        if name in matrices:
+            assert not np.array_equal(parameter.main, rounded), name
 
 
 MEGATRON_FSDP = {
