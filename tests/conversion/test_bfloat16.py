@@ -72,6 +72,7 @@ def test_norms_around_zero_keep_their_weights(ranks, tmp_path, base):
     assert compared.tensors.rounded == []
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("gpt_model", [False, True])
 @pytest.mark.parametrize("base", ["glm4_moe"], indirect=True)
 def test_routers_in_float32_stay_exact(tmp_path, base, gpt_model):

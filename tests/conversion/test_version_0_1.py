@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from kha_megatron.heads import Gate, Knock
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf import read_kha
+from tests.hf.test_decoding import decode_with_exported_code, exported_code
 
 OLD = Path(__file__).parent / "version_0_1"
 HEADS = HeadsConfig(Knock(query="linear", key="linear", value="mlp"), Gate(output="head"))
@@ -67,6 +68,22 @@ def test_the_code_of_an_exported_model_is_updated(run, old):
     assert code == 0, stderr
     code, _, stderr = run("verify", old / "checkpoint", old / "export")
     assert code == 0, stderr
+
+
+@pytest.mark.versions
+@exported_code
+def test_updated_code_decodes_without_this_package(run, old, tmp_path):
+    """With transformers 5.24, the code of version 0.1 ignores the KV cache."""
+    expected = load_file(old / "logits.safetensors")
+    models = tmp_path / "models"
+    models.mkdir()
+    model = (old / "export").rename(models / "export")
+    torch.save(expected["tokens"], model / "ids.pt")
+    code, _, stderr = run("convert", "update-code", model)
+    assert code == 0, stderr
+    decode_with_exported_code(models, tmp_path / "cache")
+    decoded = torch.load(model / "decoded.pt")
+    torch.testing.assert_close(decoded[0], expected["logits"], rtol=0, atol=2e-5)
 
 
 def test_a_checkpoint_is_resumed(old):

@@ -14,6 +14,10 @@ from tests.hf.test_cache import CLASSES
 from tests.hf.test_uses import model_of
 
 pytestmark = pytest.mark.versions
+exported_code = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.10"),
+    reason="exported code needs transformers 5.10",
+)
 
 # Decodes every model in a directory, in a process where kha_megatron cannot be imported.
 DECODE = (
@@ -71,17 +75,19 @@ def test_decoding_with_this_package(models, name):
     check(torch.cat([start.logits, end.logits], 1), whole[name])
 
 
-@pytest.mark.skipif(
-    Version(transformers.__version__) < Version("5.10"),
-    reason="exported code needs transformers 5.10",
-)
-def test_decoding_with_exported_code(models, tmp_path):
-    root, whole = models
+def decode_with_exported_code(root, cache):
+    """Write the logits of all models in a directory to ``decoded.pt``. See ``DECODE``."""
     subprocess.run(
         [sys.executable, "-c", DECODE, root],
         check=True,
-        cwd=tmp_path,
-        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+        cwd=root,
+        env={**os.environ, "HF_MODULES_CACHE": str(cache), "HF_HUB_OFFLINE": "1"},
     )
+
+
+@exported_code
+def test_decoding_with_exported_code(models, tmp_path):
+    root, whole = models
+    decode_with_exported_code(root, tmp_path / "cache")
     for name in CLASSES:
         check(torch.load(root / name / "decoded.pt"), whole[name])
