@@ -39,15 +39,23 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
     table = torch.zeros(args.num_layers, len(_NAMES) + 1, dtype=loads.dtype, device=loads.device)
     if layers:
         mean = loads.mean(dim=-1)
-        spread = biases.amax(dim=-1) - biases.amin(dim=-1)
-        columns = [violation(loads), loads.amin(dim=-1) / mean, spread, torch.ones_like(mean)]
-        table[[number - 1 for number in layers]] = torch.stack(columns, dim=-1)
+        columns = [
+            violation(loads),
+            loads.amin(dim=-1) / mean,
+            biases.amax(dim=-1) - biases.amin(dim=-1),
+            torch.ones_like(mean),  # marks the layers that have experts
+        ]
+        indices = [number - 1 for number in layers]
+        table[indices] = torch.stack(columns, dim=-1)
     torch.distributed.all_reduce(table, group=mpu.get_pipeline_model_parallel_group())
-    rows = {number: row for number, row in enumerate(table.tolist(), 1) if row[-1]}
-    values = {
-        f"expert-load/{name}-layer-{number}": value
-        for number, row in rows.items()
-        for name, value in zip(_NAMES, row, strict=False)
-    }
-    values["expert-load/violation"] = sum(row[0] for row in rows.values()) / len(rows)
+    values = {}
+    violations = []
+    for number, row in enumerate(table.tolist(), 1):
+        *statistics, has_experts = row
+        if not has_experts:
+            continue
+        for name, value in zip(_NAMES, statistics, strict=True):
+            values[f"expert-load/{name}-layer-{number}"] = value
+        violations.append(values[f"expert-load/violation-layer-{number}"])
+    values["expert-load/violation"] = sum(violations) / len(violations)
     write_scalars(values, iteration)
