@@ -10,13 +10,15 @@ import pytest
 
 from tests.slurm.cluster import Launch, call
 
+RESUMED = "resumes from its last checkpoint"
+
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.skipif("KHA_TEST_SLURM" not in os.environ, reason="needs `make test-slurm`"),
 ]
 
 
-def test_requeued_job_goes_on_from_its_checkpoint(data, tmp_path):
+def test_requeued_job_goes_on_from_its_checkpoint(data, tmp_path, nodes_table):
     run = Launch(data, home=tmp_path)
     run.until(lambda: run.saved == 16)
     call("scontrol", "requeue", run.job)
@@ -26,6 +28,7 @@ def test_requeued_job_goes_on_from_its_checkpoint(data, tmp_path):
     assert run.iterations[again:] == list(range(17, 25))
     assert run.iterations[:16] == list(range(1, 17))
     assert "iteration 24/24 loss" in run.log
+    nodes_table("`scontrol requeue`", RESUMED)
 
 
 def test_training_that_fails_is_tried_again(data, tmp_path):
@@ -63,7 +66,6 @@ def preempt() -> None:
     call("sbatch", *words, "--wrap", "sleep 15")
 
 
-RESUMED = "resumes from its last checkpoint"
 HELPERS = ["--async-save", "--async-strategy", "mcore", "--num-workers", "1"]
 
 

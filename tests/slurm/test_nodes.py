@@ -85,14 +85,24 @@ def test_two_nodes_reach_the_losses_of_one(launch, losses, nodes_table):
     nodes_table("none", SAME)
 
 
-@pytest.mark.parametrize("moment", ["between two saves", "during a save"])
-def test_crash(moment, launch, nodes, losses, nodes_table):
-    run = launch()
+ASYNC = ["--async-save", "--async-strategy", "mcore"]
+
+
+@pytest.mark.parametrize(
+    ("moment", "megatron"),
+    [
+        ("between two saves", []),
+        ("during a save", []),
+        ("during an asynchronous save", ASYNC),
+    ],
+)
+def test_crash(moment, megatron, launch, nodes, losses, nodes_table):
+    run = launch(megatron=megatron)
     first, second, third = nodes
-    if moment == "during a save":  # of rank 0, which also completes the checkpoint
-        saved = crash(run, first, lambda: run.saving > run.saved)
-    else:
+    if moment == "between two saves":
         saved = crash(run, second, lambda: not run.saving and run.iterations[-1] > run.saved)
+    else:  # of rank 0, which also completes the checkpoint
+        saved = crash(run, first, lambda: run.saving > run.saved)
     run.until(lambda: third.ranks)
     check_resumed(run, saved, losses)
     nodes_table(
