@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 import uuid
@@ -119,10 +120,14 @@ def claim(directory: Path) -> Ownership:
         OutputError: If another process owns the directory, or we cannot write to it.
     """
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        descriptor = open_for_locking(directory / OWNER)
+        return _claim(directory)
     except OSError as error:
         raise OutputError(f"Cannot write to {directory}: {error.strerror}.") from error
+
+
+def _claim(directory: Path) -> Ownership:
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = open_for_locking(directory / OWNER)
     try:
         is_locked = try_lock(descriptor, directory)
         owner = _read_owner(descriptor)
@@ -152,13 +157,19 @@ def _refuse_running_owner(
             f"{directory} is in use by {_describe(owner)}. Wait until that process has ended, or "
             "choose another directory."
         )
-    silence = time.time() - os.fstat(descriptor).st_mtime
+    silence = _file_system_time(directory) - os.fstat(descriptor).st_mtime
     if _is_on_another_host(owner) and silence < HEARTBEAT_TIMEOUT:
         raise OutputError(
             f"{directory} is in use by {_describe(owner)}, which updated {OWNER} {silence:.0f} "
             f"seconds ago. If that process has ended, try again after {HEARTBEAT_TIMEOUT} seconds "
             "without an update. Otherwise, choose another directory."
         )
+
+
+def _file_system_time(directory: Path) -> float:
+    """Return the time by the clock that sets modification times, which may be a file server's."""
+    with tempfile.TemporaryFile(dir=directory) as file:
+        return os.fstat(file.fileno()).st_mtime
 
 
 @contextmanager
