@@ -21,10 +21,13 @@ from kha_megatron.checkpoint.torch_dist import (
     reason,
 )
 from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, is_complete, newest, resolve
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, show_value
 
 LEGACY_COMMON = "common.pt"
 """Before Megatron-Core 0.19, this file had the training arguments and other common state."""
+
+_MAX_ELEMENTS = 2**16
+"""Limit for each of the training arguments."""
 
 LAYERS = "decoder.layers."
 
@@ -164,4 +167,33 @@ class MegatronCheckpoint:
         args = self._common.get("args")
         if not isinstance(args, Record) or not isinstance(args.state, dict):
             raise CheckpointError(f"{self.path} does not contain Megatron's training arguments.")
+        for name, value in args.state.items():
+            if not _is_small(value):
+                raise CheckpointError(
+                    f"The argument {show_value(name)} in {self.path} has more than "
+                    f"{_MAX_ELEMENTS:,} elements. The checkpoint is corrupted or malicious. Load "
+                    "another checkpoint."
+                )
         return args.state
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value can be printed, compared and hashed.
+
+    In a small file, forty pairs of the previous pair have 2^40 elements.
+    """
+    waiting = [value]
+    elements = 0
+    while waiting:
+        item = waiting.pop()
+        elements += 1
+        if isinstance(item, dict):
+            waiting += item.keys()
+            waiting += item.values()
+        elif isinstance(item, list | tuple | set):
+            waiting += item
+        elif isinstance(item, Record):
+            waiting += (item.arguments, item.state)
+        if elements + len(waiting) > _MAX_ELEMENTS:
+            return False
+    return True

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from kha_megatron.checkpoint.integrity import FileChecks, is_file_name
 from kha_megatron.checkpoint.reading import open_regular, read_regular
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, show_value
 from kha_megatron.lfs import refuse_lfs_pointer
 
 METADATA = ".metadata"
@@ -363,7 +363,7 @@ def _parse_metadata(
     storage_data = index.storage_data or {}
     for stored, info in storage_data.items():
         if not is_file_name(info.relative_path):
-            raise ValueError(f"shard {info.relative_path!r} is not a file name")
+            raise ValueError(f"shard {show_value(info.relative_path)} is not a file name")
         start, length = _sizes(torch.Size((info.offset, info.length)))
         location = _Location(info.relative_path, start, length)
         locations[stored.fqn, stored.offset] = location

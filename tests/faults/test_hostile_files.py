@@ -14,6 +14,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.data import DataReport
 from kha_megatron.errors import CheckpointError, ConfigError, DataError
 from kha_megatron.model.megatron import model_from_arguments
+from kha_megatron.model.recorded import read_kha_config
 from tests.checkpoint.saved import save
 from tests.faults import fuzz
 
@@ -63,7 +64,6 @@ HOSTILE_SIZES = [
     ({"num_layers": 10**9}, "--num-layers must be an integer between 1 and 4096"),
     ({"num_layers": 2.5}, "--num-layers must be an integer, got 2.5"),
     ({"num_layers": [2]}, "--num-layers must be an integer, got a tuple"),
-    ({"num_layers": LAUGHS}, "--num-layers must be an integer, got a tuple"),
     ({"hidden_size": 2**40}, "--hidden-size must be an integer between"),
     ({"hidden_size": -8}, "--hidden-size must be an integer between"),
     ({"num_attention_heads": "many"}, "--num-attention-heads must be an integer"),
@@ -88,6 +88,29 @@ def test_impossible_sizes_in_recorded_arguments_are_refused(tmp_path, changes, m
     with pytest.raises(ConfigError, match=message) as caught:
         model_from_arguments(arguments)
     assert len(str(caught.value)) < 300
+
+
+@pytest.mark.timeout(60)  # instead of printing, comparing or hashing forever
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_layers", LAUGHS), ("kha_value", LAUGHS), ("kha_moh", {"shared": [LAUGHS]})],
+)
+def test_an_argument_that_prints_as_a_terabyte_is_refused(tmp_path, name, value):
+    save(tmp_path, 7, {"a": torch.arange(5.0)}, **{name: value})
+    with pytest.raises(CheckpointError, match=f"argument {name} in .* has more than 65,536"):
+        read_kha_config(MegatronCheckpoint.open(tmp_path))
+
+
+@pytest.mark.timeout(60)
+def test_a_shard_name_that_prints_as_a_terabyte_is_refused(tmp_path):
+    def edit(index):
+        for place in index.storage_data.values():
+            place.relative_path = LAUGHS
+
+    fuzz.torch_dist(tmp_path / "folder")
+    fuzz.edit_index(tmp_path / "folder", edit)
+    with pytest.raises(CheckpointError, match="shard a tuple is not a file name"):
+        MegatronCheckpoint.open(tmp_path / "folder", verify=False)
 
 
 def test_the_report_of_a_data_directory_is_read_with_a_limit(tmp_path):
