@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import kha_megatron
 from kha_megatron.checkpoint.integrity import hash_file
-from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
+from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, open_regular, read_regular
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.documents.files import Skipped, empty_skipped, find_files, select_sources
 from kha_megatron.documents.formats import printable
@@ -681,13 +681,18 @@ def check_same_tokenizer(
     arguments: Mapping[str, Any],
 ) -> None:
     """Raise DataError if a run is resumed with another tokenizer (extra tokens are fine)."""
-    saved_tokenizer = Path(saved.get("tokenizer_model") or "")
-    tokenizer = Path(arguments.get("tokenizer_model") or "")
-    if saved_tokenizer.resolve() == tokenizer.resolve():
-        return
-    for directory in (saved_tokenizer, tokenizer):
-        if not (directory / "tokenizer.json").is_file():
+    directories = []
+    for settings in (saved, arguments):
+        model = settings.get("tokenizer_model")
+        if not isinstance(model, str):
             return
+        # unlike Path.is_file(), this accepts any text
+        if not os.path.isfile(os.path.join(model, "tokenizer.json")):
+            return
+        directories.append(Path(model))
+    saved_tokenizer, tokenizer = directories
+    if saved_tokenizer.samefile(tokenizer):
+        return
     saved_vocabulary = load_tokenizer(saved_tokenizer).get_vocab()
     vocabulary = load_tokenizer(tokenizer).get_vocab()
     if not saved_vocabulary.items() <= vocabulary.items():
@@ -720,7 +725,7 @@ def _prefixes(blend: Sequence[str]) -> Sequence[str]:
 
 def count_documents(prefix: str | Path) -> int:
     try:
-        with open(f"{prefix}.idx", "rb") as stream:
+        with open(f"{prefix}.idx", "rb", opener=open_regular) as stream:
             header = stream.read(_HEADER.size)
         _, _, _, documents = _HEADER.unpack(header)
         return documents

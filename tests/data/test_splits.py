@@ -1,5 +1,7 @@
 """Compare the documents of each part of a split with those of Megatron's builder."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -37,5 +39,7 @@ def test_documents_are_counted_from_the_index(tmp_path):
     builder.finalize(f"{prefix}.idx")
     assert count_documents(prefix) == 3
     (tmp_path / "other.idx").write_bytes(b"MMIDIDX")
-    with pytest.raises(DataError, match="Could not read the index"):
-        count_documents(tmp_path / "other")
+    os.mkfifo(tmp_path / "fifo.idx")  # must not wait for its writer
+    for name in ("other", "fifo"):
+        with pytest.raises(DataError, match="Could not read the index"):
+            count_documents(tmp_path / name)
