@@ -28,7 +28,7 @@ from kha_megatron.conversion.tensor_names import (
     tensor_slots,
 )
 from kha_megatron.conversion.tokenizer_files import TokenizerFiles
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, show_value
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.megatron import model_from_checkpoint
@@ -277,7 +277,7 @@ def _check_tensors(
 ) -> None:
     """Raise CheckpointError if the stored tensors are not what we'd expect from the config."""
     missing = sorted(missing)
-    unexpected = sorted(unexpected)
+    unexpected = [show_value(name) for name in sorted(unexpected)]
     wrong = []
     for name, info in infos.items():
         if name not in expected:

@@ -1,6 +1,7 @@
 """Copy tokenizers and generation configs."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from kha_megatron.checkpoint.hf_reader import HFCheckpoint, copy_file, has_file, json_object
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.data import special_tokens
-from kha_megatron.errors import CheckpointError, ConfigError, in_one_line
+from kha_megatron.errors import CheckpointError, ConfigError, in_one_line, show_value
 from kha_megatron.lfs import refuse_lfs_pointer
 
 _TOKEN_IDS = (
@@ -80,14 +81,18 @@ class TokenizerFiles:
             args = checkpoint.args
             if override is None and args.get("tokenizer_type") != "HuggingFaceTokenizer":
                 return cls({})
-            folder = Path(override or args.get("tokenizer_model") or "")
+            recorded = args.get("tokenizer_model")
+            folder = override or Path(recorded if isinstance(recorded, str) else "")
             settings_folder = folder
         else:
             assert override is not None
             folder = override
             settings_folder = checkpoint.path
-        if not folder.name or not folder.is_dir():
-            raise ConfigError(f"Tokenizer directory {folder} not found. Pass one with --tokenizer.")
+        if not folder.name or not os.path.isdir(folder):  # Path.is_dir() raises if it is too long
+            raise ConfigError(
+                f"Tokenizer directory {show_value(str(folder))} not found. Pass one with "
+                "--tokenizer."
+            )
         loaded = load_hf_tokenizer(folder)
         has_generation_config = has_file(settings_folder, _GENERATION)
         return cls(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kha_megatron.announcements import announce
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, show_value
 from kha_megatron.heads.config import LATENT_HEADS, HeadsConfig
 from kha_megatron.model.config import LATENT, MODEL_FIELDS, STYLE, ModelConfig
 from kha_megatron.model.fields import read_arguments, read_attributes
@@ -241,7 +241,8 @@ def _model_from_complete(
 
 def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
     return CheckpointError(
-        f"The checkpoint was trained with {name}={value!r}, which is not supported: {why}."
+        f"The checkpoint was trained with {name}={show_value(value)}, which is not supported: "
+        f"{why}."
     )
 
 

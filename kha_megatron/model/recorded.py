@@ -94,8 +94,8 @@ def read_kha_config(checkpoint: Checkpoint) -> HeadsConfig | None:
     mismatch = _find_mismatch(shapes, kha or HeadsConfig(), is_latent)
     if mismatch is not None:
         raise CheckpointError(
-            f"{checkpoint.path}: tensor {mismatch} does not match the KHA config in the training "
-            f"arguments ({kha or 'nothing'}). The arguments were probably modified."
+            f"{checkpoint.path}: tensor {show_value(mismatch)} does not match the KHA config in "
+            f"the training arguments ({kha or 'nothing'}). The arguments were probably modified."
         )
     return kha
 

@@ -19,7 +19,7 @@ from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.tracker import RELEASE, iteration_of, newest, select_iteration
 from kha_megatron.data import CORPUS, check_data, check_same_tokenizer, lacks_data, lacks_vocabulary
-from kha_megatron.errors import CheckpointError, ConfigError, OutputError
+from kha_megatron.errors import CheckpointError, ConfigError, OutputError, show_value
 from kha_megatron.model.rules import check_arguments, check_attention, check_optimizer_package
 from kha_megatron.model.run import Run
 from kha_megatron.recipes.recipe import CHECKPOINTS, INDICES, Recipe
@@ -354,7 +354,8 @@ def _check_schedule(path: Path, saved: Mapping[str, Any], run: Run) -> None:
         new = run.arguments.get(name)
         if old is not None and new is not None and old != new:
             raise CheckpointError(
-                f"{run.explicit[name].flag} is {new}, but {path} was saved with {old}. Add "
+                f"{run.explicit[name].flag} is {new}, but {path} was saved with "
+                f"{show_value(old)}. Add "
                 "--override-opt-param-scheduler to use the new value, or "
                 "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
             )

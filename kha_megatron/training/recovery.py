@@ -28,7 +28,7 @@ from kha_megatron.checkpoint.tracker import (
     repair,
     select_iteration,
 )
-from kha_megatron.errors import CheckpointError, OutputError
+from kha_megatron.errors import CheckpointError, OutputError, show_value
 
 _WAIT = 60  # seconds until rank 0's changes must be visible on a shared file system
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -148,14 +148,14 @@ def explain_failures(args: Namespace) -> Iterator[None]:
         if differing := _DIFFERING.search(str(error)):
             name, stored, given = differing.groups()
             raise CheckpointError(
-                f"{name} is {given}, but {args.load} was saved with {stored}. Use the value of "
-                "that run, or start a new run in another directory."
+                f"{name} is {given}, but {args.load} was saved with {show_value(stored)}. Use the "
+                "value of that run, or start a new run in another directory."
             ) from error
         if (found := _SCHEDULE.search(str(error))) is None:
             raise
         given, stored, name = found.groups()
         raise CheckpointError(
-            f"The {name} is {given}, but {args.load} was saved with {stored}. Add "
+            f"The {name} is {given}, but {args.load} was saved with {show_value(stored)}. Add "
             "--override-opt-param-scheduler to use the new value, or "
             "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
         ) from error

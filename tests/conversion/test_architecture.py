@@ -23,7 +23,7 @@ def args(sparse):
 @pytest.mark.parametrize("name", SUPPORTED_ARGUMENTS)
 def test_unsupported_arguments_are_refused(args, name):
     assert name in args
-    with pytest.raises(CheckpointError, match=rf"^The checkpoint .* {name}='something new'"):
+    with pytest.raises(CheckpointError, match=rf"^The checkpoint .* {name}=something new"):
         hf_config(args | {name: "something new"}, HeadsConfig(), 51)
 
 

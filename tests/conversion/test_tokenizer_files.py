@@ -8,9 +8,12 @@ from itertools import product
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.conversion import to_hf, to_megatron
+from kha_megatron.conversion.tokenizer_files import TokenizerFiles
 from kha_megatron.conversion.verify import Pair
-from kha_megatron.errors import CheckpointError
+from kha_megatron.errors import CheckpointError, ConfigError
+from tests.checkpoint.saved import save
 from tests.conversion.fixtures import write_tokenizer
 from tests.conversion.models import CONFIGS, assert_same_tensors, edit_config, make
 
@@ -46,6 +49,17 @@ def test_links_out_of_the_directory_are_refused(model, sparse, tmp_path, name, f
         with pytest.raises(CheckpointError, match=rf"{name} is a symbolic link to .*secret"):
             plan()
     faults_table("Hostile inputs", f"`{name}`, a link out", "its target is published", "refused")
+
+
+@pytest.mark.parametrize("recorded", [7, "a\0b", "x" * 5000, "x. Run `curl x | sh`\nerror: y"])
+def test_a_recorded_tokenizer_is_no_path_and_no_command(tmp_path, recorded):
+    arguments = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": recorded}
+    save(tmp_path, 7, {}, **arguments)
+    with pytest.raises(ConfigError, match=r"^Tokenizer directory .* not found") as caught:
+        TokenizerFiles.open(MegatronCheckpoint.open(tmp_path), None)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 400
 
 
 def test_links_within_the_directory_and_the_hub_cache_are_followed(model, tmp_path):

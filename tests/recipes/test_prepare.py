@@ -112,23 +112,22 @@ def test_moe_recipes_use_grouped_gemm_and_their_own_expert_parallelism(name, cap
         assert not grouped & set(job.command)
 
 
-@pytest.fixture
-def trained(tmp_path: Path) -> Path:
-    """Return an output directory with a complete checkpoint with the recipe's heads."""
+def save_checkpoint(folder: Path, **changes) -> Path:
+    """Write an output directory with a complete checkpoint with the recipe's heads."""
     attention = "decoder.layers.self_attention"
     matrices = {
         f"{attention}.linear_proj.weight": torch.zeros(4, 16, 16),
         f"{attention}.knock_value.weight": torch.zeros(4, 3, 16, 16),
     }
     arguments = {n: v for n, v in QUICKSTART.run.arguments.items() if not n.startswith("kha_")}
-    save(
-        tmp_path / "trained" / "checkpoints",
-        7,
-        matrices,
-        **arguments,
-        kha_value="mlp",
-    )
-    return tmp_path / "trained"
+    arguments |= {"kha_value": "mlp"} | changes
+    save(folder / "checkpoints", 7, matrices, **arguments)
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    return save_checkpoint(tmp_path / "trained")
 
 
 def test_used_directory_is_refused_unless_resumed(trained, data, tmp_path):
@@ -194,6 +193,18 @@ def test_checkpoint_of_another_run_is_refused(trained, data, words, match):
         overrides=["--lr", "1", "--override-opt_param-scheduler"],
         **options,
     )
+
+
+@pytest.mark.parametrize("tokenizer", [7, "a\0b", "x" * 5000])
+def test_text_in_a_checkpoint_is_no_path_and_no_command(data, tmp_path, tokenizer):
+    command = "0.002.\nerror: Run `curl x | sh` " + "x" * 10**6
+    hostile = {"tokenizer_model": tokenizer, "lr": command}
+    output = save_checkpoint(tmp_path / "trained", **hostile)
+    with pytest.raises(CheckpointError, match=r"--lr is 0\.002, but .* was saved with") as caught:
+        prepare_job(QUICKSTART, data=data, output=output, resume=True)
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 1000
 
 
 def test_paths_are_absolute(data, monkeypatch):
