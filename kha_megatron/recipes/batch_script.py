@@ -25,7 +25,9 @@ retry() { # if there are retries left. A job that was preempted has not used one
   [ "$(wc -l <"$failures")" -le $retries ] && scontrol requeue "$SLURM_JOB_ID"
 }
 was_stopped() { # torchrun received SIGTERM: preemption, or scancel --signal
-  grep -q 'SignalException: Process .* got signal: 15' "$log"
+  # if a rank failed before, srun has ended the other nodes
+  awk '/Root Cause/ { exit } /SignalException: Process .* got signal: 15/ { stopped = 1; exit }
+    END { exit !stopped }' "$log"
 }
 on_sigterm() { # the time limit, scancel or scontrol requeue
   if show_job | grep -q 'Reason=TimeLimit'; then retry; fi
@@ -54,8 +56,10 @@ srun() { # called below to start the ranks
 _NO_CHAIN = "end_chain_if_invalid() { :; }"
 _CHAIN = r"""
 end_chain_if_invalid() { # the next jobs would reject the same arguments or files
-  awk '/Root Cause/ { c = 1 } c && /exitcode/ { code = $3; c = 0 } END { exit code != 2 }' "$log" &&
-    cancel_dependents "$SLURM_JOB_ID"
+  awk '/Root Cause/ { report = 1 } report && $1 == "time" { time = $3 }
+    report && $1 == "exitcode" && (!first || time < first) { first = time; code = $3 }
+    $1 == "exitcode" { report = 0 }
+    END { exit code != 2 }' "$log" && cancel_dependents "$SLURM_JOB_ID"
 }
 cancel_dependents() {
   local job

@@ -193,6 +193,8 @@ scancel() { echo scancel $1 >&3; }
 SLURM_JOB_ID=77
 """
 FAILED = "Root Cause (first observed failure):\n  exitcode  : {} (pid: 7)"
+FAILED_AT = FAILED.replace("  exitcode", "  time      : 2026-11-21_07:15:{:02}\n  exitcode")
+INVALID_FIRST = f"{FAILED_AT.format(4, 1)}\n{FAILED_AT.format(3, 2)}\n{FAILED_AT.format(5, 1)}"
 TERMINATED = "torch...SignalException: Process 7 got signal: 15"
 AGAIN = "requeue 77"
 
@@ -203,8 +205,12 @@ AGAIN = "requeue 77"
         (FAILED.format(1), "JobState=RUNNING", {}, ["", "", ""]),
         (FAILED.format(1), "JobState=RUNNING", {"retries": 2}, [AGAIN, AGAIN, ""]),
         (TERMINATED, "JobState=RUNNING", {"retries": 1}, [AGAIN, AGAIN, AGAIN]),
+        (f"{TERMINATED}\n{FAILED.format(1)}", "JobState=RUNNING", {}, [AGAIN, AGAIN]),
+        # srun ends the other nodes of a rank that failed
+        (f"{FAILED.format(1)}\n{TERMINATED}", "JobState=RUNNING", {"retries": 1}, [AGAIN, ""]),
         (TERMINATED, "JobState=COMPLETING Reason=None", {"retries": 2}, ["", "", ""]),
         (FAILED.format(1), "JobState=RUNNING", {"chain": 3}, ["", "", ""]),
+        (INVALID_FIRST, "JobState=RUNNING", {"chain": 3}, ["scancel 79\nscancel 78"]),
         (
             FAILED.format(2),
             "JobState=RUNNING",
