@@ -33,6 +33,9 @@ TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """Used instead of an iteration, both as directory name and in the tracker file."""
 
+NON_PERSISTENT = "non_persistent"
+"""Subdirectory for ``--non-persistent-ckpt-type global``, unless another one is set."""
+
 COMMIT_MARK = "metadata.json"
 """Megatron writes this after all shards. Without it, a checkpoint is incomplete."""
 
@@ -192,7 +195,8 @@ def partial_save(path: Path, run_id: str) -> Path:
 
 def partial_saves(folder: Path) -> list[Path]:
     """List the directories of saves that are still running or were interrupted."""
-    return sorted(folder.glob(".iter_*.partial-*"))
+    pattern = ".iter_*.partial-*"
+    return [*sorted(folder.glob(pattern)), *sorted(folder.glob(f"{NON_PERSISTENT}/{pattern}"))]
 
 
 def publish(written: Path, final: Path) -> None:
@@ -345,7 +349,7 @@ def choices(folder: Path) -> str:
     """List complete checkpoints (at most five), to be appended to an error message."""
     complete = []
     for path in folder.iterdir():
-        if is_complete(path):
+        if iteration_of(path) is not None and is_complete(path):
             complete.append(path.name)
     if not complete:
         return f"There is no complete checkpoint in {folder}."

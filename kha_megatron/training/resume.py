@@ -13,6 +13,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.torch_dist import METADATA, TorchDistFolder
 from kha_megatron.checkpoint.tracker import (
     COMMIT_MARK,
+    NON_PERSISTENT,
     RELEASE,
     TRACKER,
     folder_name,
@@ -45,6 +46,9 @@ _SCALING = tuple(f"rope_{name}" for name in LLAMA3_ROPE)
 """Arguments that are only used with ``--use-rope-scaling``."""
 _RESTORED = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
 """Arguments for RoPE that ``--use-checkpoint-args`` restores."""
+
+_STATES = {"optim": "optimizer state", "rng": "states of random number generators"}
+"""What a run can leave out of its checkpoints."""
 
 _MAX_ELEMENTS = 2**16
 _MAX_DEPTH = 16
@@ -138,9 +142,7 @@ def path_to_load(args: Namespace) -> Path | None:
     persistent = _persistent_checkpoint(Path(directory), args)
     if args.non_persistent_ckpt_type != "global":
         return persistent
-    other_directory = Path(
-        args.non_persistent_global_ckpt_dir or Path(directory) / "non_persistent"
-    )
+    other_directory = Path(args.non_persistent_global_ckpt_dir or Path(directory) / NON_PERSISTENT)
     if not _is_tracked(other_directory):
         return persistent
     non_persistent = _tracked_iteration(other_directory)
@@ -267,8 +269,21 @@ def check_same_state(start: Start, args: Namespace) -> None:
     if start.path is None:
         return
     check_same_tensors(Path(start.path), start.arguments, vars(args))
+    _check_saved_states(start, args)
     if _loads_optimizer(start, args):
         check_same_optimizer(Path(start.path), start.arguments, vars(args))
+
+
+def _check_saved_states(start: Start, args: Namespace) -> None:
+    if args.finetune or start.is_pretrained or start.is_release:
+        return
+    for name, state in _STATES.items():
+        is_missing = start.arguments.get(f"no_save_{name}")
+        if is_missing and not getattr(args, f"no_load_{name}"):
+            raise CheckpointError(
+                f"{start.path} was saved with --no-save-{name} and contains no {state}. Add "
+                f"--no-load-{name}, or --finetune to start a new run with its weights."
+            )
 
 
 def _loads_optimizer(start: Start, args: Namespace) -> bool:

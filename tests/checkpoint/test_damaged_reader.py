@@ -34,6 +34,10 @@ DAMAGE = {
     ),
     "lost shard": (lambda d: (d / ITER / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "nothing": (lambda d: (shutil.rmtree(d), d.mkdir()), "no complete checkpoint in"),
+    "not renamed": (
+        lambda d: (d / ITER).rename(d / f".{ITER}.partial-0123abcd"),
+        "no complete checkpoint in",
+    ),
     "a file": (lambda d: (shutil.rmtree(d), d.write_text("")), "is not a directory"),
 }
 

@@ -66,14 +66,18 @@ def test_a_late_shard_does_not_get_into_the_checkpoint_of_another_run(
 
 def test_what_an_interrupted_save_has_left_is_removed(entry, saved, tmp_path):
     folder = shutil.copytree(saved, tmp_path / "save")
-    left = folder / ".iter_0000003.partial-0123abcd"
-    left.mkdir()
-    (left / "__0_0.distcp").write_bytes(b"torn")
+    left = []
+    for parent in (folder, folder / "non_persistent"):
+        left.append(parent / ".iter_0000003.partial-0123abcd")
+    for path in left:
+        path.mkdir(parents=True)
+        (path / "__0_0.distcp").write_bytes(b"torn")
     run = entry(arguments(folder, *until(3)), 2)
     assert run.codes == [0, 0], run.output[-3000:]
     assert resumed(run.output) == 2
-    assert f"removing {left}" in "".join(run.remarks)
-    assert [path.name for path in folder.glob(".iter_*")] == []
+    for path in left:
+        assert f"removing {path}" in "".join(run.remarks)
+    assert [path.name for path in folder.rglob(".iter_*")] == []
     names = {path.name for path in iteration_folder(folder, 3).iterdir()}
     assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "metadata.json", INTEGRITY} <= names
     assert set(read_hashes(iteration_folder(folder, 3))) == names - {INTEGRITY}
@@ -93,6 +97,18 @@ def hash_slowly(seconds, rank):
 
 def iteration_seconds(output):
     return [float(ms) / 1000 for ms in re.findall(r"iteration \(ms\): ([\d.]+)", output)]
+
+
+@pytest.mark.whole
+def test_iterations_around_saves_without_hashes(entry, tmp_path, faults_table):
+    """This is what hashing is compared with."""
+    words = arguments(tmp_path, *until(8), *ASYNC, "--no-verify-integrity")
+    words[words.index("--save-interval") + 1] = "2"
+    run = entry(words, 2)
+    assert run.codes == [0, 0], run.output[-3000:]
+    assert read_hashes(iteration_folder(tmp_path, 8)) is None
+    slowest = max(iteration_seconds(run.output)[1:])
+    faults_table("Hashes", "two ranks, `--async-save`", "no hashes", f"{slowest:.2f} s")
 
 
 @pytest.mark.parametrize("seconds", [5, pytest.param(20, marks=pytest.mark.whole)])

@@ -21,7 +21,15 @@ from kha_megatron.heads import Knock, MixtureOfHeads, registry
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.recorded import check_same_optimizer, check_same_tensors, read_kha_config
 from kha_megatron.training.arguments import add_model_arguments
-from kha_megatron.training.resume import check_model_class, check_same_kha, find_start, restored_kha
+from kha_megatron.training.resume import (
+    Start,
+    check_model_class,
+    check_same_kha,
+    check_same_state,
+    find_start,
+    loads_fp8_scales,
+    restored_kha,
+)
 from tests.checkpoint.saved import save
 from tests.training.conftest import EXPERTS, MODEL, TRAINING, losses, start
 
@@ -506,6 +514,39 @@ def test_a_non_persistent_checkpoint_is_checked(saved, tmp_path):
     (run / "iter_0000007").rename(run / "iter_0000008")
     (run / TRACKER).write_text("8")
     check(run, KHA, **words)
+
+
+@pytest.mark.parametrize("name", ["optim", "rng"])
+def test_a_state_that_was_not_saved_is_not_loaded(name):
+    saved = Start(path="run/iter_0000001", arguments={f"no_save_{name}": True})
+    loads = {"no_load_optim": False, "no_load_rng": False, "finetune": False}
+    with pytest.raises(CheckpointError, match=f"was saved with --no-save-{name}.*--no-load-{name}"):
+        check_same_state(saved, Namespace(**loads))
+    check_same_state(saved, Namespace(**loads | {f"no_load_{name}": True}))
+    check_same_state(saved, Namespace(**loads | {"finetune": True}))
+
+
+DELAYED = {"transformer_impl": "transformer_engine", "fp8": "hybrid", "fp8_recipe": "delayed"}
+
+
+@pytest.mark.parametrize(
+    ("path", "saved_with", "passed", "loads"),
+    [
+        ("run/iter_0000001", DELAYED, DELAYED, True),
+        ("run/iter_0000001", DELAYED, {"fp8": None}, False),
+        ("run/iter_0000001", DELAYED, {"fp8_recipe": "tensorwise"}, False),
+        ("run/iter_0000001", DELAYED, {"transformer_impl": "local"}, False),
+        ("run/iter_0000001", DELAYED | {"fp8": None}, DELAYED, False),
+        ("run/iter_0000001", DELAYED | {"fp8_recipe": "blockwise"}, DELAYED, False),
+        ("run/release", DELAYED, DELAYED, False),
+        (None, {}, DELAYED, False),
+    ],
+)
+def test_scales_are_loaded_if_both_runs_have_them(path, saved_with, passed, loads):
+    checkpoint = Start(path=path, arguments=saved_with)
+    assert loads_fp8_scales(checkpoint, Namespace(**DELAYED | passed)) == loads
+    remote = Start(is_remote=True)
+    assert loads_fp8_scales(remote, Namespace(**DELAYED))
 
 
 def test_checkpoints_of_fsdp_are_checked(tmp_path):
