@@ -261,6 +261,11 @@ def check_options(args: argparse.Namespace) -> None:
             "--ckpt-format torch is not supported, because it loads checkpoints with a different "
             "KHA configuration without an error. Use torch_dist."
         )
+    for name in ("save_interval_in_mins", "kha_log_interval"):
+        value = getattr(args, name)
+        if value is not None and value < 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} must not be negative, got {value}. Use 0 to disable it.")
     if args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias:
         raise ConfigError("--moe-router-bias-update-rms requires --moe-router-enable-expert-bias.")
     for name in LLAMA3_ROPE:

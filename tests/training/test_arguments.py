@@ -2,6 +2,7 @@
 
 import os
 import sys
+from argparse import Namespace
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
     choose_device,
+    describe_layers,
     kha_from_args,
 )
 from tests.training.conftest import MODEL, TRAINING, start
@@ -95,6 +97,8 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         ([*MLP, "--rope-low-freq-factor", "2"], "-factor requires --use-rope-scaling. Add it, or"),
         ([*LINEAR, "--kha-attention", "gla"], "--multi-latent-attention"),
         ([*LINEAR, "--kha-latent-heads", "4"], "got 4"),
+        ([*MLP, "--save-interval-in-mins", "-0.5"], "must not be negative, got -0.5"),
+        ([*MLP, "--kha-log-interval", "-1"], "--kha-log-interval must not be negative"),
     ]
     data = ["--data-path", "0.3", prefix, "0.7", str(missing)]
     cases = [
@@ -114,6 +118,34 @@ def test_a_requeued_job_does_not_go_back_to_its_first_checkpoint(checked):
     assert checked(words) == [HeadsConfig(Knock(value="mlp"))]
     (error,) = checked(words, SLURM_RESTART_COUNT="1")
     assert "--ckpt-step 5 would load that iteration again" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pattern"),
+    [
+        (1, "*-*E*E*E/*E"),
+        (2, "*-*E|*E*E/*E"),
+        (4, "*-|*E|*E|*E/*E"),
+    ],
+)
+def test_a_saved_pattern_is_split_again_if_its_stages_do_not_fit(ranks, pattern):
+    """Experts and multi-token prediction stay where they were."""
+    saved = {
+        "hybrid_layer_pattern": "*-*E|*E*E/*E",
+        "moe_layer_freq": 1,
+        "mtp_num_layers": 1,
+        "num_layers": None,
+        "num_experts": 4,
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "gpt_model": False,
+    }
+    args = Namespace(**saved, pipeline_model_parallel_size=ranks)
+    describe_layers(args, pattern_is_saved=True)
+    assert args.hybrid_layer_pattern == pattern
+    args = Namespace(**saved, pipeline_model_parallel_size=ranks)
+    describe_layers(args)
+    assert args.hybrid_layer_pattern == saved["hybrid_layer_pattern"]
 
 
 def test_kha_config_variable_is_refused(monkeypatch):
