@@ -120,6 +120,25 @@ def test_the_example_trains(tmp_path):
     assert "GPTModel IS DEPRECATED" not in run.output
 
 
+def test_a_stock_script_continues_our_checkpoint(tmp_path):
+    """Megatron itself verifies the hashes that we have written."""
+    words = [*MODEL, *TRAINING, "--mock-data", "--tokenizer-type", "NullTokenizer"]
+    words += ["--vocab-size", "64", "--train-iters", "4"]
+    save = ["--save", str(tmp_path / "save"), "--save-interval", "2"]
+    ours = ["--device", "cpu", "--gpt-model", "--kha-preset", "kha_mlp"]
+    run = start([*ours, *words, *save, "--tensorboard-dir", str(tmp_path / "ours")])
+    assert run.codes == [0], run.output[-4000:]
+    load = ["--load", str(tmp_path / "save"), "--ckpt-step", "2", "--verify-integrity"]
+    stock = [*SPEC, "kha_mlp", "--tensorboard-dir", str(tmp_path / "stock")]
+    run = start([*words, *load, *stock], program=STOCK)
+    assert run.codes == [0], run.output[-4000:]
+    expected = losses(tmp_path / "ours")
+    found = losses(tmp_path / "stock")
+    assert sorted(found) == [3, 4]
+    # our attention is torch's own on a CPU, which adds up in another order
+    assert found == pytest.approx({i: expected[i] for i in found}, rel=1e-5)
+
+
 @pytest.fixture(scope="module")
 def gpt_model(corpus, tmp_path_factory):
     """Run eight iterations of a GPTModel in our entry point, with the distributed optimizer."""
