@@ -193,13 +193,12 @@ def load_from_either(*, scales: bool) -> None:
         ShardedObject,
         ShardedTensor,
     )
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
     from kha_megatron.checkpoint.megatron import other_names
 
     @patch(dist_checkpointing, "load")
     def load_renamed(load: Any, state: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        stored = load_sharded_metadata(str(directory))
+        stored = _stored_names(str(directory))
 
         def rename(entry: Any) -> Any:
             if isinstance(entry, ShardedObject) and entry.key.endswith("_extra_state"):
@@ -212,6 +211,27 @@ def load_from_either(*, scales: bool) -> None:
             return entry
 
         return load(dict_list_map_outplace(rename, state), directory, *args, **kwargs)
+
+
+def _stored_names(directory: str) -> set[str]:
+    """Return the names of all tensors and objects in a checkpoint. Must be called on all ranks.
+
+    Only rank 0 reads ``.metadata``, which takes seconds for a large model.
+    """
+    import torch.distributed as dist
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+    shared: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            shared[0] = set(load_sharded_metadata(directory))
+        except Exception as error:  # otherwise, the other ranks would wait
+            shared[1] = error
+    dist.broadcast_object_list(shared, src=0)
+    names, read_error = shared
+    if read_error is not None:
+        raise read_error
+    return names
 
 
 @functools.cache  # once per process

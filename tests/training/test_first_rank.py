@@ -69,6 +69,7 @@ def test_ranks_do_not_wait_forever(store, monkeypatch):
 
 def watch(folder: Path, rank: int) -> None:
     """Print what other ranks than 0 do with files in a directory before and in Megatron's load."""
+    from megatron.core.dist_checkpointing import serialization
     from megatron.training import checkpointing
 
     if rank == 0:
@@ -93,6 +94,7 @@ def watch(folder: Path, rank: int) -> None:
 
     original = checkpointing._load_base_checkpoint
     checkpointing._load_base_checkpoint = load
+    serialization.load_sharded_metadata = wrap(serialization.load_sharded_metadata)
     os.stat = wrap(os.stat)
     os.lstat = wrap(os.lstat)
     audited = ("open", "os.listdir", "os.scandir")
@@ -116,6 +118,7 @@ def test_only_rank_0_looks_at_the_checkpoint_before_megatron(saved):
     assert "successfully loaded checkpoint" in run.output
     assert run.output.count("watching") == 1
     assert not re.findall("rank 1 called .* before .*", run.output)
+    assert "rank 1 called load_sharded_metadata" not in run.output
     shards = {str(file) for file in (saved / "iter_0000001").glob("*.distcp")}
     called = set(re.findall(r"rank 1 called stat in the load for (.+)", run.output))
     assert called & shards < shards  # we verify hashes of a share
