@@ -137,6 +137,7 @@ def check_same_tensors(
     for name in _OTHER_SIZES:
         if name in saved and name in passed:
             _check_value(path, f"--{name.replace('_', '-')}", saved[name], passed[name])
+    _check_vocabulary(path, saved.get("vocab_size"), passed.get("padded_vocab_size"))
     if passed.get("dist_ckpt_strictness") in _TOLERANT:
         return
     _check_value(path, "--normalization", before.normalization, now.normalization)
@@ -284,6 +285,15 @@ def _check_sizes(path: Path, before: ModelConfig, now: ModelConfig) -> None:
         _main_layers(before),
         _main_layers(now),
     )
+
+
+def _check_vocabulary(path: Path, tokens: Any, rows: Any) -> None:
+    """Raise CheckpointError if the embedding has fewer rows than there are tokens."""
+    if isinstance(tokens, int) and isinstance(rows, int) and tokens > rows:
+        raise CheckpointError(
+            f"The embedding has {rows} rows, but {path} was trained with a vocabulary of {tokens} "
+            "tokens. Use the tokenizer or the --vocab-size of that run."
+        )
 
 
 def _switches(

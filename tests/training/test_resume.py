@@ -324,6 +324,7 @@ def one_iteration(tmp_path_factory) -> Path:
             "--max-position-embeddings is 28, but .* trained with none",
         ),
         ({"mamba_state_dim": 7}, "--mamba-state-dim is 7, but .* trained with 128"),
+        ({"padded_vocab_size": 256}, "embedding has 256 rows, but .* vocabulary of 300 tokens"),
     ],
 )
 def test_a_model_with_other_tensors_is_refused(one_iteration, changes, message):
