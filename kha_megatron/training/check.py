@@ -13,6 +13,10 @@ import traceback
 
 from kha_megatron.errors import KHAError, in_one_line
 
+_NEEDS_ENGINE = {"apply_rope_fusion": False, "fp8": None, "moe_permute_fusion": False}
+"""Options that are refused without Transformer Engine, which the machine that submits a job may
+lack."""
+
 
 def find_mistake(words: list[str]) -> str | None:
     """Return why training would refuse a command line, or None."""
@@ -38,6 +42,8 @@ def find_mistake(words: list[str]) -> str | None:
 
 
 def _find_contradiction(args: argparse.Namespace) -> str | None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import validate_args
 
     from kha_megatron.training.arguments import check_options, describe_layers
@@ -48,6 +54,9 @@ def _find_contradiction(args: argparse.Namespace) -> str | None:
         if not args.use_checkpoint_args:
             with contextlib.redirect_stdout(io.StringIO()):
                 validate_args(args, {"tokenizer_type": "NullTokenizer"})
+                if not HAVE_TE:
+                    vars(args).update(_NEEDS_ENGINE)
+                core_transformer_config_from_args(args)  # checks its fields
     except KHAError as error:
         return str(error)
     except ImportError:  # the machine that submits a job may lack a package
