@@ -118,3 +118,29 @@ def test_torchs_adam_continues_at_the_step_of_transformer_engines(monkeypatch):
     assert resumed.state[weight]["step"] == 7
     resumed.step()
     assert resumed.state[weight]["step"] == 8
+
+
+LOCAL_NORM = "decoder.layers.0.input_layernorm.weight"
+FUSED_NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
+
+
+def rename_norm(stored):
+    """Return the name under which a local norm is loaded from a checkpoint with ``stored``."""
+    from megatron.core import dist_checkpointing
+
+    from tests.distributed import models
+
+    models.initialize()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist_checkpointing, "load", lambda state, directory: state)
+        patch.setattr(patches, "_stored_names", lambda directory: {stored})
+        patches.load_from_either(scales=False)
+        weight = dist_checkpointing.ShardedTensor.from_rank_offsets(LOCAL_NORM, torch.ones(3))
+        state = dist_checkpointing.load({"weight": weight}, "checkpoint")
+    return state["weight"].key
+
+
+@pytest.mark.parametrize("stored", [LOCAL_NORM, FUSED_NORM])
+def test_a_local_norm_loads_from_the_name_that_a_checkpoint_has(ranks, stored):
+    """Transformer Engine fuses it into the QKV projection."""
+    assert ranks(rename_norm, 1, stored) == [stored]
