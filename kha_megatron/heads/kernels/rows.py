@@ -27,7 +27,8 @@ def strides_of(x: Tensor) -> Strides | None:
     for size, stride in zip(row_sizes, row_strides, strict=True):
         if size == 1:
             continue
-        if strides and strides[-1] == size * stride:  # contiguous, so merge the dimensions
+        is_contiguous = bool(strides) and strides[-1] == size * stride
+        if is_contiguous:  # merge the dimensions
             sizes[-1] *= size
             strides[-1] = stride
         else:
@@ -36,9 +37,14 @@ def strides_of(x: Tensor) -> Strides | None:
     if len(strides) > 2 or feature_stride != 1:
         return None
     if len(strides) == 2:
-        token_stride, head_stride = strides
-        return Strides(heads=sizes[1], token=token_stride, head=head_stride)
-    row_stride = strides[0] if strides else x.shape[-1]
+        return Strides(
+            heads=sizes[1],
+            token=strides[0],
+            head=strides[1],
+        )
+    row_stride = x.shape[-1]
+    if strides:
+        row_stride = strides[0]
     return Strides(heads=1, token=row_stride, head=0)
 
 
