@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
@@ -87,8 +87,6 @@ class MixtureOfHeads(Mechanism):
     1 for all heads."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.active, list):  # from JSON
-            object.__setattr__(self, "active", tuple(self.active))
         super().__post_init__()
         self._check_head_counts()
         error = self._setting_without_effect()
@@ -237,12 +235,6 @@ class MixtureOfHeads(Mechanism):
     @property
     def is_exact_at_start(self) -> bool:
         return self.quantized and (self.anneal > 0 or self.share == 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        values = super().to_dict()
-        if isinstance(self.active, tuple):
-            values["active"] = list(self.active)
-        return values
 
     def projections_to_double(self) -> tuple[()]:
         if self.router == "learned" or not self.quantized:
