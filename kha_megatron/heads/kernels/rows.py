@@ -1,5 +1,6 @@
 """Memory layout of head rows. Can be imported without Triton."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,10 +19,10 @@ class Strides(NamedTuple):
     head: int
 
 
-def strides_of(x: Tensor) -> Strides | None:
-    """Return the strides of the rows of ``x``, or None if this needs more than two strides."""
-    *row_sizes, _ = x.shape
-    *row_strides, feature_stride = x.stride()
+def strides_of(shape: Sequence[int], dim_strides: Sequence[int]) -> Strides | None:
+    """Return the strides of a tensor's rows, or None if this needs more than two strides."""
+    *row_sizes, width = shape
+    *row_strides, feature_stride = dim_strides
     sizes: list[int] = []
     strides: list[int] = []
     for size, stride in zip(row_sizes, row_strides, strict=True):
@@ -42,7 +43,7 @@ def strides_of(x: Tensor) -> Strides | None:
             token=strides[0],
             head=strides[1],
         )
-    row_stride = x.shape[-1]
+    row_stride = width
     if strides:
         row_stride = strides[0]
     return Strides(heads=1, token=row_stride, head=0)
@@ -55,7 +56,7 @@ class Rows(NamedTuple):
 
 def rows_of(x: Tensor) -> Rows:
     """Return the rows of ``x``. Makes ``x`` contiguous first if that is necessary."""
-    strides = strides_of(x)
+    strides = strides_of(x.shape, x.stride())
     if strides is None:
         return rows_of(x.contiguous())
     return Rows(x, strides)

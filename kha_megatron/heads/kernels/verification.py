@@ -9,6 +9,7 @@ the same function, so each rank can decide for itself.
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import get_args
 
 import torch
@@ -56,20 +57,8 @@ class KnockCase:
 
     @classmethod
     def of(cls, x: Tensor, variant: Variant) -> "KnockCase":
-        head_dim = x.shape[-1]
-        strides = strides_of(x)
         shift = x.data_ptr() % 16
-        if strides is None:  # rows_of will make a contiguous copy
-            strides = Strides(1, head_dim, 0)
-            shift = 0
-        return cls(
-            variant,
-            head_dim,
-            x.dtype,
-            strides,
-            shift,
-            x.device,
-        )
+        return _case_of_layout(x.shape, x.stride(), shift, x.dtype, x.device, variant)
 
     def find_error(self) -> str | None:
         """Run the kernels and return an error message if a result is wrong, otherwise None."""
@@ -190,6 +179,30 @@ class KnockCase:
             device=self.device,
         )
         return buffer.as_strided(sizes, strides, start).copy_(values)
+
+
+@lru_cache(1024)
+def _case_of_layout(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    shift: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    variant: Variant,
+) -> KnockCase:
+    head_dim = shape[-1]
+    strides = strides_of(shape, stride)
+    if strides is None:  # rows_of will make a contiguous copy
+        strides = Strides(1, head_dim, 0)
+        shift = 0
+    return KnockCase(
+        variant,
+        head_dim,
+        dtype,
+        strides,
+        shift,
+        device,
+    )
 
 
 class _Comparison:
