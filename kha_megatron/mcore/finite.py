@@ -89,8 +89,9 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
         watched += _watched_modules(model)
     device = torch.cuda.current_device()
     largest = torch.zeros(len(watched), dtype=torch.float32, device=device)
-    for index, entry in enumerate(watched):
-        entry.module.register_forward_hook(_recorder(largest, index))
+    for entry, peak in zip(watched, largest.unbind(), strict=True):
+        hook = _recorder(peak)
+        entry.module.register_forward_hook(hook)
 
     @contextmanager
     def checked(chunks: list[_Model], groups: Any) -> Iterator[None]:
@@ -153,7 +154,12 @@ def _watched_submodules(model: _Model) -> Iterator[_Watched]:
             yield _Watched(_Order(_AFTER_LAYERS), f"decoder.{name}", norm)
 
 
-def _recorder(largest: Tensor, index: int) -> Callable:
+def _recorder(peak: Tensor) -> Callable:
+    """Return a forward hook that raises ``peak`` to the largest magnitude in the module's output.
+
+    The hook launches two kernels, and both propagate NaN.
+    """
+
     def record(
         module: _Model,
         inputs: Any,
@@ -163,10 +169,11 @@ def _recorder(largest: Tensor, index: int) -> Callable:
             return
         if isinstance(output, tuple):
             output = output[0]
+        if output.numel() == 0:
+            return
         with torch.no_grad():
-            low, high = torch.aminmax(output)  # propagates NaN, as does maximum
-            magnitude = torch.maximum(-low, high)
-            largest[index] = torch.maximum(largest[index], magnitude)
+            magnitude = torch.linalg.vector_norm(output, math.inf)
+            torch.maximum(peak, magnitude, out=peak)
 
     return record
 
