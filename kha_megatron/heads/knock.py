@@ -202,10 +202,11 @@ def knock(
         x (Tensor): Heads of shape [..., head_dim].
         weight (Tensor): Stacked matrices of shape [num_matrices, head_dim, head_dim].
     """
+    # indexing would fill a tensor with zeros in the backward pass, and copy the gradient into it
     if variant == "linear":
-        return x @ weight[0]
+        return x @ weight.squeeze(0)
     if variant == "gate":
-        factor = (x @ weight[0]).sigmoid()
+        factor = (x @ weight.squeeze(0)).sigmoid()
         return 2 * x * factor
     up, gate, down = weight.unbind(0)
     hidden = 2 * (x @ up) * (x @ gate).sigmoid()
