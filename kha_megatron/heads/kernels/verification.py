@@ -62,18 +62,18 @@ class KnockCase:
 
     def find_error(self) -> str | None:
         """Run the kernels and return an error message if a result is wrong, otherwise None."""
-        from kha_megatron.heads.kernels import knock_launch as kernels
+        from kha_megatron.heads.kernels.knock_launch import processors
 
         variant = self.variant
-        processors = kernels.processors(self.device)
-        x, weight, dy = self._draw_inputs(processors)
+        x, weight, dy = self._draw_inputs(processors(self.device))
+        if self.device.type == "cuda":
+            # compile the kernels, so that we check the repeated launches of `launches`
+            _run_kernels(x, weight, dy, variant)
         freed = []
         for tensor in (dy, dy, weight):
             freed.append(torch.full_like(tensor, math.nan))
         del freed  # so that unwritten outputs are NaN
-        y = kernels.knock_forward(x, weight, variant)
-        dx = kernels.knock_backward_input(x, dy, weight, variant)
-        dw = kernels.knock_backward_weight(x, dy, weight, variant)
+        y, dx, dw = _run_kernels(x, weight, dy, variant)
 
         weight = weight.double()
         expected_dw = torch.zeros_like(weight)
@@ -179,6 +179,21 @@ class KnockCase:
             device=self.device,
         )
         return buffer.as_strided(sizes, strides, start).copy_(values)
+
+
+def _run_kernels(
+    x: Tensor,
+    weight: Tensor,
+    dy: Tensor,
+    variant: Variant,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result, and the gradients of ``x`` and ``weight``."""
+    from kha_megatron.heads.kernels import knock_launch as kernels
+
+    y = kernels.knock_forward(x, weight, variant)
+    dx = kernels.knock_backward_input(x, dy, weight, variant)
+    dw = kernels.knock_backward_weight(x, dy, weight, variant)
+    return y, dx, dw
 
 
 @lru_cache(1024)
