@@ -127,7 +127,7 @@ def all_reduces() -> list[list[str]]:
     """Return a row for the gradients of each variant's matrices in one layer."""
     rows = []
     for variant, names in MATRICES.items():
-        size = len(names) * 128**2 * 4  # Megatron accumulates gradients in float32
+        size = len(names) * 128**2 * BFLOAT16
         seconds = 2 * (RANKS - 1) / RANKS * size / NVLINK
         rows.append([variant, str(len(names)), f"{size / 1e3:.0f}", f"{1e6 * seconds:.2f}"])
     return rows
@@ -177,9 +177,10 @@ need a GPU to update them: `python tools/roofline.py > benchmarks/roofline.md`
 
 ## Gradients of the shared matrices, {ranks} tensor-parallel ranks
 
-Each rank has some of the heads, so the gradients of the matrices are summed over the ranks.
-Megatron does this once per step, in one all-reduce for all layers. These are the bytes of one layer
-and the shortest time over NVLink (450 GB/s in each direction), without latency:
+Each rank has some of the heads, so the gradients of the matrices are summed over the ranks. This is
+part of the backward pass: there is one all-reduce in bfloat16 for each layer, microbatch, and
+tensor with matrices (queries, keys or values). These are its bytes and the shortest time over
+NVLink (450 GB/s in each direction), without latency:
 
 {all_reduces}
 """

@@ -126,7 +126,7 @@ def _fold_projections(source: ModelSource, mechanism: Mechanism) -> ModelSource:
     """
     model = source.model
     value_dim = model.kv_channels
-    key_dim = mechanism.own_dim or 0
+    key_dim = mechanism.own_projections["key"]
     head_dim = max(key_dim, value_dim)
     rotary_features = int(value_dim * model.rotary_percent)
     folded = replace(

@@ -45,7 +45,6 @@ class CollaborativeHeads(Mechanism):
 
     name: ClassVar[str] = "collaborative"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({"collaborative": {}})
-    own_projections: ClassVar[tuple[Projection, ...]] = ("query", "key")
 
     dim: int = FUSED_DIM
     """Size of the shared query and key (``D_k`` in the paper)."""
@@ -92,8 +91,8 @@ class CollaborativeHeads(Mechanism):
         return {"query": tensors["query"] * weights["collaborative_mixing"]}
 
     @property
-    def own_dim(self) -> int:
-        return self.dim
+    def own_projections(self) -> dict[Projection, int]:
+        return {"query": self.dim, "key": self.dim}
 
     @property
     def is_foldable(self) -> bool:

@@ -126,15 +126,17 @@ class HeadsConfig:
         _check_known(settings)
         mechanisms: list[Mechanism] = []
         knock_settings = _select(settings, _KNOCK_SETTINGS)
-        if any(value != _KNOCK_DEFAULTS[name] for name, value in knock_settings.items()):
+        if knock_settings != _select(_KNOCK_DEFAULTS, knock_settings):
             mechanisms.append(Knock(**knock_settings))
         for name, mechanism_type in mechanism_types().items():
             value = settings.get(name)
             if isinstance(value, mechanism_type):
                 mechanisms.append(value)
             elif value is not None:
-                mechanisms.append(mechanism_type.from_dict(value))
-        return cls(*mechanisms, **_select(settings, _OTHER_SETTINGS))
+                mechanism = mechanism_type.from_dict(value)
+                mechanisms.append(mechanism)
+        other_settings = _select(settings, _OTHER_SETTINGS)
+        return cls(*mechanisms, **other_settings)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Self | None:
@@ -162,8 +164,8 @@ class HeadsConfig:
         _replace_none_strings(passed)
         settings = preset_settings(preset or "baseline")
         for name, value in passed.items():
-            is_mechanism = name in mechanism_types()
-            if is_mechanism and value is not None and name in settings:
+            changes_preset = name in settings and name in mechanism_types()
+            if changes_preset and value is not None:
                 settings[name] = {**settings[name], **value}
             else:
                 settings[name] = value
@@ -188,11 +190,14 @@ class HeadsConfig:
                 settings[name] = entries[f"kha_{name}"]
         if _enables_mechanism(settings):
             _replace_none_strings(settings)
-            return cls.from_dict(settings).with_output_gate(has_output_gate)
-        preset = _preset_of_spec(entries.get("spec"))
-        if preset is None and not has_output_gate:
-            return None
-        return cls.from_preset(preset or "baseline").with_output_gate(has_output_gate)
+            config = cls.from_dict(settings)
+        else:
+            spec = entries.get("spec")
+            preset = _preset_of_spec(spec)
+            if preset is None and not has_output_gate:
+                return None
+            config = cls.from_preset(preset or "baseline")
+        return config.with_output_gate(has_output_gate)
 
     def to_entries(self, *, multi_latent: bool = False) -> dict[str, Any]:
         """Inverse of :meth:`from_entries`, for Megatron args."""
@@ -231,9 +236,8 @@ class HeadsConfig:
         other mechanisms are dicts (e.g. ``gate``). Disabled mechanisms are left out, and with
         ``start=False`` also ``init`` and ``init_seed``.
         """
+        settings: dict[str, Any] = dict(_KNOCK_DEFAULTS)
         knock = self.get(Knock)
-        settings: dict[str, Any] = dict.fromkeys(PROJECTIONS)
-        settings["init"] = Knock.init
         if knock is not None:
             settings |= knock.to_dict()
         for name in _OTHER_SETTINGS:
@@ -252,19 +256,20 @@ class HeadsConfig:
         for name in PROJECTIONS:
             options[name] = settings[name] or "none"
         options |= _select(settings, _OTHER_SETTINGS)
-        heads = []
+        head_arguments = []
         for mechanism in self.without(Knock).mechanisms:
-            heads.append(mechanism.name)
+            head_arguments.append(mechanism.name)
             for setting, value in mechanism.non_defaults().items():
                 if not isinstance(value, str):
                     value = json.dumps(value)
-                heads.append(f"{mechanism.name}.{setting}={value}")
-        options["heads"] = tuple(heads) or None
+                head_arguments.append(f"{mechanism.name}.{setting}={value}")
+        options["heads"] = tuple(head_arguments) or None
         return options
 
     def updated(self, **settings: Any) -> Self:
         """Return a copy with other settings (see :meth:`to_dict`), e.g. ``gate=None``."""
-        return type(self).from_dict(self.to_dict() | settings)
+        merged = self.to_dict() | settings
+        return type(self).from_dict(merged)
 
     def get(self, mechanism_type: type[MechanismT]) -> MechanismT | None:
         """Return the settings of a mechanism, or None if it is disabled."""
@@ -307,7 +312,8 @@ class HeadsConfig:
         Raises:
             ConfigError: If this conflicts with the existing gates.
         """
-        if not is_set or self.has_output_gate or self.attention is not None:
+        is_missing = is_set and not self.has_output_gate
+        if not is_missing or self.attention is not None:
             return self
         existing = self.get(Gate)
         gate = existing or Gate(output="element")
@@ -318,7 +324,8 @@ class HeadsConfig:
                 f"--attention-output-gate is the same as {gate.name}.output=element with its "
                 f"defaults and cannot be combined with {existing}. Use only one of them."
             )
-        return self._with([*self.without(Gate).mechanisms, gate])
+        others = self.without(Gate)
+        return self._with([*others.mechanisms, gate])
 
     def without_output_gate(self) -> Self:
         """Remove the output gate if Megatron can apply it itself."""
@@ -328,7 +335,8 @@ class HeadsConfig:
         others = self.without(Gate)
         if len(gate.positions) == 1:
             return others
-        return self._with([*others.mechanisms, replace(gate, output=None)])
+        other_gates = replace(gate, output=None)
+        return self._with([*others.mechanisms, other_gates])
 
     @property
     def variants(self) -> dict[Projection, Variant]:
@@ -362,7 +370,10 @@ class HeadsConfig:
         return tuple(rows)
 
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
-        return sum(mechanism.parameters(sizes, tp) for mechanism in self.mechanisms)
+        count = 0
+        for mechanism in self.mechanisms:
+            count += mechanism.parameters(sizes, tp)
+        return count
 
     def costs(self, sizes: HeadSizes) -> Costs:
         total = Costs()
@@ -371,8 +382,11 @@ class HeadsConfig:
         return total
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
-        reasons = [mechanism.unfused_reason(sizes) for mechanism in self.mechanisms]
-        return next(filter(None, reasons), None)
+        for mechanism in self.mechanisms:
+            reason = mechanism.unfused_reason(sizes)
+            if reason is not None:
+                return reason
+        return None
 
     def check(self, facts: HeadFacts) -> None:
         """Raise ConfigError if this config does not work with the given model."""
@@ -386,7 +400,8 @@ class HeadsConfig:
             if reason is not None:
                 raise ConfigError(reason)
         ours = self if facts.multi_latent else self.without_output_gate()
-        if facts.predictions and (ours.mechanisms or ours.attention):
+        needs_our_layers = bool(ours.mechanisms or ours.attention)
+        if facts.predictions and needs_our_layers:
             raise ConfigError(
                 "Multi-token prediction with KHA requires a hybrid model (--hybrid-layer-pattern "
                 "'*-*-/*-'), because GPTModel builds these layers without the layer spec."
@@ -396,7 +411,8 @@ class HeadsConfig:
 
     def __str__(self) -> str:
         """Short description for logs, e.g. ``query=linear key=linear`` or ``value=mlp in gta``."""
-        description = " ".join(map(str, self.mechanisms)) or "nothing (baseline)"
+        mechanisms = map(str, self.mechanisms)
+        description = " ".join(mechanisms) or "nothing (baseline)"
         if self.attention:
             description += f" in {self.attention}"
         if self.latent_heads != LATENT_HEADS:
@@ -427,7 +443,11 @@ def _select(
     settings: Mapping[str, Any],
     names: Iterable[str],
 ) -> dict[str, Any]:
-    return {name: settings[name] for name in names if name in settings}
+    selected = {}
+    for name in names:
+        if name in settings:
+            selected[name] = settings[name]
+    return selected
 
 
 def _enables_mechanism(settings: Mapping[str, Any]) -> bool:
@@ -455,7 +475,8 @@ def _in_order(mechanisms: tuple[Mechanism, ...]) -> tuple[Mechanism, ...]:
         if mechanism.name in by_name:
             raise ConfigError(f"{mechanism.name} is configured more than once.")
         by_name[mechanism.name] = mechanism
-    return tuple(by_name[name] for name in order if name in by_name)
+    in_order = _select(by_name, order)
+    return tuple(in_order.values())
 
 
 def setting_names() -> tuple[str, ...]:
@@ -482,16 +503,17 @@ def parse_heads(words: Iterable[str]) -> dict[str, Any]:
         path, equals, text = word.partition("=")
         name, dot, setting = path.partition(".")
         sets_field = bool(dot and equals)
+        is_mechanism = name in mechanisms
+        is_knock = name == Knock.name and setting in knock_settings
         value = _parse_value(text)
-        if name == Knock.name and sets_field and setting in knock_settings:
-            settings[setting] = value
-            continue
         mechanism_settings = settings.get(name) or {}
-        if name in mechanisms and sets_field:
+        if is_knock and sets_field:
+            settings[setting] = value
+        elif is_mechanism and sets_field:
             settings[name] = mechanism_settings | {setting: value}
-        elif name in mechanisms and word == name:
+        elif is_mechanism and word == name:
             settings[name] = mechanism_settings
-        elif name in mechanisms and word == f"{name}=none":
+        elif is_mechanism and word == f"{name}=none":
             settings[name] = None
         else:
             known = ", ".join([Knock.name, *mechanisms])
@@ -533,10 +555,14 @@ def is_preset_name(name: str) -> bool:
 
 def _preset_of_spec(spec: Any) -> str | None:
     """Return the preset that ``--spec`` names, if it is one of our layer specs."""
-    if not spec or len(spec) < 2 or spec[0] != "kha_megatron.mcore.specs":
+    if not spec or len(spec) < 2:
         return None
+    module = spec[0]
     name = spec[1]
-    return name if is_preset_name(str(name)) else None
+    is_preset = is_preset_name(str(name))
+    if module != "kha_megatron.mcore.specs" or not is_preset:
+        return None
+    return name
 
 
 def preset_settings(name: str) -> dict[str, Any]:

@@ -39,10 +39,12 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
     start = initial_weight(weight.clone(), initial_values(variant))
     diagonal = weight.diagonal(dim1=1, dim2=2)
     off_diagonal = weight - diagonal.diag_embed()
+    change = weight - start
     squared_norm = _squared_norms(weight)
+    is_zero = squared_norm == 0
     share = _squared_norms(off_diagonal) / squared_norm
-    off_diagonal_share = torch.where(squared_norm == 0, 0, share)
-    distance = _squared_norms(weight - start).sqrt() / head_dim**0.5
+    off_diagonal_share = torch.where(is_zero, 0, share)
+    distance = _squared_norms(change).sqrt() / head_dim**0.5
     statistics = [
         diagonal.mean(1),
         off_diagonal_share,
@@ -70,8 +72,9 @@ SINK_QUERIES = 64
 
 def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
     """Return the query positions to measure (all except position 0, up to ``SINK_QUERIES``)."""
-    last = max(length - 1, 1)
-    count = max(min(SINK_QUERIES, length - 1), 0)
+    candidates = max(length - 1, 0)
+    count = min(SINK_QUERIES, candidates)
+    last = max(candidates, 1)
     positions = torch.linspace(1, last, count, device=device)
     return positions.round().long()
 
@@ -100,12 +103,14 @@ def sink_terms(
             and ``total``, the logsumexp over all visible local keys. Both are
             [num_heads, num_queries].
     """
-    groups = key.shape[1]
-    query = query.detach().float().unflatten(1, (groups, -1))
+    kv_heads = key.shape[1]
+    query = query.detach().float()
     key = key.detach().float()
-    products = torch.einsum("ngrd,sgd->grns", query, key)
+    grouped_query = query.unflatten(1, (kv_heads, -1))
+    products = torch.einsum("ngrd,sgd->grns", grouped_query, key)
     logits = scale * products.flatten(0, 1)
-    first = logits.masked_fill(key_positions != 0, 0).sum(-1)
+    is_not_first = key_positions != 0
     is_later = key_positions > query_positions.unsqueeze(-1)
-    total = logits.masked_fill(is_later, -torch.inf).logsumexp(-1)
-    return first, total
+    first_logits = logits.masked_fill(is_not_first, 0)
+    visible_logits = logits.masked_fill(is_later, -torch.inf)
+    return first_logits.sum(-1), visible_logits.logsumexp(-1)

@@ -123,7 +123,8 @@ class Knock(Mechanism):
         for projection, variant in self.variants.items():
             dim = sizes.dim(projection)
             heads = sizes.heads(projection)
-            flops += 2 * dim**2 * heads * len(MATRICES[variant])
+            matrices = len(MATRICES[variant])
+            flops += 2 * dim**2 * heads * matrices
             activations += dim * heads * SAVED[variant]
         return Costs(flops=flops, activations=activations)
 
@@ -168,16 +169,26 @@ def initial_values(
     init: Init = "identity",
 ) -> tuple[InitialValue, ...]:
     """Return how to initialize each matrix. Gates start at zero since ``2 * sigmoid(0) = 1``."""
-    if init == "random":
-        return tuple("normal" for _ in MATRICES[variant])
-    return tuple("zeros" if name == "gate" else "identity" for name in MATRICES[variant])
+    values: list[InitialValue] = []
+    for matrix in MATRICES[variant]:
+        if init == "random":
+            values.append("normal")
+        elif matrix == "gate":
+            values.append("zeros")
+        else:
+            values.append("identity")
+    return tuple(values)
 
 
 def module_name(matrix: str) -> str:
     return matrix if matrix == "proj" else f"{matrix}_proj"
 
 
-def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
+def knock(
+    x: "Tensor",
+    weight: "Tensor",
+    variant: Variant,
+) -> "Tensor":
     """Apply KHA to every head.
 
     - ``linear``: ``x @ W`` (eq. 5-7)
@@ -191,10 +202,11 @@ def knock(x: "Tensor", weight: "Tensor", variant: Variant) -> "Tensor":
         x (Tensor): Heads of shape [..., head_dim].
         weight (Tensor): Stacked matrices of shape [num_matrices, head_dim, head_dim].
     """
+    # indexing would fill a tensor with zeros in the backward pass, and copy the gradient into it
     if variant == "linear":
-        return x @ weight[0]
+        return x @ weight.squeeze(0)
     if variant == "gate":
-        factor = (x @ weight[0]).sigmoid()
+        factor = (x @ weight.squeeze(0)).sigmoid()
         return 2 * x * factor
     up, gate, down = weight.unbind(0)
     hidden = 2 * (x @ up) * (x @ gate).sigmoid()
@@ -266,7 +278,8 @@ def fold(
     """
     matrix = weight[0].double()
     stop = start + len(matrix)
-    folded = projection.clone().unflatten(0, (-1, head_rows or len(matrix)))
+    head_rows = head_rows or len(matrix)
+    folded = projection.clone().unflatten(0, (-1, head_rows))
     for head in range(len(folded)):
         rows = folded[head, start:stop]
         rows.copy_(matrix.mT @ rows.double())

@@ -162,14 +162,15 @@ class Mechanism:
     """When to call :meth:`apply`: after the QKV split and before QK-norm (``qkv``), after core
     attention (``output``), or after the output projection (``dense``). With the stage ``core``,
     :meth:`attend` replaces core attention, and no fused kernel can be used."""
-    own_projections: ClassVar[tuple[Projection, ...]] = ()
-    """Projections that the mechanism computes itself instead of ``linear_qkv``, from its parameters
-    ``{name}_{projection}``. All heads share them, and their size is :attr:`own_dim`."""
     is_sparse: ClassVar[bool] = False
     """Whether tokens use only a subset of the heads (so upcycling changes the outputs)."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, list):  # from JSON
+                object.__setattr__(self, field.name, tuple(value))
         check_fields(self, f"{self.name}.")
 
     def for_layer(self, layer: int) -> Self:
@@ -177,9 +178,12 @@ class Mechanism:
         return self
 
     @property
-    def own_dim(self) -> int | None:
-        """Head dim of queries and keys with :attr:`own_projections`."""
-        return None
+    def own_projections(self) -> Mapping[Projection, int]:
+        """Projections that the mechanism computes itself instead of ``linear_qkv``, and their size.
+
+        All heads share the output of the parameter ``{name}_{projection}``.
+        """
+        return {}
 
     def acts_at(self, stage: Stage) -> bool:
         return stage in self.stages
@@ -305,7 +309,7 @@ class Mechanism:
             scale (float): Factor for the queries.
 
         Returns:
-            dict[str, Tensor]: Weights of shape [num_heads * own_dim, hidden_size], by projection.
+            dict[str, Tensor]: Weights of shape [num_heads * size, hidden_size], by projection.
         """
         return {}
 
@@ -391,7 +395,11 @@ class Mechanism:
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        settings = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            settings[field.name] = list(value) if isinstance(value, tuple) else value
+        return settings
 
     def non_defaults(self) -> dict[str, Any]:
         settings = {}

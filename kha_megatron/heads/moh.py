@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Self
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.mechanism import (
@@ -87,8 +87,6 @@ class MixtureOfHeads(Mechanism):
     1 for all heads."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.active, list):  # from JSON
-            object.__setattr__(self, "active", tuple(self.active))
         super().__post_init__()
         self._check_head_counts()
         error = self._setting_without_effect()
@@ -107,12 +105,12 @@ class MixtureOfHeads(Mechanism):
                 f"{', '.join(counts) or 'none of them'}. For example, use moh.share=0.75."
             )
         if isinstance(self.active, tuple):
-            is_valid = len(self.active) > 0 and 0 not in self.active and self.share is None
+            is_positive = len(self.active) > 0 and 0 not in self.active
+            is_valid_active = is_positive and self.share is None
         else:
-            is_valid = self.active != 0
-        if self.share is not None and not 0 < self.share <= 1:
-            is_valid = False
-        if not is_valid:
+            is_valid_active = self.active != 0
+        is_valid_share = self.share is None or 0 < self.share <= 1
+        if not (is_valid_active and is_valid_share):
             raise ConfigError(
                 "moh.active must be at least 1 (a list of numbers cannot be combined with "
                 f"moh.share) and moh.share must be in (0, 1], got active={self.active} and "
@@ -137,7 +135,9 @@ class MixtureOfHeads(Mechanism):
             return self.shared
         assert not isinstance(self.active, tuple)
         used = self._used_heads(heads)
-        return used // 2 if self.active is None else used - self.active
+        if self.active is None:
+            return used // 2
+        return used - self.active
 
     def active_heads(self, heads: int, iteration: int | None = None) -> int:
         """Return the number of routed heads per token. Pass ``iteration`` to apply annealing."""
@@ -150,7 +150,8 @@ class MixtureOfHeads(Mechanism):
             return active
         routed = heads - shared
         inactive = routed - active
-        return routed - inactive * iteration // self.anneal
+        inactive_so_far = inactive * iteration // self.anneal
+        return routed - inactive_so_far
 
     def _used_heads(self, heads: int) -> int:
         assert self.share is not None
@@ -183,7 +184,8 @@ class MixtureOfHeads(Mechanism):
         ranks: Ranks,
     ) -> "dict[str, Tensor]":
         if "query" in tensors:
-            return {"moh_norms": _widen(tensors["query"]).norm(dim=-1)}
+            query = _widen(tensors["query"])
+            return {"moh_norms": query.norm(dim=-1)}
         if self.router == "learned":
             scores = tensors["moh_router"]
         else:
@@ -196,7 +198,8 @@ class MixtureOfHeads(Mechanism):
         if ranks.trains:
             weights_of_heads = _add_balance_loss(routing, self, ranks)
         output = tensors["output"]
-        weighted = output * ranks.own_heads(weights_of_heads).unsqueeze(-1)
+        weights_of_local_heads = ranks.own_heads(weights_of_heads)
+        weighted = output * weights_of_local_heads.unsqueeze(-1)
         return {"output": weighted.to(output.dtype)}
 
     def costs(self, sizes: HeadSizes) -> Costs:
@@ -205,7 +208,8 @@ class MixtureOfHeads(Mechanism):
         value_dim = sizes.dim("value")
         idle_heads = 0
         if not isinstance(self.active, tuple):  # see for_layer
-            idle_heads = heads - self.shared_heads(heads) - self.active_heads(heads)
+            used_heads = self.shared_heads(heads) + self.active_heads(heads)
+            idle_heads = heads - used_heads
         skippable_columns = value_dim
         activations = value_dim + 10
         if self.router == "query_norm":
@@ -213,7 +217,7 @@ class MixtureOfHeads(Mechanism):
         else:  # the queries of idle heads are not needed
             skippable_columns += query_dim
         return Costs(
-            flops=2 * sum(tensor.size for tensor in self.tensors(sizes)),
+            flops=2 * self.parameters(sizes),
             skippable_flops=2 * idle_heads * sizes.hidden_size * skippable_columns,
             skippable_pair_flops=2 * idle_heads * (query_dim + value_dim),
             activations=heads * activations,
@@ -232,12 +236,6 @@ class MixtureOfHeads(Mechanism):
     def is_exact_at_start(self) -> bool:
         return self.quantized and (self.anneal > 0 or self.share == 1)
 
-    def to_dict(self) -> dict[str, Any]:
-        values = super().to_dict()
-        if isinstance(self.active, tuple):
-            values["active"] = list(self.active)
-        return values
-
     def projections_to_double(self) -> tuple[()]:
         if self.router == "learned" or not self.quantized:
             raise ConfigError(
@@ -253,11 +251,13 @@ class MixtureOfHeads(Mechanism):
         weights_by_norm = self.router == "query_norm" and self.scale == "paper"
         if facts.scales_queries and weights_by_norm and not self.quantized:
             return f"{self} depends on query norms, which change when the heads are folded"
-        if facts.layers and isinstance(self.active, tuple) and len(self.active) != facts.layers:
-            return (
-                "moh.active must be a number or a list with one number for each of the "
-                f"{facts.layers} layers, got {len(self.active)} numbers."
-            )
+        if facts.layers and isinstance(self.active, tuple):
+            count = len(self.active)
+            if count != facts.layers:
+                return (
+                    "moh.active must be a number or a list with one number for each of the "
+                    f"{facts.layers} layers, got {count} numbers."
+                )
         if facts.query_heads:
             return self._unsupported_heads(facts.query_heads)
         return None
@@ -272,9 +272,11 @@ class MixtureOfHeads(Mechanism):
             least_active = min(self.active)
             most_active = max(self.active)
         else:
-            least_active = most_active = self.active_heads(heads)
-        is_possible = shared >= least_shared and 1 <= least_active <= most_active <= routed
-        if not is_possible:
+            least_active = self.active_heads(heads)
+            most_active = least_active
+        has_enough_shared = shared >= least_shared
+        has_enough_active = least_active >= 1
+        if not (has_enough_shared and has_enough_active and most_active <= routed):
             return (
                 f"{self} needs {shared} shared and {most_active} active of {heads} heads, but at "
                 f"least {least_shared} shared and 1 active are required, and the sum must not "
@@ -341,8 +343,8 @@ def route(
             dim=-1,
         )
         zero = continuous - continuous.detach()
-        weights = torch.cat([ones, chosen], dim=-1) + zero
-        return Routing(weights, probabilities, chosen)
+        discrete = torch.cat([ones, chosen], dim=-1)
+        return Routing(discrete + zero, probabilities, chosen)
     routed_weights = probabilities * chosen
     if moh.scale == "code":
         total = routed_weights.sum(-1, keepdim=True)
@@ -350,7 +352,8 @@ def route(
         if is_learned:
             shared_weights = shared_weights * (2 * shared)
             routed_weights = routed_weights * 2
-    weights = torch.cat([shared_weights, routed_weights * routed_factor], dim=-1)
+    routed_weights = routed_weights * routed_factor
+    weights = torch.cat([shared_weights, routed_weights], dim=-1)
     return Routing(weights, probabilities, chosen)
 
 
@@ -361,7 +364,8 @@ def _add_balance_loss(
 ) -> "Tensor":
     """Add the load-balancing loss (eq. 7 and 8) in the backward pass of the head weights."""
     frequency = ranks.token_mean(routing.chosen)
-    mean_probabilities = routing.probabilities.flatten(0, -2).mean(0)
+    probabilities = routing.probabilities.flatten(0, -2)
+    mean_probabilities = probabilities.mean(0)
     loss = (mean_probabilities * frequency).sum()
     weight = moh.balance
     if moh.balance_scale == "code":
@@ -395,8 +399,9 @@ def _spread(norms: "Tensor") -> "Tensor":
 def _entropy(probabilities: "Tensor") -> "Tensor":
     import torch
 
-    entropy = torch.special.entr(probabilities).sum(-1).mean()
-    return entropy / math.log(max(2, probabilities.shape[-1]))
+    heads = max(2, probabilities.shape[-1])
+    entropy = torch.special.entr(probabilities).sum(-1)
+    return entropy.mean() / math.log(heads)
 
 
 def _widen(x: "Tensor") -> "Tensor":

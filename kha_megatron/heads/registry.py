@@ -94,14 +94,16 @@ def provider_of(name: str) -> str | None:
 
 def file_of(name: str) -> str | None:
     """Return the path of a mechanism that was registered with ``--heads-from``."""
-    path = sys.modules[mechanism_types()[name].__module__].__file__
+    module_name = mechanism_types()[name].__module__
+    path = sys.modules[module_name].__file__
     return path if path in _files() else None
 
 
 def use_files(paths: Sequence[str | Path]) -> None:
     """Register all mechanisms in these Python files, also for child processes."""
-    added = [os.path.abspath(path) for path in paths]
-    all_files = dict.fromkeys([*_files(), *added])
+    all_files = dict.fromkeys(_files())
+    for path in paths:
+        all_files[os.path.abspath(path)] = None
     old_value = os.environ.get(FILES_VARIABLE, "")
     os.environ[FILES_VARIABLE] = os.pathsep.join(all_files)
     try:
@@ -120,15 +122,14 @@ def check_registered(providers: Mapping[str, str]) -> None:
     Raises:
         ConfigError: If a mechanism is missing, or ``providers`` is not such a mapping.
     """
-    is_valid = isinstance(providers, Mapping)
-    if is_valid:
-        names = [*providers.keys(), *providers.values()]
-        is_valid = all(isinstance(name, str) and name.isprintable() for name in names)
-    if not is_valid:
+    if not _maps_names(providers):
         raise ConfigError(f"kha_providers must map mechanisms to packages, got {providers!r:.200}.")
-    for name in sorted(providers.keys() - mechanism_types().keys()):
+    missing = providers.keys() - mechanism_types().keys()
+    for name in sorted(missing):
         source = providers[name]
-        if not (_PROVIDER_NAME.fullmatch(source) and _MECHANISM_NAME.fullmatch(name)):
+        is_valid_source = _PROVIDER_NAME.fullmatch(source)
+        is_valid_name = _MECHANISM_NAME.fullmatch(name)
+        if not (is_valid_source and is_valid_name):
             raise ConfigError(
                 f"kha_providers must map mechanisms to names of packages or Python files, got "
                 f"{source!r:.200} for {name!r:.200}."
@@ -143,6 +144,15 @@ def check_registered(providers: Mapping[str, str]) -> None:
         )
 
 
+def _maps_names(providers: Any) -> bool:
+    if not isinstance(providers, Mapping):
+        return False
+    for name in (*providers.keys(), *providers.values()):
+        if not isinstance(name, str) or not name.isprintable():
+            return False
+    return True
+
+
 def presets() -> dict[str, Mapping[str, Any]]:
     """Return the presets of all mechanisms, including a few combinations with KHA."""
     all_presets: dict[str, Mapping[str, Any]] = dict(Knock.presets)
@@ -151,14 +161,19 @@ def presets() -> dict[str, Mapping[str, Any]]:
             all_presets[preset] = {name: dict(settings)}
     for first in ("kha_linear", "kha_mlp"):
         for second in ("gate_output", "moh_75"):
-            settings = {**all_presets[first], **all_presets[second]}
-            all_presets[f"{first}_{second}"] = settings
+            first_settings = all_presets[first]
+            second_settings = all_presets[second]
+            all_presets[f"{first}_{second}"] = {**first_settings, **second_settings}
     return all_presets
 
 
 def _files() -> list[str]:
-    paths = os.environ.get(FILES_VARIABLE, "").split(os.pathsep)
-    return [os.path.abspath(path) for path in paths if path]
+    paths = os.environ.get(FILES_VARIABLE, "")
+    absolute_paths = []
+    for path in paths.split(os.pathsep):
+        if path:
+            absolute_paths.append(os.path.abspath(path))
+    return absolute_paths
 
 
 def _registered() -> Mapping[str, _Registered]:
@@ -176,7 +191,8 @@ def _register(files: tuple[str, ...]) -> Mapping[str, _Registered]:
     for mechanism in external:
         name = mechanism.mechanism_type.name
         is_used = name in registered or name in _RESERVED
-        if is_used or not _MECHANISM_NAME.fullmatch(name):
+        is_valid = _MECHANISM_NAME.fullmatch(name)
+        if is_used or not is_valid:
             raise ConfigError(
                 f"The mechanism name {name!r} in {mechanism.provider} is invalid or already in "
                 "use. Choose another name with lower-case letters, digits and underscores."
@@ -188,7 +204,8 @@ def _register(files: tuple[str, ...]) -> Mapping[str, _Registered]:
 @cache
 def _from_packages() -> tuple[_Registered, ...]:
     mechanisms = []
-    for entry in sorted(entry_points(group=GROUP), key=attrgetter("name")):
+    entries = entry_points(group=GROUP)
+    for entry in sorted(entries, key=attrgetter("name")):
         package = entry.dist.name if entry.dist else entry.value
         try:
             mechanism_type = entry.load()
@@ -204,12 +221,12 @@ def _from_packages() -> tuple[_Registered, ...]:
 @cache
 def _from_file(path: str) -> tuple[_Registered, ...]:
     module = _import_file(path)
+    file_name = Path(path).name
     mechanisms = []
     for value in vars(module).values():
-        if not isinstance(value, type) or not issubclass(value, Mechanism):
-            continue
-        if value.__module__ == module.__name__:  # not imported from elsewhere
-            mechanisms.append(_Registered(value, Path(path).name))
+        is_mechanism = isinstance(value, type) and issubclass(value, Mechanism)
+        if is_mechanism and value.__module__ == module.__name__:  # not imported from elsewhere
+            mechanisms.append(_Registered(value, file_name))
     if not mechanisms:
         raise ConfigError(f"--heads-from {path} contains no subclass of Mechanism.")
     return tuple(mechanisms)
@@ -218,9 +235,11 @@ def _from_file(path: str) -> tuple[_Registered, ...]:
 def _import_file(path: str) -> ModuleType:
     # unique, because two files may have the same name
     stem = re.sub(r"\W", "_", Path(path).stem)
-    module_name = f"kha_heads_{stem}_{crc32(path.encode()):08x}"
+    checksum = crc32(path.encode())
+    module_name = f"kha_heads_{stem}_{checksum:08x}"
     spec = spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None or not Path(path).is_file():
+    is_file = Path(path).is_file()
+    if spec is None or spec.loader is None or not is_file:
         raise ConfigError(f"--heads-from must be a Python file, got {path}.")
     module = module_from_spec(spec)
     sys.modules[module_name] = module

@@ -566,7 +566,7 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
         for mechanism in build_mechanisms(config):
             if mechanism.own_projections:
                 self.mechanism_name = mechanism.name
-                dim = mechanism.own_dim or 0
+                dim = mechanism.own_projections["key"]
         self.scaling = dim**-0.5
         if self.use_qk_norm:
             self.q_norm = Glm4MoeRMSNorm(dim, eps=config.rms_norm_eps)

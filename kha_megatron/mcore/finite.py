@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import torch
@@ -26,8 +27,23 @@ from kha_megatron.mcore.knocking import KnockingHeads
 
 _Model = Any
 """A pipeline stage of a GPTModel or HybridModel, or one of its submodules."""
-_FIRST, _LAST = -1.0, math.inf  # sort before and after all layers
-_PARAMETER, _ACTIVATION, _GRADIENT = range(3)
+
+
+class _Order(NamedTuple):
+    """Position in the forward pass."""
+
+    layer: float
+    position: int = 0  # within the layer
+
+
+_BEFORE_LAYERS = -1.0
+_AFTER_LAYERS = math.inf
+
+
+class _Source(IntEnum):
+    PARAMETER = 0
+    ACTIVATION = 1
+    GRADIENT = 2
 
 
 class _Finding(NamedTuple):
@@ -36,15 +52,15 @@ class _Finding(NamedTuple):
     Parameters come first, then activations (in forward order), then gradients (in backward order).
     """
 
-    kind: int
-    order: tuple[float, int]
-    text: str
+    source: _Source
+    order: _Order
+    description: str
 
 
 class _Watched(NamedTuple):
     """A module whose output is checked."""
 
-    order: tuple[float, int]
+    order: _Order
     name: str
     module: Any
 
@@ -52,7 +68,7 @@ class _Watched(NamedTuple):
 class _Weight(NamedTuple):
     """This rank's shard of a parameter."""
 
-    order: tuple[float, int]
+    order: _Order
     name: str  # in checkpoints
     parameter: Tensor
     gradient: Tensor | None
@@ -71,14 +87,15 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
     watched: list[_Watched] = []
     for model in models:
         watched += _watched_modules(model)
-    largest = torch.zeros(len(watched), dtype=torch.float32, device=torch.cuda.current_device())
-    for index, entry in enumerate(watched):
-        entry.module.register_forward_hook(_recorder(largest, index))
+    device = torch.cuda.current_device()
+    largest = torch.zeros(len(watched), dtype=torch.float32, device=device)
+    for entry, peak in zip(watched, largest.unbind(), strict=True):
+        hook = _recorder(peak)
+        entry.module.register_forward_hook(hook)
 
     @contextmanager
     def checked(chunks: list[_Model], groups: Any) -> Iterator[None]:
-        ddp_configs = [chunk.ddp_config for chunk in chunks if hasattr(chunk, "ddp_config")]
-        overlaps = any(config.overlap_grad_reduce for config in ddp_configs)
+        overlaps = _overlaps_grad_reduce(chunks)
         if overlaps:  # gradients are not complete until finalization
             yield
         summed_by = "--overlap-grad-reduce" if overlaps else None
@@ -92,10 +109,19 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
     wrap_grad_finalization(models, checked)
 
 
+def _overlaps_grad_reduce(chunks: list[_Model]) -> bool:
+    for chunk in chunks:
+        ddp_config = getattr(chunk, "ddp_config", None)
+        if ddp_config is not None and ddp_config.overlap_grad_reduce:
+            return True
+    return False
+
+
 def _uses_fsdp2(models: list[_Model]) -> bool:
     for model in models:
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            return True
+        for parameter in model.parameters():
+            if isinstance(parameter, DTensor):
+                return True
     return False
 
 
@@ -104,37 +130,50 @@ def _watched_modules(model: _Model) -> list[_Watched]:
     if model.config.cuda_graph_impl == "none":  # captured modules must not have hooks
         watched += _watched_submodules(model)
     if model.post_process:
-        watched.append(_Watched((_LAST, 1), "the loss or the logits", model))
+        end = _Order(_AFTER_LAYERS, 1)
+        watched.append(_Watched(end, "the loss or the logits", model))
     return watched
 
 
 def _watched_submodules(model: _Model) -> Iterator[_Watched]:
     embedding = getattr(model, "embedding", None)
     if embedding is not None:
-        yield _Watched((_FIRST, 0), "embedding", embedding)
+        yield _Watched(_Order(_BEFORE_LAYERS), "embedding", embedding)
     for layer in model.decoder.layers:
         number = layer.layer_number - 1
         layer_name = f"decoder.layers.{number}"
+        start = _Order(number, 0)
+        end = _Order(number, 1)
         for name, module in layer.named_modules():
             if isinstance(module, KnockingHeads):
-                yield _Watched((number, 0), f"{layer_name}.{name}", module)
-        yield _Watched((number, 1), layer_name, layer)
+                yield _Watched(start, f"{layer_name}.{name}", module)
+        yield _Watched(end, layer_name, layer)
     for name in ("final_layernorm", "final_norm"):  # of GPTModel and HybridModel
         norm = getattr(model.decoder, name, None)
         if norm is not None:
-            yield _Watched((_LAST, 0), f"decoder.{name}", norm)
+            yield _Watched(_Order(_AFTER_LAYERS), f"decoder.{name}", norm)
 
 
-def _recorder(largest: Tensor, index: int) -> Callable:
-    def record(module: _Model, inputs: Any, output: Any) -> None:
+def _recorder(peak: Tensor) -> Callable:
+    """Return a forward hook that raises ``peak`` to the largest magnitude in the module's output.
+
+    The hook launches two kernels, and both propagate NaN.
+    """
+
+    def record(
+        module: _Model,
+        inputs: Any,
+        output: Any,
+    ) -> None:
         if not module.training:
             return
         if isinstance(output, tuple):
             output = output[0]
+        if output.numel() == 0:
+            return
         with torch.no_grad():
-            low, high = torch.aminmax(output)  # propagates NaN, as does maximum
-            magnitude = torch.maximum(-low, high)
-            largest[index] = torch.maximum(largest[index], magnitude)
+            magnitude = torch.linalg.vector_norm(output, math.inf)
+            torch.maximum(peak, magnitude, out=peak)
 
     return record
 
@@ -149,9 +188,10 @@ def _check(
     for weight in _weights(models):
         if weight.gradient is not None:
             gradients.append(weight.gradient)
-    norm = torch.nn.utils.get_total_norm(gradients).to(largest)
-    magnitudes = torch.cat([largest, norm.view(1)])
-    is_bad = ~torch.isfinite(magnitudes).all()
+    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm.to(largest).view(1)
+    magnitudes = torch.cat([largest, norm])
+    is_bad = ~_is_finite(magnitudes)
 
     def search() -> _Finding | None:
         return _first_finding(models, watched, largest, summed_by)
@@ -159,7 +199,7 @@ def _check(
     first = _first_on_any_rank(is_bad, search)
     if first is None:
         return
-    if first.kind == _PARAMETER:
+    if first.source == _Source.PARAMETER:
         cause = (
             "The weights were already bad before this step, because of an earlier optimizer step "
             "or the loaded checkpoint."
@@ -167,9 +207,9 @@ def _check(
     else:
         cause = "No weight was changed."
     raise NonFiniteError(
-        f"{first.text}. Training stopped before the optimizer step. {cause} Restart to resume from "
-        "the last checkpoint. If the error comes back, look at that layer, or restart with a lower "
-        "--lr and --override-opt-param-scheduler."
+        f"{first.description}. Training stopped before the optimizer step. {cause} Restart to "
+        "resume from the last checkpoint. If the error comes back, look at that layer, or restart "
+        "with a lower --lr and --override-opt-param-scheduler."
     )
 
 
@@ -180,14 +220,18 @@ def find_non_finite_parameter(models: list[_Model]) -> str | None:
         A description like ``NaN in 1 of 9 elements of parameter ... on rank 0`` (the same on all
         ranks), or None if all parameters are finite.
     """
-    finite = [torch.isfinite(weight.parameter).all() for weight in _weights(models)]
-    is_bad = ~torch.stack(finite).all()
+    are_finite = []
+    for weight in _weights(models):
+        are_finite.append(_is_finite(weight.parameter))
+    is_bad = ~torch.stack(are_finite).all()
 
     def search() -> _Finding | None:
         return min(_bad_parameters(models), default=None)
 
     first = _first_on_any_rank(is_bad, search)
-    return None if first is None else first.text
+    if first is None:
+        return None
+    return first.description
 
 
 def find_non_finite_optimizer_state(optimizer: Any) -> str | None:
@@ -204,19 +248,23 @@ def find_non_finite_optimizer_state(optimizer: Any) -> str | None:
         same on all ranks), or None if all states are finite.
     """
     states = list(_optimizer_states(optimizer))
-    is_bad = torch.zeros((), dtype=torch.bool, device=torch.cuda.current_device())
+    device = torch.cuda.current_device()
+    is_bad = torch.zeros((), dtype=torch.bool, device=device)
     for _, state in states:
-        is_bad |= ~torch.isfinite(state).all().to(is_bad.device)
+        is_bad |= ~_is_finite(state).to(is_bad.device)
 
     def search() -> _Finding | None:
         for position, (name, state) in enumerate(states):
-            if not torch.isfinite(state).all():
-                text = f"{_count(state)} optimizer state {name}"
-                return _Finding(_PARAMETER, (_FIRST, position), text)
+            if not _is_finite(state):
+                order = _Order(_BEFORE_LAYERS, position)
+                description = f"{_count(state)} optimizer state {name}"
+                return _Finding(_Source.PARAMETER, order, description)
         return None
 
     first = _first_on_any_rank(is_bad, search)
-    return None if first is None else first.text
+    if first is None:
+        return None
+    return first.description
 
 
 def _optimizer_states(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
@@ -229,7 +277,8 @@ def _optimizer_states(optimizer: Any) -> Iterator[tuple[str, Tensor]]:
             for name, state in parameter_state.items():
                 if isinstance(state, DTensor):
                     state = state.to_local()
-                if isinstance(state, Tensor) and state.is_floating_point():
+                is_tensor = isinstance(state, Tensor)
+                if is_tensor and state.is_floating_point():
                     yield name, state
 
 
@@ -239,21 +288,28 @@ def _first_on_any_rank(is_bad: Tensor, search: Callable[[], _Finding | None]) ->
     dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     if not flag.item():
         return None
-    findings: list[_Finding | None] = [None] * dist.get_world_size()
+    world_size = dist.get_world_size()
+    findings: list[_Finding | None] = [None] * world_size
     dist.all_gather_object(findings, search())
     first = min(filter(None, findings), default=None)
     if first is None:
         return None
-    ranks = [str(rank) for rank, finding in enumerate(findings) if finding == first]
+    ranks = []
+    for rank, finding in enumerate(findings):
+        if finding == first:
+            ranks.append(str(rank))
     noun = "rank" if len(ranks) == 1 else "ranks"
-    return first._replace(text=f"{first.text} on {noun} {', '.join(ranks)}")
+    rank_list = ", ".join(ranks)
+    description = f"{first.description} on {noun} {rank_list}"
+    return first._replace(description=description)
 
 
 def _bad_parameters(models: list[_Model]) -> Iterator[_Finding]:
     for weight in _weights(models):
-        if not torch.isfinite(weight.parameter).all():
-            text = f"{_count(weight.parameter)} parameter {weight.name}"
-            yield _Finding(_PARAMETER, weight.order, text)
+        parameter = weight.parameter
+        if not _is_finite(parameter):
+            description = f"{_count(parameter)} parameter {weight.name}"
+            yield _Finding(_Source.PARAMETER, weight.order, description)
 
 
 def _first_finding(
@@ -263,44 +319,64 @@ def _first_finding(
     summed_by: str | None,
 ) -> _Finding | None:
     findings = list(_bad_parameters(models))
-    for entry, peak in zip(watched, largest.tolist(), strict=True):
-        if not math.isfinite(peak):
-            value = "NaN" if math.isnan(peak) else "Inf"
-            text = f"{value} in the output of {entry.name}"
-            findings.append(_Finding(_ACTIVATION, entry.order, text))
-    note = f", summed over data-parallel ranks ({summed_by})," if summed_by else ""
+    peaks = largest.tolist()
+    for entry, peak in zip(watched, peaks, strict=True):
+        if math.isfinite(peak):
+            continue
+        value = "NaN" if math.isnan(peak) else "Inf"
+        description = f"{value} in the output of {entry.name}"
+        finding = _Finding(_Source.ACTIVATION, entry.order, description)
+        findings.append(finding)
+    note = ""
+    if summed_by is not None:
+        note = f", summed over data-parallel ranks ({summed_by}),"
     for weight in _weights(models):
         gradient = weight.gradient
-        if gradient is not None and not torch.isfinite(gradient).all():
-            text = f"{_count(gradient)} the gradient of {weight.name}{note}"
-            layer, position = weight.order
-            findings.append(_Finding(_GRADIENT, (-layer, -position), text))
+        if gradient is None or _is_finite(gradient):
+            continue
+        layer, position = weight.order
+        backward_order = _Order(-layer, -position)
+        description = f"{_count(gradient)} the gradient of {weight.name}{note}"
+        finding = _Finding(_Source.GRADIENT, backward_order, description)
+        findings.append(finding)
     return min(findings, default=None)
 
 
 def _weights(models: Iterable[_Model]) -> Iterator[_Weight]:
     for model in models:
-        layers = model.decoder.layers
-        offset = layers[0].layer_number - 1 if len(layers) else 0
+        offset = 0
+        if len(model.decoder.layers):
+            offset = model.decoder.layers[0].layer_number - 1
         for position, (name, parameter) in enumerate(model.named_parameters()):
-            order = _FIRST if name.startswith("embedding.") else _LAST
-            local_layer = re.match(r"decoder\.layers\.(\d+)\.", name)
+            layer = _AFTER_LAYERS
+            if name.startswith("embedding."):
+                layer = _BEFORE_LAYERS
+            local_layer = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
             if local_layer is not None:
-                order = int(local_layer[1]) + offset
-                name = f"decoder.layers.{order}.{name[local_layer.end() :]}"
+                number, name_in_layer = local_layer.groups()
+                layer = int(number) + offset
+                name = f"decoder.layers.{layer}.{name_in_layer}"
+            gradient = gradient_of(parameter)
             yield _Weight(
-                (order, position),
-                name,
-                _local_shard(parameter),
-                _local_shard(gradient_of(parameter)),
+                order=_Order(layer, position),
+                name=name,
+                parameter=_local_shard(parameter),
+                gradient=_local_shard(gradient),
             )
 
 
 def _local_shard(tensor: Any) -> Any:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
+
+
+def _is_finite(tensor: Tensor) -> Tensor:
+    return torch.isfinite(tensor).all()
 
 
 def _count(tensor: Tensor) -> str:
     value = "NaN" if tensor.isnan().any() else "Inf"
-    count = int((~tensor.isfinite()).sum())
+    bad = ~tensor.isfinite()
+    count = int(bad.sum())
     return f"{value} in {count} of {tensor.numel()} elements of"

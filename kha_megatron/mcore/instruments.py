@@ -45,8 +45,10 @@ from kha_megatron.mcore.local_modules import token_positions
 _Model = Any  # a GPTModel or HybridModel, or one of its modules
 Write = Callable[[dict[str, float], int], None]
 
-_DISTANCE, _SINK = "kha-distance", "kha-attention-sink"
-_OPENNESS, _SPREAD = "kha-gate-openness", "kha-gate-spread"
+_DISTANCE = "kha-distance"
+_SINK = "kha-attention-sink"
+_OPENNESS = "kha-gate-openness"
+_SPREAD = "kha-gate-spread"
 
 
 def watch_heads(
@@ -109,7 +111,8 @@ class _Instruments:
         self.config = get_model_config(models[0])
         self.kha = kha
         self.is_due = is_due
-        zero = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+        device = torch.cuda.current_device()
+        zero = torch.zeros((), dtype=torch.float64, device=device)
         self.empty_sum = _Sum(zero, 0.0)
         self.sums: dict[_Metric, _Sum] = {}
         self.measured: set[_Metric] = set()
@@ -145,10 +148,17 @@ class _Instruments:
                 # not a pre-hook, because parameters may not be gathered before the forward pass
                 knocking.register_forward_hook(partial(self._add_gate, layer, projection))
 
-    def _is_first_call(self, module: _Model, layer: int, name: str) -> bool:
+    def _is_first_call(
+        self,
+        module: _Model,
+        layer: int,
+        name: str,
+    ) -> bool:
         """Whether this is the first microbatch of the step (and not a recomputation)."""
+        if not module.training or not self.is_due():
+            return False
         metric = _Metric(name, layer)
-        if not module.training or not self.is_due() or metric in self.measured:
+        if metric in self.measured:
             return False
         self.measured.add(metric)
         return True
@@ -162,15 +172,19 @@ class _Instruments:
         inputs: Any,
         output: Tensor,
     ) -> None:
-        if not inputs or not self._is_first_call(knocking, layer, projection):
+        if not inputs:
             return
-        index = MATRICES[knocking.variant].index("gate")
-        logits = inputs[0] @ knocking.weight[index]
+        if not self._is_first_call(knocking, layer, projection):
+            return
+        heads = inputs[0]
+        gate_index = MATRICES[knocking.variant].index("gate")
+        logits = heads @ knocking.weight[gate_index]
         gate = 2 * torch.sigmoid(logits.float())
+        count = gate.numel()
         total = gate.sum(dtype=torch.float64)
-        squares = gate.square().sum(dtype=torch.float64)
-        self._add(layer, f"{_OPENNESS}/{projection}", total, gate.numel())
-        self._add(layer, f"{_SPREAD}/{projection}", squares, gate.numel())
+        total_of_squares = gate.square().sum(dtype=torch.float64)
+        self._add(layer, f"{_OPENNESS}/{projection}", total, count)
+        self._add(layer, f"{_SPREAD}/{projection}", total_of_squares, count)
 
     def _has_plain_scores(self, query: Tensor) -> bool:
         return (
@@ -199,29 +213,42 @@ class _Instruments:
         queries = torch.einsum("ns,shd->nhd", is_here.to(query.dtype), query)
         dist.all_reduce(queries, group=group)  # zeros except on the rank that has the token
         scale = getattr(attention, "softmax_scale", None) or self.config.softmax_scale
-        scale = scale or query.shape[-1] ** -0.5
-        first, local_total = sink_terms(queries, key, scale, query_positions, local_positions)
+        if not scale:
+            scale = query.shape[-1] ** -0.5
+        first, local_total = sink_terms(
+            queries,
+            key,
+            scale,
+            query_positions,
+            local_positions,
+        )
         dist.all_reduce(first, group=group)
-        totals = [torch.empty_like(local_total) for _ in range(group.size())]
-        dist.all_gather(totals, local_total, group=group)
-        total = torch.stack(totals).logsumexp(0)
+        totals = local_total.new_empty((group.size(), *local_total.shape))
+        dist.all_gather(list(totals), local_total, group=group)
+        total = totals.logsumexp(0)
         shares = (first - total).exp()
         head_shares = shares.mean(-1).double()
-        self._add_shares(layer, head_shares, attention.tp_group.rank())
+        tp_rank = attention.tp_group.rank()
+        self._add_shares(layer, head_shares, tp_rank)
 
-    def _add_shares(self, layer: int, shares: Tensor, tp_rank: int) -> None:
+    def _add_shares(
+        self,
+        layer: int,
+        shares: Tensor,
+        tp_rank: int,
+    ) -> None:
         """Add the average attention to the first token of each head on this rank."""
         local_heads = len(shares)
         first_head = tp_rank * local_heads
-        self._add(layer, f"{_SINK}/mean", shares.sum(), local_heads)
+        total = shares.sum()
+        self._add(layer, f"{_SINK}/mean", total, local_heads)
         # the names must be the same on all ranks, so other ranks' heads get a count of zero
+        zero = shares.new_zeros(())
         for head in range(self.config.num_attention_heads):
             local_head = head - first_head
-            name = f"{_SINK}/head-{head}"
-            if 0 <= local_head < local_heads:
-                self._add(layer, name, shares[local_head], 1)
-            else:
-                self._add(layer, name, shares.new_zeros(()), 0)
+            is_here = 0 <= local_head < local_heads
+            share = shares[local_head] if is_here else zero
+            self._add(layer, f"{_SINK}/head-{head}", share, int(is_here))
 
     @torch.no_grad()
     def _add_figure(
@@ -237,7 +264,13 @@ class _Instruments:
         for head, value in enumerate(values.view(-1)):
             self._add(layer, f"{name}/head-{head}", value, 1)
 
-    def _add(self, layer: int, name: str, total: Tensor, terms: float) -> None:
+    def _add(
+        self,
+        layer: int,
+        name: str,
+        total: Tensor,
+        terms: float,
+    ) -> None:
         metric = _Metric(name, layer)
         previous = self.sums.get(metric, self.empty_sum)
         self.sums[metric] = _Sum(
@@ -255,16 +288,24 @@ class _Instruments:
         metrics = self._gather_metrics()
         if not metrics:  # layers without matrices in a CUDA graph
             return {}
-        local_sums = [self.sums.get(metric, self.empty_sum) for metric in metrics]
-        totals = torch.stack([local_sum.total for local_sum in local_sums])
-        counts = totals.new_tensor([local_sum.terms for local_sum in local_sums])
+        local_totals = []
+        local_counts = []
+        for metric in metrics:
+            local_sum = self.sums.get(metric, self.empty_sum)
+            local_totals.append(local_sum.total)
+            local_counts.append(local_sum.terms)
+        totals = torch.stack(local_totals)
+        counts = totals.new_tensor(local_counts)
         sums = torch.stack([totals, counts], dim=-1)
         dist.all_reduce(sums)  # replicas add equal values, so means do not change
         self.sums.clear()
         means = {}
-        for metric, (total, count) in zip(metrics, sums.tolist(), strict=True):
-            if count != 0:
-                means[f"{metric.name}/layer-{metric.layer}"] = total / count
+        global_sums = sums.tolist()
+        for metric, (total, count) in zip(metrics, global_sums, strict=True):
+            if count == 0:
+                continue
+            name = f"{metric.name}/layer-{metric.layer}"
+            means[name] = total / count
         return _with_spreads(means)
 
     def _add_distances(
@@ -276,7 +317,8 @@ class _Instruments:
         weight = knocking.weight.detach()
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
-        distances = measure(weight, knocking.variant)[:, 2]
+        statistics = measure(weight, knocking.variant)
+        distances = statistics[:, 2]
         matrices = MATRICES[knocking.variant]
         for matrix, distance in zip(matrices, distances, strict=True):
             name = f"{_DISTANCE}/{projection}-{matrix}"
@@ -287,9 +329,10 @@ class _Instruments:
 
         Only pipeline stages can have different ones.
         """
-        stages: list[Any] = [None] * mpu.get_pipeline_model_parallel_world_size()
         group = mpu.get_pipeline_model_parallel_group()
-        dist.all_gather_object(stages, list(self.sums), group=group)
+        local_metrics = list(self.sums)
+        stages: list[Any] = [None] * group.size()
+        dist.all_gather_object(stages, local_metrics, group=group)
         metrics: set[_Metric] = set()
         for stage_metrics in stages:
             metrics.update(stage_metrics)

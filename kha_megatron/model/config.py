@@ -223,8 +223,8 @@ class ModelConfig:
     def normed_dim(self) -> int:
         """Head dim of queries and keys in QK-norm."""
         for mechanism in self.kha.mechanisms:
-            if mechanism.own_dim:
-                return mechanism.own_dim
+            if "key" in mechanism.own_projections:
+                return mechanism.own_projections["key"]
         return self.head_dim
 
     @property

@@ -161,6 +161,7 @@ def _moe(name: str, flags: Arguments, *needs: str, **more: object) -> Case:
 
 
 _GRAPHS = _flags("--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2")
+_ATTENTION_GRAPHS = _GRAPHS | _flags("--cuda-graph-modules attn")
 _FULL = _flags("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
 _FLASH = _flags("--attention-backend flash")
 _FP16 = _flags("--fp16 --initial-loss-scale 4096")
@@ -184,6 +185,8 @@ CASES: tuple[Case, ...] = (
     _moe("moe-full-recompute", TE | GROUPED | _FULL, "te"),
     # Transformer Engine has other random states with graphs
     _dense("dense-te-graphs", TE | _GRAPHS, "te", bound=OTHER_START),
+    _dense("dense-attention-graphs", TE | _ATTENTION_GRAPHS, "te", bound=OTHER_START),
+    _moe("moe-attention-graphs", TE | GROUPED | _ATTENTION_GRAPHS, "te", bound=OTHER_START),
     _dense("dense-fused-weight-gradients", TE, "te", "apex", dropped=(_UNFUSED,)),
     # other variants and mechanisms, whose loss must only fall
     _dense("dense-gate", TE, "te", preset="kha_gate_v", like=None),

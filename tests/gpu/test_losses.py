@@ -161,7 +161,7 @@ def test_losses_follow(case, trainings, has, record_property):
     assert not wrong
 
 
-def refused():
+def refused(names):
     """Return by case why Megatron refuses its command line; empty if it does not.
 
     Without Transformer Engine its cases are only parsed and checked.
@@ -176,7 +176,8 @@ def refused():
     data = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4096"]
     reasons = {}
     with pytest.MonkeyPatch.context() as patch:
-        for case in CASES:
+        for name in names:
+            case = BY_NAME[name]
             run = case.recipe.run_for(data)
             patch.setattr(sys, "argv", ["training", *run.words()])
             try:
@@ -193,8 +194,15 @@ def refused():
 
 
 def test_megatron_accepts_the_arguments_of_every_case(ranks):
-    (reasons,) = ranks(refused, 1)
+    (reasons,) = ranks(refused, 1, list(BY_NAME))
     assert reasons == dict.fromkeys(BY_NAME, "")
+
+
+def test_megatron_validates_the_arguments_of_cuda_graphs(ranks_with_engine):
+    names = [name for name in BY_NAME if name.endswith("graphs")]
+    assert len(names) == 3
+    (reasons,) = ranks_with_engine(refused, 1, names)
+    assert reasons == dict.fromkeys(names, "")
 
 
 @pytest.mark.whole

@@ -10,7 +10,7 @@ from kha_megatron.heads.collaborative import fold_mixing
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.initial import initial_weight
 from kha_megatron.heads.kernels.fused import fused_knock
-from kha_megatron.heads.knock import MATRICES, fold, initial_values
+from kha_megatron.heads.knock import MATRICES, fold, initial_values, knock
 from tests import oracle
 from tests.heads.saving import saved_tensors
 
@@ -101,6 +101,37 @@ class Largest(TorchDispatchMode):
         tensor = func(*args, **(kwargs or {}))
         self.bytes = max(self.bytes, tensor.nbytes)
         return tensor
+
+
+class Operators(TorchDispatchMode):
+    """Record the names of operators, without views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_linear_backward_only_multiplies():
+    x = torch.randn(TOKENS, HEADS, HEAD_DIM, requires_grad=True)
+    weight = weight_of("linear", torch.float32).requires_grad_()
+    dy = torch.randn(TOKENS, HEADS, HEAD_DIM)
+    y = knock(x, weight, "linear")
+    with Operators() as operators:
+        dx, d_weight = torch.autograd.grad(y, (x, weight), dy)
+    assert operators.names == ["aten::mm", "aten::mm"]
+    indexed = x @ weight[0]
+    with Operators() as operators:
+        expected_dx, expected_d_weight = torch.autograd.grad(indexed, (x, weight), dy)
+    # which fills a tensor with zeros and copies the gradient into it
+    assert operators.names == ["aten::mm", "aten::mm", "aten::select_backward"]
+    assert torch.equal(y, indexed)
+    assert torch.equal(dx, expected_dx)
+    assert torch.equal(d_weight, expected_d_weight)
 
 
 def test_folding_allocates_no_tensor_larger_than_its_result():

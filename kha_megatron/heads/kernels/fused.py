@@ -39,7 +39,11 @@ from kha_megatron.heads.knock import Variant
 KERNELS_VARIABLE = "KHA_KERNELS"
 
 
-def fused_knock(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
+def fused_knock(
+    x: Tensor,
+    weight: Tensor,
+    variant: Variant,
+) -> Tensor:
     """Apply KHA to every head, using Triton if possible. See ``kha_megatron.heads.knock.knock``.
 
     Note that the Triton kernels do not support double backward.
@@ -111,7 +115,11 @@ def _is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def _chooses_kernels(x: Tensor, weight: Tensor, variant: Variant) -> bool:
+def _chooses_kernels(
+    x: Tensor,
+    weight: Tensor,
+    variant: Variant,
+) -> bool:
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ConfigError(f"{KERNELS_VARIABLE} must be auto, torch or triton, got {choice!r}.")
@@ -141,7 +149,11 @@ def _announce_implementation(implementation: str) -> None:
 
 
 @torch.library.custom_op("kha_megatron::knock", mutates_args=())
-def _knock(x: Tensor, weight: Tensor, variant: str) -> Tensor:
+def _knock(
+    x: Tensor,
+    weight: Tensor,
+    variant: str,
+) -> Tensor:
     kha_variant = cast(Variant, variant)
     if _chooses_kernels(x, weight, kha_variant):
         from kha_megatron.heads.kernels import knock_launch
@@ -151,7 +163,11 @@ def _knock(x: Tensor, weight: Tensor, variant: str) -> Tensor:
 
 
 @_knock.register_fake
-def _(x: Tensor, weight: Tensor, variant: str) -> Tensor:
+def _(
+    x: Tensor,
+    weight: Tensor,
+    variant: str,
+) -> Tensor:
     return x.new_empty(x.shape)
 
 

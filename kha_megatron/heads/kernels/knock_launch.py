@@ -1,7 +1,6 @@
 """Launch the KHA kernels, with autograd support. Requires Triton."""
 
 import functools
-from itertools import chain
 from typing import Any
 
 import torch
@@ -11,9 +10,10 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kha_megatron.heads.kernels import knock_kernels as kernels
-from kha_megatron.heads.kernels.rows import Rows, rows_of
+from kha_megatron.heads.kernels.launches import Launch, launch
+from kha_megatron.heads.kernels.rows import Rows
 from kha_megatron.heads.kernels.tiles import INTERPRETED
-from kha_megatron.heads.kernels.tilings import Kernel, architecture, padded, tiling
+from kha_megatron.heads.kernels.tilings import Kernel, Tiling, architecture, padded, tiling
 from kha_megatron.heads.knock import Variant
 
 PROGRAMS_INTERPRETED = 3
@@ -23,8 +23,9 @@ REDUCTION = {"SPLITS": 16, "BLOCK": 128}
 
 def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     """Triton version of ``heads.knock.knock``. The output is always contiguous."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch("forward", variant, weight, x, y)
+    y = x.new_empty(x.shape)
+    if x.numel() != 0:
+        launch(_prepare_knock, ("forward", variant), (x, weight), y)
     return y
 
 
@@ -35,15 +36,9 @@ def knock_backward_input(
     variant: Variant,
 ) -> Tensor:
     """Compute the gradient of ``x``. ``weight`` must be contiguous."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(
-        "backward_input",
-        variant,
-        weight,
-        x,
-        dy,
-        dx,
-    )
+    dx = x.new_empty(x.shape)
+    if x.numel() != 0:
+        launch(_prepare_knock, ("backward_input", variant), (x, dy, weight), dx)
     return dx
 
 
@@ -59,19 +54,13 @@ def knock_backward_weight(
     """
     if x.numel() == 0:
         return torch.zeros_like(weight)
-    partials = _launch("backward_weight", variant, weight, x, dy)
-    assert partials is not None
+    head_dim = weight.shape[-1]
+    count = x.numel() // head_dim
+    splits, _ = _weight_grid(count, variant, head_dim, weight.dtype, weight.device)
+    partials = weight.new_empty((splits, *weight.shape), dtype=torch.float32)
+    launch(_prepare_knock, ("backward_weight", variant), (x, dy, weight), partials)
     gradient = torch.empty_like(weight)
-    count = weight.numel()
-    grid = (triton.cdiv(count, REDUCTION["BLOCK"]),)
-    with torch.cuda.device_of(weight):
-        kernels.sum_partials[grid](
-            partials,
-            gradient,
-            len(partials),
-            count,
-            **REDUCTION,
-        )
+    launch(_prepare_sum, (), (partials,), gradient)
     return gradient
 
 
@@ -108,57 +97,70 @@ class FusedKnock(torch.autograd.Function):
         return dx, dw, None
 
 
-def _launch(
-    kernel: Kernel,
-    variant: Variant,
-    weight: Tensor,
-    *tensors: Tensor,
-) -> Tensor | None:
-    """Launch a kernel. The last tensor is the output.
+def _prepare_knock(kernel: Kernel, variant: Variant, *rows: Rows) -> Launch:
+    """Prepare one of the three kernels. The last rows are the weight and the output.
 
-    ``backward_weight`` is different: it has no output tensor, but returns partial sums in float32.
+    The output of ``backward_weight`` are the partial sums.
     """
+    *inputs, weight_rows, output = rows
+    weight = weight_rows.tensor
     head_dim = weight.shape[-1]
-    count = tensors[0].shape[:-1].numel()
-    if count == 0:
-        return None
+    count = inputs[0].tensor.numel() // head_dim
     arch = architecture(weight.device)
     tile = tiling(kernel, variant, head_dim, weight.dtype, arch)
-    rows = [rows_of(tensor) for tensor in tensors]
+    head_rows = list(inputs)
+    if kernel != "backward_weight":
+        head_rows.append(output)
     tma = tile.allows_descriptors(variant, head_dim, weight.dtype, arch)
-    tma = tma and all(map(_fits_a_descriptor, rows))
-    arguments = [_arguments(tensor_rows, count, tile.rows, tma) for tensor_rows in rows]
-    options = tile.options(variant, head_dim) | {"TMA": tma}
+    tma = tma and all(map(_fits_a_descriptor, head_rows))
+    arguments: list[Any] = []
+    for tensor_rows in inputs:
+        arguments += _arguments(tensor_rows, count, tile.rows, tma)
+    arguments.append(weight)
+    grid: tuple[int, ...]
+    if kernel == "backward_weight":
+        arguments.append(output.tensor)
+        grid = _weight_grid(count, variant, head_dim, weight.dtype, weight.device)
+    else:
+        arguments += _arguments(output, count, tile.rows, tma)
+        grid = (_programs(count, tile, weight.device),)
+    arguments.append(count)
     function = getattr(kernels, f"knock_{kernel}_kernel")
-    max_programs = processors(weight.device) * tile.per_processor
-    programs = min(triton.cdiv(count, tile.rows), max_programs)
-    with torch.cuda.device_of(weight):
-        if kernel == "backward_weight":
-            blocks = triton.cdiv(head_dim, tile.columns)
-            splits = min(programs, max(1, processors(weight.device) // blocks))
-            partials = weight.new_empty(
-                (splits, *weight.shape),
-                dtype=torch.float32,
-            )
-            x, dy = arguments
-            function[(splits, blocks)](
-                *x,
-                *dy,
-                weight,
-                partials,
-                count,
-                **options,
-            )
-            return partials
-        *sources, target = arguments
-        function[(programs,)](
-            *chain.from_iterable(sources),
-            weight,
-            *target,
-            count,
-            **options,
-        )
-    return None
+    options = tile.options(variant, head_dim) | {"TMA": tma}
+    return Launch(function, grid, arguments, options)
+
+
+@functools.lru_cache(1024)
+def _weight_grid(
+    count: int,
+    variant: Variant,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[int, int]:
+    """Return the number of partial sums and of column blocks in ``backward_weight``."""
+    tile = tiling("backward_weight", variant, head_dim, dtype, architecture(device))
+    blocks = triton.cdiv(head_dim, tile.columns)
+    max_splits = max(1, processors(device) // blocks)
+    splits = min(_programs(count, tile, device), max_splits)
+    return splits, blocks
+
+
+def _programs(count: int, tile: Tiling, device: torch.device) -> int:
+    max_programs = processors(device) * tile.per_processor
+    return min(triton.cdiv(count, tile.rows), max_programs)
+
+
+def _prepare_sum(partials: Rows, gradient: Rows) -> Launch:
+    count = gradient.tensor.numel()
+    grid = (triton.cdiv(count, REDUCTION["BLOCK"]),)
+    arguments = (
+        partials.tensor,
+        gradient.tensor,
+        len(partials.tensor),
+        count,
+    )
+    return Launch(kernels.sum_partials, grid, arguments, REDUCTION)
 
 
 def _fits_a_descriptor(rows: Rows) -> bool:

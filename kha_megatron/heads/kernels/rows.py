@@ -1,5 +1,6 @@
 """Memory layout of head rows. Can be imported without Triton."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,16 +19,17 @@ class Strides(NamedTuple):
     head: int
 
 
-def strides_of(x: Tensor) -> Strides | None:
-    """Return the strides of the rows of ``x``, or None if this needs more than two strides."""
-    *row_sizes, _ = x.shape
-    *row_strides, feature_stride = x.stride()
+def strides_of(shape: Sequence[int], dim_strides: Sequence[int]) -> Strides | None:
+    """Return the strides of a tensor's rows, or None if this needs more than two strides."""
+    *row_sizes, width = shape
+    *row_strides, feature_stride = dim_strides
     sizes: list[int] = []
     strides: list[int] = []
     for size, stride in zip(row_sizes, row_strides, strict=True):
         if size == 1:
             continue
-        if strides and strides[-1] == size * stride:  # contiguous, so merge the dimensions
+        is_contiguous = bool(strides) and strides[-1] == size * stride
+        if is_contiguous:  # merge the dimensions
             sizes[-1] *= size
             strides[-1] = stride
         else:
@@ -36,9 +38,14 @@ def strides_of(x: Tensor) -> Strides | None:
     if len(strides) > 2 or feature_stride != 1:
         return None
     if len(strides) == 2:
-        token_stride, head_stride = strides
-        return Strides(heads=sizes[1], token=token_stride, head=head_stride)
-    row_stride = strides[0] if strides else x.shape[-1]
+        return Strides(
+            heads=sizes[1],
+            token=strides[0],
+            head=strides[1],
+        )
+    row_stride = width
+    if strides:
+        row_stride = strides[0]
     return Strides(heads=1, token=row_stride, head=0)
 
 
@@ -49,7 +56,7 @@ class Rows(NamedTuple):
 
 def rows_of(x: Tensor) -> Rows:
     """Return the rows of ``x``. Makes ``x`` contiguous first if that is necessary."""
-    strides = strides_of(x)
+    strides = strides_of(x.shape, x.stride())
     if strides is None:
         return rows_of(x.contiguous())
     return Rows(x, strides)

@@ -29,17 +29,21 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 def dot(a, b):
     """Matmul with float32 output (no TF32)."""
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-    else:
-        return tl.dot(a, b, input_precision="ieee")
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
-def dot_add(a, b, total):
+def dot_add(
+    a,
+    b,
+    total,
+):
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    else:
-        return tl.dot(a, b, total, input_precision="ieee")
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit
@@ -53,19 +57,54 @@ def doubled_sigmoid(x, dtype: tl.constexpr):
     if dtype != tl.bfloat16:
         return 2.0 * tl.sigmoid(x)
     elif INTERPRETED:
-        return 1.0 + (2.0 * tl.sigmoid(x) - 1.0) * (1.0 - 2.0**-11)
+        tanh = 2.0 * tl.sigmoid(x) - 1.0
+        return 1.0 + tanh * (1.0 - 2.0**-11)
     else:
         instruction: tl.constexpr = "tanh.approx.f32 $0, $1;"
-        return 1.0 + tl.inline_asm_elementwise(
-            instruction, "=f,f", [0.5 * x], dtype=tl.float32, is_pure=True, pack=1
+        tanh = tl.inline_asm_elementwise(
+            instruction,
+            "=f,f",
+            [0.5 * x],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
         )
+        return 1.0 + tanh
 
 
 @triton.jit
-def offsets(rows, columns, heads, token, head):
+def is_inside(
+    rows,
+    columns,
+    row_count,
+    column_count,
+):
+    has_row = (rows < row_count)[:, None]
+    has_column = (columns < column_count)[None, :]
+    return has_row & has_column
+
+
+@triton.jit
+def offsets(
+    rows,
+    columns,
+    heads,
+    token,
+    head,
+):
     token_starts = (rows // heads).to(tl.int64) * token
     head_starts = (rows % heads).to(tl.int64) * head
     starts = token_starts + head_starts
+    return starts[:, None] + columns[None, :]
+
+
+@triton.jit
+def matrix_offsets(
+    rows,
+    columns,
+    D: tl.constexpr,
+):
+    starts = rows * D
     return starts[:, None] + columns[None, :]
 
 
@@ -85,31 +124,66 @@ def load_rows(
     """Load columns ``j`` to ``j + J`` of ``M`` rows. Rows past ``count`` are zero."""
     rows = first + tl.arange(0, M)
     columns = j + tl.arange(0, J)
-    inside = (rows < count)[:, None] & (columns < D)[None, :]
-    source = X + offsets(rows, columns, heads, token, head)
+    inside = is_inside(rows, columns, count, D)
+    source = X + offsets(
+        rows,
+        columns,
+        heads,
+        token,
+        head,
+    )
     return tl.load(source, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_rows(X, tile, first, count, j, heads, token, head, D: tl.constexpr):
-    rows = first + tl.arange(0, tile.shape[0])
-    columns = j + tl.arange(0, tile.shape[1])
-    inside = (rows < count)[:, None] & (columns < D)[None, :]
-    target = X + offsets(rows, columns, heads, token, head)
+def store_rows(
+    X,
+    tile,
+    first,
+    count,
+    j,
+    heads,
+    token,
+    head,
+    D: tl.constexpr,
+):
+    M: tl.constexpr = tile.shape[0]
+    J: tl.constexpr = tile.shape[1]
+    rows = first + tl.arange(0, M)
+    columns = j + tl.arange(0, J)
+    inside = is_inside(rows, columns, count, D)
+    target = X + offsets(
+        rows,
+        columns,
+        heads,
+        token,
+        head,
+    )
     values = tile.to(X.dtype.element_ty)
     tl.store(target, values, mask=inside)
 
 
 @triton.jit
-def load_matrix(W, rows, columns, D: tl.constexpr):
-    inside = (rows < D)[:, None] & (columns < D)[None, :]
+def load_matrix(
+    W,
+    rows,
+    columns,
+    D: tl.constexpr,
+):
+    inside = is_inside(rows, columns, D, D)
     source = W + rows[:, None] * D + columns[None, :]
     return tl.load(source, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_matrix(W, rows, columns, value, D: tl.constexpr):
-    inside = (rows < D)[:, None] & (columns < D)[None, :]
+def store_matrix(
+    W,
+    rows,
+    columns,
+    value,
+    D: tl.constexpr,
+):
+    inside = is_inside(rows, columns, D, D)
     target = W + rows[:, None] * D + columns[None, :]
     tl.store(target, value, mask=inside)
 
@@ -127,16 +201,22 @@ def load_weights(
     every = tl.arange(0, P)
     block = j + tl.arange(0, J)
     if VARIANT == "mlp":
+        size: tl.constexpr = D * D
         up = load_matrix(W, every, block, D)
-        gate = load_matrix(W + D * D, every, block, D)
-        down = load_matrix(W + 2 * D * D, block, every, D)
+        gate = load_matrix(W + size, every, block, D)
+        down = load_matrix(W + 2 * size, block, every, D)
         return up, gate, down
     else:
         return (load_matrix(W, every, block, D),)
 
 
 @triton.jit
-def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
+def knock_tile(
+    x,
+    x_j,
+    weights,
+    VARIANT: tl.constexpr,
+):
     """Apply KHA to a tile of rows (see ``kha_megatron.heads.knock.knock``).
 
     ``x_j`` contains the columns of ``x`` in the current block (only needed for ``gate``). Returns
@@ -146,15 +226,24 @@ def knock_tile(x, x_j, weights, VARIANT: tl.constexpr):
     if VARIANT == "mlp":
         up, gate, down = weights
         hidden = dot(x, up)
-        hidden *= doubled_sigmoid(dot(x, gate), x.dtype)
+        logits = dot(x, gate)
+        hidden *= doubled_sigmoid(logits, x.dtype)
         return dot(hidden.to(x.dtype), down)
     else:
         x_j = x_j.to(tl.float32)
-        return x_j * doubled_sigmoid(dot(x, weights[0]), x.dtype)
+        logits = dot(x, weights[0])
+        return x_j * doubled_sigmoid(logits, x.dtype)
 
 
 @triton.jit
-def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
+def hidden_gradients(
+    x,
+    x_j,
+    dy,
+    dy_j,
+    weights,
+    VARIANT: tl.constexpr,
+):
     """Recompute what both backward kernels need for their final matmuls.
 
     Returns:
@@ -182,7 +271,13 @@ def hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT: tl.constexpr):
 
 
 @triton.jit
-def add_input_gradient(dx, gradients, weights, j, VARIANT: tl.constexpr):
+def add_input_gradient(
+    dx,
+    gradients,
+    weights,
+    j,
+    VARIANT: tl.constexpr,
+):
     """Add the current block's contribution to ``dx`` (float32)."""
     if VARIANT == "mlp":
         up, gate, _ = weights

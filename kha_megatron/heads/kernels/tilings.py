@@ -95,9 +95,10 @@ def tiling(
 
 _HOPPER: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
     ("forward", "mlp", 64): Tiling(128, 64, 8, 2, per_processor=2),
-    ("forward", "mlp", 128): Tiling(128, 128, 8, 2),
+    # with 2 stages, a tile is loaded after the previous one was stored
+    ("forward", "mlp", 128): Tiling(128, 128, 8, 3),
     ("forward", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),
-    ("forward", "gate", 128): Tiling(128, 128, 8, 2),
+    ("forward", "gate", 128): Tiling(128, 128, 8, 3),
     ("backward_input", "mlp", 64): Tiling(128, 64, 8, 2),
     ("backward_input", "mlp", 128): Tiling(128, 64, 8, 2),
     ("backward_input", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),

@@ -9,6 +9,7 @@ the same function, so each rank can decide for itself.
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import get_args
 
 import torch
@@ -56,32 +57,23 @@ class KnockCase:
 
     @classmethod
     def of(cls, x: Tensor, variant: Variant) -> "KnockCase":
-        head_dim = x.shape[-1]
-        strides = strides_of(x)
         shift = x.data_ptr() % 16
-        if strides is None:  # rows_of will make a contiguous copy
-            strides = Strides(1, head_dim, 0)
-            shift = 0
-        return cls(
-            variant,
-            head_dim,
-            x.dtype,
-            strides,
-            shift,
-            x.device,
-        )
+        return _case_of_layout(x.shape, x.stride(), shift, x.dtype, x.device, variant)
 
     def find_error(self) -> str | None:
         """Run the kernels and return an error message if a result is wrong, otherwise None."""
-        from kha_megatron.heads.kernels import knock_launch as kernels
+        from kha_megatron.heads.kernels.knock_launch import processors
 
         variant = self.variant
-        x, weight, dy = self._draw_inputs(kernels.processors(self.device))
-        freed = [torch.full_like(tensor, math.nan) for tensor in (dy, dy, weight)]
+        x, weight, dy = self._draw_inputs(processors(self.device))
+        if self.device.type == "cuda":
+            # compile the kernels, so that we check the repeated launches of `launches`
+            _run_kernels(x, weight, dy, variant)
+        freed = []
+        for tensor in (dy, dy, weight):
+            freed.append(torch.full_like(tensor, math.nan))
         del freed  # so that unwritten outputs are NaN
-        y = kernels.knock_forward(x, weight, variant)
-        dx = kernels.knock_backward_input(x, dy, weight, variant)
-        dw = kernels.knock_backward_weight(x, dy, weight, variant)
+        y, dx, dw = _run_kernels(x, weight, dy, variant)
 
         weight = weight.double()
         expected_dw = torch.zeros_like(weight)
@@ -112,9 +104,15 @@ class KnockCase:
         dw_comparison.add(dw.flatten(1), expected_dw.flatten(1))
         comparisons = (y_comparison, dx_comparison, dw_comparison)
         tolerance = MAX_RELATIVE_ERROR[self.dtype]
-        errors = [comparison.find_row_error(tolerance) for comparison in comparisons]
-        errors += [comparison.find_scale_error() for comparison in comparisons]
-        return next(filter(None, errors), None)
+        for comparison in comparisons:
+            error = comparison.find_row_error(tolerance)
+            if error is not None:
+                return error
+        for comparison in comparisons:
+            error = comparison.find_scale_error()
+            if error is not None:
+                return error
+        return None
 
     def _draw_inputs(self, processors: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the input, the weights and the gradient of the output."""
@@ -123,12 +121,19 @@ class KnockCase:
         largest_tile = 0
         rows_at_once = 0
         for kernel in get_args(Kernel):
-            tile = tiling(kernel, self.variant, self.head_dim, self.dtype, arch)
+            tile = tiling(
+                kernel,
+                self.variant,
+                self.head_dim,
+                self.dtype,
+                arch,
+            )
             programs = processors * tile.per_processor
             largest_tile = max(largest_tile, tile.rows)
             rows_at_once = max(rows_at_once, programs * tile.rows)
         rows = rows_at_once + largest_tile + 1
-        tokens = -(-rows // self.strides.heads) | 1  # odd, so that the last tile is not full
+        heads = self.strides.heads
+        tokens = math.ceil(rows / heads) | 1  # odd, so that the last tile is not full
         x = self._draw_rows(tokens, generator)
         matrices = len(MATRICES[self.variant])
         weight_shape = (matrices, self.head_dim, self.head_dim)
@@ -161,8 +166,9 @@ class KnockCase:
         length = start
         for size, stride in zip(sizes, strides, strict=True):
             length += size * stride
-        is_expanded = token_stride == 0 or (head_stride == 0 and self.strides.heads > 1)
-        if is_expanded:  # rows share memory
+        repeats_tokens = token_stride == 0
+        repeats_heads = head_stride == 0 and self.strides.heads > 1
+        if repeats_tokens or repeats_heads:  # rows share memory
             buffer = torch.randn(length, generator=generator, device=self.device)
             return buffer.to(self.dtype).as_strided(sizes, strides, start)
         values = torch.randn(sizes, generator=generator, device=self.device)
@@ -173,6 +179,45 @@ class KnockCase:
             device=self.device,
         )
         return buffer.as_strided(sizes, strides, start).copy_(values)
+
+
+def _run_kernels(
+    x: Tensor,
+    weight: Tensor,
+    dy: Tensor,
+    variant: Variant,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the result, and the gradients of ``x`` and ``weight``."""
+    from kha_megatron.heads.kernels import knock_launch as kernels
+
+    y = kernels.knock_forward(x, weight, variant)
+    dx = kernels.knock_backward_input(x, dy, weight, variant)
+    dw = kernels.knock_backward_weight(x, dy, weight, variant)
+    return y, dx, dw
+
+
+@lru_cache(1024)
+def _case_of_layout(
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    shift: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    variant: Variant,
+) -> KnockCase:
+    head_dim = shape[-1]
+    strides = strides_of(shape, stride)
+    if strides is None:  # rows_of will make a contiguous copy
+        strides = Strides(1, head_dim, 0)
+        shift = 0
+    return KnockCase(
+        variant,
+        head_dim,
+        dtype,
+        strides,
+        shift,
+        device,
+    )
 
 
 class _Comparison:
@@ -189,19 +234,23 @@ class _Comparison:
         differences = actual.double() - expected
         errors = differences.norm(dim=-1) / norms
         errors = errors.nan_to_num(nan=math.inf)
+        products = actual * expected
+        squares = expected.square()
         self.largest_errors.append(errors.max())
-        self.products.append((actual * expected).sum())
-        self.squares.append(expected.square().sum())
+        self.products.append(products.sum())
+        self.squares.append(squares.sum())
 
     def find_row_error(self, tolerance: float) -> str | None:
-        largest_error = torch.stack(self.largest_errors).max().item()
+        largest_errors = torch.stack(self.largest_errors)
+        largest_error = largest_errors.max().item()
         if largest_error <= tolerance:
             return None
         return f"the {self.name} has a relative error of {largest_error:.2g}"
 
     def find_scale_error(self) -> str | None:
         product = torch.stack(self.products).sum()
-        scale = (product / torch.stack(self.squares).sum()).item()
+        square = torch.stack(self.squares).sum()
+        scale = (product / square).item()
         if abs(scale - 1) <= MAX_SCALE_ERROR:
             return None
         return f"the {self.name} is {scale:.4f} times the expected one"
@@ -248,8 +297,9 @@ def _compare(case: KnockCase) -> str | None:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(compare).result()
     except Exception as error:
+        error_type = type(error).__name__
         message = " ".join(str(error).split())[:500]
-        return f"the kernels failed ({type(error).__name__}: {message})"
+        return f"the kernels failed ({error_type}: {message})"
 
 
 def _emphasis(
@@ -268,5 +318,6 @@ def _emphasis(
     rows_in_last_tile = count % tile
     for rows in (rows_after_first_turn, rows_in_last_tile):
         if 0 < rows < count:
-            factors[-rows:] = math.sqrt((count - rows) / rows)
+            other_rows = count - rows
+            factors[-rows:] = math.sqrt(other_rows / rows)
     return factors
