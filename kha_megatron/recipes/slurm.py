@@ -198,10 +198,12 @@ def _follow(job: Any, on_step: Callable[[Step], None] | None) -> _JobEnd:
     log = ""
     position = 0
     while True:
-        properties |= _query(job_id)  # query the state before reading, so that no line is missed
+        # query the state before reading, so that no line is missed. If Slurm does not answer, the
+        # last known properties remain
+        properties |= _query(job_id)
         state = properties["JobState"]
         current_log = _log_path(job, properties.get("Restarts", "0"))
-        if current_log != log:  # the job was requeued
+        if current_log != log:  # the job was requeued, and each attempt has a log of its own
             log = current_log
             position = 0
         if (state, log) != announced:

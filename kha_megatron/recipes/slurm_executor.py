@@ -67,9 +67,7 @@ def create_executor(
     """
     run = import_nemo_run()
     settings = _parse_settings(slurm.settings, run.SlurmExecutor)
-    variables = {**environment, **settings.pop("env_vars", {}), **slurm.environment}
-    _check_variables(variables)
-    setup_lines = [settings.pop("setup_lines", None)]  # e.g. `module load`, which changes the PATH
+    user_srun_args = settings.pop("srun_args", None) or []
     values: dict[str, Any] = {
         "account": slurm.account,
         "partition": slurm.partition,
@@ -82,28 +80,12 @@ def create_executor(
         "tunnel": run.LocalTunnel(job_dir=""),  # use NeMo-Run's home directory
         "poll_estimated_start_time": False,  # would be printed on stdout
     }
-    # NeMo-Run does not quote values in `export NAME=value`, and changes names to upper case
-    env_vars = {}
-    for name, value in variables.items():
-        quoted = shlex.quote(value)
-        if name.isupper():
-            env_vars[name] = quoted
-        else:
-            setup_lines.append(f"export {name}={quoted}")
-    values["env_vars"] = env_vars
-    if slurm.image is None:
-        binaries = shlex.quote(str(Path(sys.executable).parent))
-        setup_lines.append(f"export PATH={binaries}:$PATH")
-    elif variables:  # by default, variables of the container image take precedence
-        container_env = settings.pop("container_env", None) or []
-        values["container_env"] = [*container_env, *variables]
-    values["setup_lines"] = "\n".join(filter(None, setup_lines))
     if slurm.account is None:  # otherwise part of the job name
         values["job_name_prefix"] = "kha-megatron."
     if slurm.chain > 1:  # start the next job even if the previous one failed
         values["dependency_type"] = "afterany"
-    user_srun_args = settings.pop("srun_args", None) or []
     values |= settings
+    values |= _set_environment(slurm, environment, settings)
     values |= _choose_resources(slurm, values, device=device)
     if values.get("exclusive") is False:  # NeMo-Run would write --exclusive=False
         del values["exclusive"]
@@ -116,6 +98,40 @@ def create_executor(
         raise ConfigError(f"Could not create a Slurm executor: {error}") from error
     add_protection(executor, slurm)
     return executor
+
+
+def _set_environment(
+    slurm: Slurm,
+    environment: Mapping[str, str],
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the fields of the executor that set environment variables of the ranks.
+
+    Variables of ``--env`` take precedence over those of ``--set env_vars``, and both over those of
+    the recipe. The user's ``setup_lines`` come first, since e.g. ``module load`` changes the PATH.
+    """
+    variables = {**environment, **settings.get("env_vars", {}), **slurm.environment}
+    _check_variables(variables)
+    setup_lines = []
+    if settings.get("setup_lines"):
+        setup_lines.append(settings["setup_lines"])
+    # NeMo-Run does not quote values in `export NAME=value`, and changes names to upper case
+    env_vars = {}
+    for name, value in variables.items():
+        quoted = shlex.quote(value)
+        if name.isupper():
+            env_vars[name] = quoted
+        else:
+            setup_lines.append(f"export {name}={quoted}")
+    fields_of_executor: dict[str, Any] = {"env_vars": env_vars}
+    if slurm.image is None:
+        binaries = shlex.quote(str(Path(sys.executable).parent))
+        setup_lines.append(f"export PATH={binaries}:$PATH")
+    elif variables:  # by default, variables of the container image take precedence
+        container_env = settings.get("container_env") or []
+        fields_of_executor["container_env"] = [*container_env, *variables]
+    fields_of_executor["setup_lines"] = "\n".join(setup_lines)
+    return fields_of_executor
 
 
 def add_protection(executor: Any, slurm: Slurm) -> None:
@@ -230,9 +246,10 @@ def _parse_setting(name: str, text: str, hint: Any) -> Any:
         return text
     try:
         value = json.loads(text)
+        is_valid = type(value) in types
     except ValueError:
-        value = ...
-    if type(value) not in types:
+        is_valid = False
+    if not is_valid:
         names = [each.__name__ for each in types if each is not type(None)]
         raise ConfigError(
             f"--set {name}={text}: the value must be valid JSON of type {' or '.join(names)}."

@@ -66,15 +66,15 @@ MISTAKES = {
     ),
     "only the first turn of the loop runs": Mistake(
         "knock_kernels.py",
-        "tl.cdiv(R, M), tl.num_programs(0)",
-        "tl.minimum(tl.cdiv(R, M), tl.num_programs(0)), tl.num_programs(0)",
+        "tiles, programs, disable_licm",
+        "tl.minimum(tiles, programs), programs, disable_licm",
         set(),
         RESULT + "inf",
     ),
     "the last split is not summed": Mistake(
         "knock_kernels.py",
-        "(s < S)[:, None]",
-        "(s < S - 1)[:, None]",
+        "(s < num_splits)[:, None]",
+        "(s < num_splits - 1)[:, None]",
         {"d_gate"},
         MATRICES,
     ),
@@ -87,7 +87,7 @@ MISTAKES = {
     ),
     "a kernel does not compile": Mistake(
         "knock_kernels.py",
-        "first = tile * M",
+        "first = tile * TILE_ROWS",
         "first = tile * no_name",
         set(),
         r"the kernels failed \(\w+: .*no_name.*\)",

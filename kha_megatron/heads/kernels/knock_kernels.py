@@ -1,13 +1,17 @@
 """Triton kernels for KHA: forward, input gradient and weight gradients.
 
-See ``tiles`` for the tile sizes. In addition, ``R`` is the number of rows (one row per token and
-head) and ``S`` the number of splits. The backward kernels recompute the matmuls instead of saving
-intermediate results.
+See ``tiles`` for the tile sizes. There is one row per token and head. The backward kernels
+recompute the matmuls instead of saving intermediate results.
 
 All kernels are persistent, i.e. each program loads the matrices once and then loops over tiles of
-``M`` rows. There are two ways to load rows: through pointers (any stride between tokens and heads)
-or through a TMA descriptor (needs a uniform stride between rows, but uses fewer registers). A tile
-in registers cannot be indexed by column, so we load the columns of a block (``x_j``) a second time.
+rows. There are two ways to load rows: through pointers (any stride between tokens and heads) or
+through a TMA descriptor (needs a uniform stride between rows, but uses fewer registers). A tile in
+registers cannot be indexed by column, so we load the columns of a block (``x_j``) a second time.
+
+If the matrices fit into shared memory (``BLOCK_COLUMNS == PADDED_DIM``), a program keeps all of
+them. Otherwise it loads one block of columns after another for each tile. For ``mlp``, a block of
+hidden features contributes to all columns of the result, so we add up the blocks. For the other
+variants, a block contains some columns of the result, so we store it right away.
 """
 
 # ruff: noqa: RET505 (Triton compiles the code after a returning `if`, so `else` is needed)
@@ -31,19 +35,19 @@ from kha_megatron.heads.kernels.tiles import (
 def read_tile(
     X,
     first,
-    R,
+    num_rows,
     heads,
     token,
     head,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    P: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
     TMA: tl.constexpr,
 ):
     if TMA:
         return X.load([first, 0])
     else:
-        return load_rows(X, first, R, 0, heads, token, head, D, M, P)
+        return load_rows(X, first, num_rows, 0, heads, token, head, HEAD_DIM, TILE_ROWS, PADDED_DIM)
 
 
 @triton.jit
@@ -51,20 +55,20 @@ def write_tile(
     X,
     tile,
     first,
-    R,
+    num_rows,
     heads,
     token,
     head,
-    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     TMA: tl.constexpr,
 ):
     if TMA:
         X.store([first, 0], tile.to(X.dtype))
     else:
-        store_rows(X, tile, first, R, 0, heads, token, head, D)
+        store_rows(X, tile, first, num_rows, 0, heads, token, head, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["num_rows"])
 def knock_forward_kernel(
     X,
     x_heads,
@@ -75,45 +79,60 @@ def knock_forward_kernel(
     y_heads,
     y_token,
     y_head,
-    R,
+    num_rows,
     VARIANT: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    J: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Compute ``Y = knock(X)``.
 
     Args:
         X: Input rows. ``x_heads``, ``x_token`` and ``x_head`` are their :class:`Strides`.
-        W: Stacked matrices of shape [num_matrices, D, D], contiguous.
-        R: Number of rows.
+        W: Stacked matrices of shape [num_matrices, HEAD_DIM, HEAD_DIM], contiguous.
+        num_rows: Number of rows.
         TMA: Whether ``X`` and ``Y`` are tensor descriptors.
     """
-    if J == P:
-        weights = load_weights(W, 0, VARIANT, D, P, P)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
-        first = tile * M
-        x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
-        if J == P:
+    if BLOCK_COLUMNS == PADDED_DIM:
+        weights = load_weights(W, 0, VARIANT, HEAD_DIM, PADDED_DIM, PADDED_DIM)
+    tiles = tl.cdiv(num_rows, TILE_ROWS)
+    programs = tl.num_programs(0)
+    for tile in tl.range(tl.program_id(0), tiles, programs, disable_licm=True):
+        first = tile * TILE_ROWS
+        x = read_tile(
+            X, first, num_rows, x_heads, x_token, x_head, HEAD_DIM, TILE_ROWS, PADDED_DIM, TMA
+        )
+        if BLOCK_COLUMNS == PADDED_DIM:
             y = knock_tile(x, x, weights, VARIANT)
-            write_tile(Y, y, first, R, y_heads, y_token, y_head, D, TMA)
+            write_tile(Y, y, first, num_rows, y_heads, y_token, y_head, HEAD_DIM, TMA)
         elif VARIANT == "mlp":
-            y = tl.zeros((M, P), tl.float32)
-            for j in tl.range(0, D, J):
-                block = load_weights(W, j, VARIANT, D, P, J)
+            y = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+            for j in tl.range(0, HEAD_DIM, BLOCK_COLUMNS):
+                block = load_weights(W, j, VARIANT, HEAD_DIM, PADDED_DIM, BLOCK_COLUMNS)
                 y += knock_tile(x, x, block, VARIANT)
-            write_tile(Y, y, first, R, y_heads, y_token, y_head, D, TMA)
+            write_tile(Y, y, first, num_rows, y_heads, y_token, y_head, HEAD_DIM, TMA)
         else:
-            for j in tl.range(0, D, J):
-                x_j = load_rows(X, first, R, j, x_heads, x_token, x_head, D, M, J)
-                block = load_weights(W, j, VARIANT, D, P, J)
+            for j in tl.range(0, HEAD_DIM, BLOCK_COLUMNS):
+                x_j = load_rows(
+                    X,
+                    first,
+                    num_rows,
+                    j,
+                    x_heads,
+                    x_token,
+                    x_head,
+                    HEAD_DIM,
+                    TILE_ROWS,
+                    BLOCK_COLUMNS,
+                )
+                block = load_weights(W, j, VARIANT, HEAD_DIM, PADDED_DIM, BLOCK_COLUMNS)
                 y_j = knock_tile(x, x_j, block, VARIANT)
-                store_rows(Y, y_j, first, R, j, y_heads, y_token, y_head, D)
+                store_rows(Y, y_j, first, num_rows, j, y_heads, y_token, y_head, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["num_rows"])
 def knock_backward_input_kernel(
     X,
     x_heads,
@@ -128,39 +147,67 @@ def knock_backward_input_kernel(
     dx_heads,
     dx_token,
     dx_head,
-    R,
+    num_rows,
     VARIANT: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    J: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     TMA: tl.constexpr,
 ):
     """Compute ``DX``, the gradient of the input."""
-    if J == P:
-        weights = load_weights(W, 0, VARIANT, D, P, P)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
-        first = tile * M
-        dy = read_tile(DY, first, R, dy_heads, dy_token, dy_head, D, M, P, TMA)
-        x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
-        dx = tl.zeros((M, P), tl.float32)
-        if J == P:
+    if BLOCK_COLUMNS == PADDED_DIM:
+        weights = load_weights(W, 0, VARIANT, HEAD_DIM, PADDED_DIM, PADDED_DIM)
+    tiles = tl.cdiv(num_rows, TILE_ROWS)
+    programs = tl.num_programs(0)
+    for tile in tl.range(tl.program_id(0), tiles, programs, disable_licm=True):
+        first = tile * TILE_ROWS
+        dy = read_tile(
+            DY, first, num_rows, dy_heads, dy_token, dy_head, HEAD_DIM, TILE_ROWS, PADDED_DIM, TMA
+        )
+        x = read_tile(
+            X, first, num_rows, x_heads, x_token, x_head, HEAD_DIM, TILE_ROWS, PADDED_DIM, TMA
+        )
+        dx = tl.zeros((TILE_ROWS, PADDED_DIM), tl.float32)
+        if BLOCK_COLUMNS == PADDED_DIM:
             gradients = hidden_gradients(x, x, dy, dy, weights, VARIANT)
             dx = add_input_gradient(dx, gradients, weights, 0, VARIANT)
         else:
-            for j in tl.range(0, D, J):
-                block = load_weights(W, j, VARIANT, D, P, J)
+            for j in tl.range(0, HEAD_DIM, BLOCK_COLUMNS):
+                block = load_weights(W, j, VARIANT, HEAD_DIM, PADDED_DIM, BLOCK_COLUMNS)
                 if VARIANT == "mlp":
                     gradients = hidden_gradients(x, x, dy, dy, block, VARIANT)
                 else:
-                    x_j = load_rows(X, first, R, j, x_heads, x_token, x_head, D, M, J)
-                    dy_j = load_rows(DY, first, R, j, dy_heads, dy_token, dy_head, D, M, J)
+                    x_j = load_rows(
+                        X,
+                        first,
+                        num_rows,
+                        j,
+                        x_heads,
+                        x_token,
+                        x_head,
+                        HEAD_DIM,
+                        TILE_ROWS,
+                        BLOCK_COLUMNS,
+                    )
+                    dy_j = load_rows(
+                        DY,
+                        first,
+                        num_rows,
+                        j,
+                        dy_heads,
+                        dy_token,
+                        dy_head,
+                        HEAD_DIM,
+                        TILE_ROWS,
+                        BLOCK_COLUMNS,
+                    )
                     gradients = hidden_gradients(x, x_j, dy, dy_j, block, VARIANT)
                 dx = add_input_gradient(dx, gradients, block, j, VARIANT)
-        write_tile(DX, dx, first, R, dx_heads, dx_token, dx_head, D, TMA)
+        write_tile(DX, dx, first, num_rows, dx_heads, dx_token, dx_head, HEAD_DIM, TMA)
 
 
-@triton.jit(do_not_specialize=["R"])
+@triton.jit(do_not_specialize=["num_rows"])
 def knock_backward_weight_kernel(
     X,
     x_heads,
@@ -172,37 +219,57 @@ def knock_backward_weight_kernel(
     dy_head,
     W,
     PARTIAL,
-    R,
+    num_rows,
     VARIANT: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    M: tl.constexpr,
-    J: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """Compute the gradient of the matrices. The rows are split into ``S`` partial sums.
+    """Compute the gradient of the matrices. The rows are split into ``num_splits`` partial sums.
 
-    The grid is ``(S, blocks)``. Each program computes ``J`` columns of every matrix (rows of
-    ``down``), so that the accumulators fit into registers and no matmul is done twice. ``PARTIAL``
-    is a float32 tensor of shape [S, num_matrices, D, D].
+    The grid is ``(num_splits, blocks)``. Each program computes one block of columns of every matrix
+    (rows of ``down``), so that the accumulators fit into registers and no matmul is done twice.
+    ``PARTIAL`` is a float32 tensor of shape [num_splits, num_matrices, HEAD_DIM, HEAD_DIM].
     """
-    j = tl.program_id(1) * J
-    every = tl.arange(0, P)
-    block = j + tl.arange(0, J)
-    weights = load_weights(W, j, VARIANT, D, P, J)
-    d_first = tl.zeros((P, J), tl.float32)
+    j = tl.program_id(1) * BLOCK_COLUMNS
+    every = tl.arange(0, PADDED_DIM)
+    block = j + tl.arange(0, BLOCK_COLUMNS)
+    weights = load_weights(W, j, VARIANT, HEAD_DIM, PADDED_DIM, BLOCK_COLUMNS)
+    d_first = tl.zeros((PADDED_DIM, BLOCK_COLUMNS), tl.float32)
     if VARIANT == "mlp":
-        d_gate = tl.zeros((P, J), tl.float32)
-        d_down = tl.zeros((P, J), tl.float32)  # transposed: tensor cores need 64 rows
-    for tile in tl.range(tl.program_id(0), tl.cdiv(R, M), tl.num_programs(0), disable_licm=True):
-        first = tile * M
-        x = read_tile(X, first, R, x_heads, x_token, x_head, D, M, P, TMA)
-        dy = read_tile(DY, first, R, dy_heads, dy_token, dy_head, D, M, P, TMA)
-        if VARIANT == "mlp" or J == P:
+        d_gate = tl.zeros((PADDED_DIM, BLOCK_COLUMNS), tl.float32)
+        # transposed, because tensor cores need 64 rows
+        d_down = tl.zeros((PADDED_DIM, BLOCK_COLUMNS), tl.float32)
+    tiles = tl.cdiv(num_rows, TILE_ROWS)
+    programs = tl.num_programs(0)
+    for tile in tl.range(tl.program_id(0), tiles, programs, disable_licm=True):
+        first = tile * TILE_ROWS
+        x = read_tile(
+            X, first, num_rows, x_heads, x_token, x_head, HEAD_DIM, TILE_ROWS, PADDED_DIM, TMA
+        )
+        dy = read_tile(
+            DY, first, num_rows, dy_heads, dy_token, dy_head, HEAD_DIM, TILE_ROWS, PADDED_DIM, TMA
+        )
+        if VARIANT == "mlp" or BLOCK_COLUMNS == PADDED_DIM:
             gradients = hidden_gradients(x, x, dy, dy, weights, VARIANT)
         else:
-            x_j = load_rows(X, first, R, j, x_heads, x_token, x_head, D, M, J)
-            dy_j = load_rows(DY, first, R, j, dy_heads, dy_token, dy_head, D, M, J)
+            x_j = load_rows(
+                X, first, num_rows, j, x_heads, x_token, x_head, HEAD_DIM, TILE_ROWS, BLOCK_COLUMNS
+            )
+            dy_j = load_rows(
+                DY,
+                first,
+                num_rows,
+                j,
+                dy_heads,
+                dy_token,
+                dy_head,
+                HEAD_DIM,
+                TILE_ROWS,
+                BLOCK_COLUMNS,
+            )
             gradients = hidden_gradients(x, x_j, dy, dy_j, weights, VARIANT)
         x_columns = tl.trans(x)
         d_first = dot_add(x_columns, gradients[0], d_first)
@@ -210,24 +277,26 @@ def knock_backward_weight_kernel(
             d_gate = dot_add(x_columns, gradients[1], d_gate)
             d_down = dot_add(tl.trans(dy), gradients[2], d_down)
     if VARIANT == "mlp":
-        target = PARTIAL + tl.program_id(0).to(tl.int64) * (3 * D * D)
-        store_matrix(target + D * D, every, block, d_gate, D)
-        store_matrix(target + 2 * D * D, block, every, tl.trans(d_down), D)
+        target = PARTIAL + tl.program_id(0).to(tl.int64) * (3 * HEAD_DIM * HEAD_DIM)
+        store_matrix(target + HEAD_DIM * HEAD_DIM, every, block, d_gate, HEAD_DIM)
+        store_matrix(target + 2 * HEAD_DIM * HEAD_DIM, block, every, tl.trans(d_down), HEAD_DIM)
     else:
-        target = PARTIAL + tl.program_id(0).to(tl.int64) * (D * D)
-    store_matrix(target, every, block, d_first, D)
+        target = PARTIAL + tl.program_id(0).to(tl.int64) * (HEAD_DIM * HEAD_DIM)
+    store_matrix(target, every, block, d_first, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["S", "N"])
-def sum_partials(PARTIAL, DW, S, N, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum ``PARTIAL`` over its ``S`` rows in a fixed order. Loads ``SPLITS`` rows at once to hide
-    latency."""
+@triton.jit(do_not_specialize=["num_splits", "num_elements"])
+def sum_partials(PARTIAL, DW, num_splits, num_elements, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum ``PARTIAL`` over its ``num_splits`` rows in a fixed order.
+
+    Loads ``SPLITS`` rows at once to hide latency.
+    """
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, S, SPLITS):
+    for first in range(0, num_splits, SPLITS):
         s = first + tl.arange(0, SPLITS)
-        inside = (s < S)[:, None] & (i < N)[None, :]
-        source = PARTIAL + s[:, None] * N + i[None, :]
+        inside = (s < num_splits)[:, None] & (i < num_elements)[None, :]
+        source = PARTIAL + s[:, None] * num_elements + i[None, :]
         partials = tl.load(source, mask=inside, other=0.0)
         total += tl.sum(partials, 0)
-    tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < N)
+    tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < num_elements)

@@ -1,11 +1,10 @@
 """Building blocks of the KHA kernels, operating on one tile of rows.
 
-``M`` is the number of rows per tile, ``D`` the head dim, ``P`` the head dim rounded up to a power
-of two (required by Triton), and ``J`` the number of columns per block. Padding is filled with
-zeros.
+``PADDED_DIM`` is the head dim rounded up to a power of two, which Triton requires. Padding is
+filled with zeros.
 
-Usually ``J == P``. If the matrices do not fit into shared memory, we process blocks of ``J < P``
-columns:
+Usually ``BLOCK_COLUMNS == PADDED_DIM``. If the matrices do not fit into shared memory, we process
+blocks of fewer columns:
 
 - ``mlp``: blocks of hidden features. Each block adds to all columns of ``y``.
 - ``gate``: blocks of output features, so each block computes some columns of ``y``.
@@ -102,9 +101,9 @@ def offsets(
 def matrix_offsets(
     rows,
     columns,
-    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
-    starts = rows * D
+    starts = rows * HEAD_DIM
     return starts[:, None] + columns[None, :]
 
 
@@ -117,14 +116,14 @@ def load_rows(
     heads,
     token,
     head,
-    D: tl.constexpr,
-    M: tl.constexpr,
-    J: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Load columns ``j`` to ``j + J`` of ``M`` rows. Rows past ``count`` are zero."""
-    rows = first + tl.arange(0, M)
-    columns = j + tl.arange(0, J)
-    inside = is_inside(rows, columns, count, D)
+    """Load a block of columns, starting at ``j``, of a tile. Rows past ``count`` are zero."""
+    rows = first + tl.arange(0, TILE_ROWS)
+    columns = j + tl.arange(0, BLOCK_COLUMNS)
+    inside = is_inside(rows, columns, count, HEAD_DIM)
     source = X + offsets(
         rows,
         columns,
@@ -145,13 +144,13 @@ def store_rows(
     heads,
     token,
     head,
-    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
-    M: tl.constexpr = tile.shape[0]
-    J: tl.constexpr = tile.shape[1]
-    rows = first + tl.arange(0, M)
-    columns = j + tl.arange(0, J)
-    inside = is_inside(rows, columns, count, D)
+    TILE_ROWS: tl.constexpr = tile.shape[0]
+    BLOCK_COLUMNS: tl.constexpr = tile.shape[1]
+    rows = first + tl.arange(0, TILE_ROWS)
+    columns = j + tl.arange(0, BLOCK_COLUMNS)
+    inside = is_inside(rows, columns, count, HEAD_DIM)
     target = X + offsets(
         rows,
         columns,
@@ -168,10 +167,10 @@ def load_matrix(
     W,
     rows,
     columns,
-    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
-    inside = is_inside(rows, columns, D, D)
-    source = W + rows[:, None] * D + columns[None, :]
+    inside = is_inside(rows, columns, HEAD_DIM, HEAD_DIM)
+    source = W + rows[:, None] * HEAD_DIM + columns[None, :]
     return tl.load(source, mask=inside, other=0.0)
 
 
@@ -181,10 +180,10 @@ def store_matrix(
     rows,
     columns,
     value,
-    D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
 ):
-    inside = is_inside(rows, columns, D, D)
-    target = W + rows[:, None] * D + columns[None, :]
+    inside = is_inside(rows, columns, HEAD_DIM, HEAD_DIM)
+    target = W + rows[:, None] * HEAD_DIM + columns[None, :]
     tl.store(target, value, mask=inside)
 
 
@@ -193,21 +192,21 @@ def load_weights(
     W,
     j,
     VARIANT: tl.constexpr,
-    D: tl.constexpr,
-    P: tl.constexpr,
-    J: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Load columns ``j`` to ``j + J`` of all matrices (rows instead of columns for ``down``)."""
-    every = tl.arange(0, P)
-    block = j + tl.arange(0, J)
+    """Load the columns of a block from all matrices (rows instead of columns for ``down``)."""
+    every = tl.arange(0, PADDED_DIM)
+    block = j + tl.arange(0, BLOCK_COLUMNS)
     if VARIANT == "mlp":
-        size: tl.constexpr = D * D
-        up = load_matrix(W, every, block, D)
-        gate = load_matrix(W + size, every, block, D)
-        down = load_matrix(W + 2 * size, block, every, D)
+        size: tl.constexpr = HEAD_DIM * HEAD_DIM
+        up = load_matrix(W, every, block, HEAD_DIM)
+        gate = load_matrix(W + size, every, block, HEAD_DIM)
+        down = load_matrix(W + 2 * size, block, every, HEAD_DIM)
         return up, gate, down
     else:
-        return (load_matrix(W, every, block, D),)
+        return (load_matrix(W, every, block, HEAD_DIM),)
 
 
 @triton.jit
@@ -247,7 +246,7 @@ def hidden_gradients(
     """Recompute what both backward kernels need for their final matmuls.
 
     Returns:
-        A tuple of [M, J] tiles, in the dtype of ``x`` unless noted:
+        A tuple of [TILE_ROWS, BLOCK_COLUMNS] tiles, in the dtype of ``x`` unless noted:
 
         - ``mlp``: gradients of ``x @ W_up`` and ``x @ W_gate``, and the hidden features
         - ``gate``: gradient of ``x @ W_gate``, and the direct gradient of ``x_j`` (float32)
@@ -288,13 +287,13 @@ def add_input_gradient(
         gate = weights[0]
         d_gate, d_x = gradients
         dx = dot_add(d_gate, tl.trans(gate), dx)
-        J: tl.constexpr = d_x.shape[1]
-        P: tl.constexpr = dx.shape[1]
-        if J == P:
+        BLOCK_COLUMNS: tl.constexpr = d_x.shape[1]
+        PADDED_DIM: tl.constexpr = dx.shape[1]
+        if BLOCK_COLUMNS == PADDED_DIM:
             return dx + d_x
         else:  # registers cannot be indexed by column, so multiply by a block of the identity
-            columns = j + tl.arange(0, J)
-            is_diagonal = columns[:, None] == tl.arange(0, P)[None, :]
+            columns = j + tl.arange(0, BLOCK_COLUMNS)
+            is_diagonal = columns[:, None] == tl.arange(0, PADDED_DIM)[None, :]
             identity = tl.where(is_diagonal, 1.0, 0.0).to(gate.dtype)
             high = d_x.to(gate.dtype)
             dx = dot_add(high, identity, dx)

@@ -61,10 +61,10 @@ class Tiling:
     def options(self, variant: Variant, head_dim: int) -> dict[str, Any]:
         return {
             "VARIANT": variant,
-            "D": head_dim,
-            "P": padded(head_dim),
-            "M": self.rows,
-            "J": self.columns,
+            "HEAD_DIM": head_dim,
+            "PADDED_DIM": padded(head_dim),
+            "TILE_ROWS": self.rows,
+            "BLOCK_COLUMNS": self.columns,
             "num_warps": self.warps,
             "num_stages": self.stages,
         }

@@ -69,10 +69,12 @@ class KnockCase:
         if self.device.type == "cuda":
             # compile the kernels, so that we check the repeated launches of `launches`
             _run_kernels(x, weight, dy, variant)
-        freed = []
+        # The allocator will reuse this memory for the three results. If a kernel does not write an
+        # element, it is still NaN.
+        same_sizes_as_results = []
         for tensor in (dy, dy, weight):
-            freed.append(torch.full_like(tensor, math.nan))
-        del freed  # so that unwritten outputs are NaN
+            same_sizes_as_results.append(torch.full_like(tensor, math.nan))
+        del same_sizes_as_results
         y, dx, dw = _run_kernels(x, weight, dy, variant)
 
         weight = weight.double()
@@ -146,14 +148,14 @@ class KnockCase:
             self.dtype,
             arch,
         )
-        emphasis = _emphasis(
-            count=x[..., 0].numel(),
-            turn=processors * weight_tile.rows,
-            tile=weight_tile.rows,
+        row_scales = _scale_rarely_summed_rows(
+            row_count=x[..., 0].numel(),
+            rows_per_round=processors * weight_tile.rows,
+            tile_rows=weight_tile.rows,
             device=self.device,
         )
         dy = torch.randn(x.shape, generator=generator, device=self.device)
-        dy *= emphasis.view(*x.shape[:2], 1)
+        dy *= row_scales.view(*x.shape[:2], 1)
         return x, weight.to(self.dtype), dy.to(self.dtype)
 
     def _draw_rows(self, tokens: int, generator: torch.Generator) -> Tensor:
@@ -302,22 +304,24 @@ def _compare(case: KnockCase) -> str | None:
         return f"the kernels failed ({error_type}: {message})"
 
 
-def _emphasis(
-    count: int,
-    turn: int,
-    tile: int,
+def _scale_rarely_summed_rows(
+    row_count: int,
+    rows_per_round: int,
+    tile_rows: int,
     device: torch.device,
 ) -> Tensor:
-    """Return a scaling factor for each row of the test input, ``[count]``.
+    """Return a factor for the output gradient of each row, ``[row_count]``.
 
-    The last, incomplete tile and the rows that a program processes after its first ``turn`` rows
-    get larger factors. Otherwise, the weight gradient would hardly change if a kernel skipped them.
+    The weight gradient is a sum over all rows. It would hardly change if a kernel skipped the few
+    rows of the last, incomplete tile, or those that remain after each program has processed its
+    first tile (``rows_per_round`` rows in total). So we scale these rows until they contribute as
+    much to the sum as all others.
     """
-    factors = torch.ones(count, device=device)
-    rows_after_first_turn = count - turn
-    rows_in_last_tile = count % tile
-    for rows in (rows_after_first_turn, rows_in_last_tile):
-        if 0 < rows < count:
-            other_rows = count - rows
+    factors = torch.ones(row_count, device=device)
+    rows_after_first_round = row_count - rows_per_round
+    rows_in_last_tile = row_count % tile_rows
+    for rows in (rows_after_first_round, rows_in_last_tile):
+        if 0 < rows < row_count:
+            other_rows = row_count - rows
             factors[-rows:] = math.sqrt(other_rows / rows)
     return factors
