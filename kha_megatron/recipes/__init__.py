@@ -7,6 +7,7 @@ Example::
 """
 
 import difflib
+import fnmatch
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -35,6 +36,7 @@ __all__ = [
     "SubmitResult",
     "dry_run",
     "dry_submission",
+    "find_recipes",
     "get_recipe",
     "launch_job",
     "prepare_job",
@@ -64,3 +66,19 @@ def get_recipe(name: str) -> Recipe:
             "recipes list` to see all recipes."
         )
     return RECIPES[name]
+
+
+def find_recipes(pattern: str) -> list[Recipe]:
+    """Return all recipes whose name matches a pattern, e.g. ``table2/*`` or ``table2``.
+
+    Raises:
+        ConfigError: If no recipe matches.
+    """
+    matches = []
+    for name, recipe in RECIPES.items():
+        is_in_folder = fnmatch.fnmatch(name, f"{pattern}/*")  # "table2" lists all of Table 2
+        if is_in_folder or fnmatch.fnmatch(name, pattern):
+            matches.append(recipe)
+    if not matches:
+        raise ConfigError(f"No recipe matches {pattern!r}. Run `kha-megatron recipes list`.")
+    return matches

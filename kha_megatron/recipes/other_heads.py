@@ -68,8 +68,8 @@ def _interactive(description: str, attention: dict[str, Any]) -> Baseline:
 
 _BASELINES: Mapping[str, Mapping[str, Baseline]] = {
     "gated": {
-        "1.7b-28": _gated("1.7B of 28 layers", ModelSize(28, 2048, 6144), grouped_query(16, 8)),
-        "1.7b-48": _gated("1.7B of 48 layers", ModelSize(48, 1536, 4608), grouped_query(16, 8)),
+        "1.7b-28": _gated("1.7B of 28 layers", ModelSize(28, 2048, 6144, micro_batch=4), grouped_query(16, 8)),
+        "1.7b-48": _gated("1.7B of 48 layers", ModelSize(48, 1536, 4608, micro_batch=2), grouped_query(16, 8)),
         "15b": _gated(
             "15B MoE (named A2.4B; 1.99B are active)",
             ModelSize(24, 2048, 768, (128, 8)),
@@ -77,8 +77,8 @@ _BASELINES: Mapping[str, Mapping[str, Baseline]] = {
         ),
     },
     "moh": {
-        "table4-s": _moh("LLM-S", ModelSize(12, 768, 2048), 12, 3e-4, 2000),
-        "table4-b": _moh("LLM-B", ModelSize(24, 1536, 4096), 16, 5e-4, 500),
+        "table4-s": _moh("LLM-S", ModelSize(12, 768, 2048, micro_batch=8), 12, 3e-4, 2000),
+        "table4-b": _moh("LLM-B", ModelSize(24, 1536, 4096, micro_batch=8), 16, 5e-4, 500),
     },
     "interactive": {
         "mha": _interactive("MHA, 16 heads", grouped_query(16, 16)),
@@ -102,8 +102,12 @@ _VARIANTS: Mapping[str, Mapping[str, HeadVariant]] = {
         "50": HeadVariant("50 % of the heads, half shared", "moh_50"),
     },
     "interactive": {
-        # without recomputation, the attention weights of all layers need 48 or 97 GB
-        "talking": HeadVariant("talking heads", "talking", {"recompute_granularity": "selective"}),
+        # without recomputation, the attention weights of all layers need 48 or 97 GB per sequence
+        "talking": HeadVariant(
+            "talking heads",
+            "talking",
+            {"recompute_granularity": "selective", "micro_batch_size": 2},
+        ),
         "collaborative": HeadVariant(
             "queries and keys of 256 features that all heads share", "collaborative"
         ),

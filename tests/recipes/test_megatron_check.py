@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from kha_megatron.recipes import Slurm, get_recipe, prepare_job
+from kha_megatron.recipes.gpu import GPU_ENVIRONMENT
 from tests import entry
 from tests.recipes.test_paper import DIFFERENT
 
@@ -27,10 +28,16 @@ WRONG = {
     "--spec a b": "--spec is not supported by this entry point",
     "--init-model-with-meta-device": "requires --use-megatron-fsdp",
 }
+GRAPHS = "--cuda-graph-impl transformer_engine --te-rng-tracker --cuda-graph-modules"
+OPTIONS = (
+    f"{GRAPHS} attn moe_router moe_preprocess",
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
+)
+"""Options of a recipe in the docs that have not been run on a GPU."""
 SCRIPT = """
 import json, os, sys
 from kha_megatron.training.check import find_mistake
-os.environ["WORLD_SIZE"] = "16"
+os.environ |= {"WORLD_SIZE": "16"} | json.loads(sys.argv[2])
 print(json.dumps([find_mistake(words) for words in json.loads(sys.argv[1])]))
 """
 
@@ -50,10 +57,12 @@ def mistakes():
     """Return the errors in the arguments of recipes and in each of WRONG."""
     cases = [arguments(name) for name in DIFFERENT]
     cases += [arguments("dense-0.6b", *words.split()) for words in WRONG]
-    run = entry.run([json.dumps(cases)], program=SCRIPT)
+    cases += [arguments("table2/mlp-v", *words.split()) for words in OPTIONS]
+    environment = json.dumps(dict(GPU_ENVIRONMENT))
+    run = entry.run([json.dumps(cases), environment], program=SCRIPT)
     assert run.codes == [0], run.output
     found = json.loads(run.output.splitlines()[-1])
-    return dict(zip([*DIFFERENT, *WRONG], found, strict=True))
+    return dict(zip([*DIFFERENT, *WRONG, *OPTIONS], found, strict=True))
 
 
 @pytest.mark.parametrize("words", WRONG)
@@ -63,3 +72,12 @@ def test_wrong_arguments_are_refused(words, mistakes):
 
 def test_recipes_are_accepted(mistakes):
     assert {mistakes[name] for name in DIFFERENT} == {None}
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_documented_options_are_accepted(words, mistakes):
+    assert mistakes[words] is None
+    docs = Path(__file__).parents[2] / "docs"
+    pages = [docs / "launch.md", docs / "bridge_recipes.md"]
+    text = " ".join(" ".join(page.read_text().split()) for page in pages)
+    assert words in text.replace("\\ ", "")
