@@ -48,7 +48,7 @@ def plan(
     the peak of the rank that needs the most. It fits if it is at most 90% of the GPU memory. FLOPs
     are those of forward and backward pass, without a discount for the causal mask.
 
-    With a pattern instead of a name, you get a table of the memory of all matching recipes for GPUs.
+    With a pattern instead of a name, you get a table of all matching recipes for GPUs.
 
     Exit codes: 0 if the largest rank fits into the GPU memory, 1 if it does not fit, 2 for invalid
     arguments.
@@ -61,7 +61,8 @@ def plan(
     """
     capacity = parse_size("--gpu-memory", gpu_memory)
     words = megatron or []
-    if any(symbol in recipe for symbol in "*?["):
+    is_pattern = any(symbol in recipe for symbol in "*?[")
+    if is_pattern and not recipes.is_own_recipe(recipe):
         _plan_all(recipe, words, gpus, capacity, as_json=as_json)
         return
     estimate = _estimate(recipes.get_recipe(recipe), words, gpus)
@@ -95,7 +96,9 @@ def _plan_all(
         if chosen.run.training.device == "cuda":
             estimates[chosen.name] = _estimate(chosen, words, gpus)
     if not estimates:
-        raise ConfigError(f"No recipe for GPUs matches {pattern!r}. Run `kha-megatron recipes list`.")
+        raise ConfigError(
+            f"No recipe for GPUs matches {pattern!r}. Run `kha-megatron recipes list`."
+        )
     if as_json:
         rows = []
         for name, estimate in estimates.items():

@@ -17,6 +17,7 @@ from kha_megatron.recipes.launching import Command, LaunchResult, dry_run, launc
 from kha_megatron.recipes.log_lines import Step, read_steps
 from kha_megatron.recipes.logs import Failure
 from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
+from kha_megatron.recipes.own import is_own_recipe, load_own_recipe
 from kha_megatron.recipes.paper import EQUATION_12, PAPER
 from kha_megatron.recipes.prepare import Job, Slurm, prepare_job
 from kha_megatron.recipes.recipe import Recipe
@@ -38,6 +39,7 @@ __all__ = [
     "dry_submission",
     "find_recipes",
     "get_recipe",
+    "is_own_recipe",
     "launch_job",
     "prepare_job",
     "read_steps",
@@ -54,11 +56,13 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def get_recipe(name: str) -> Recipe:
-    """Look up a recipe by name.
+    """Look up a recipe by name, or import the user's own, e.g. ``my_recipes.py:DEEP``.
 
     Raises:
         ConfigError: If there is no such recipe. The message suggests similar names.
     """
+    if is_own_recipe(name):
+        return load_own_recipe(name)
     if name not in RECIPES:
         similar = difflib.get_close_matches(name, RECIPES, n=3) or ["quickstart"]
         raise ConfigError(
