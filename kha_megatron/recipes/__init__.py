@@ -16,13 +16,13 @@ from kha_megatron.recipes.laptop import LAPTOP, QUICKSTART
 from kha_megatron.recipes.launching import Command, LaunchResult, dry_run, launch_job
 from kha_megatron.recipes.log_lines import Step, read_steps
 from kha_megatron.recipes.logs import Failure
-from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
+from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, LONG_CONTEXT, MOH
 from kha_megatron.recipes.own import is_own_recipe, load_own_recipe
 from kha_megatron.recipes.paper import EQUATION_12, PAPER
 from kha_megatron.recipes.prepare import Job, Slurm, prepare_job
 from kha_megatron.recipes.recipe import Recipe
 from kha_megatron.recipes.slurm import Submission, SubmitResult, dry_submission, submit
-from kha_megatron.recipes.tables import TABLES
+from kha_megatron.recipes.tables import ABLATION, TABLES
 
 __all__ = [
     "RECIPES",
@@ -46,12 +46,14 @@ __all__ = [
     "submit",
 ]
 
+_COLLECTIONS = (
+    (QUICKSTART, EQUATION_12),
+    *(LAPTOP, PAPER, TABLES, ABLATION),
+    *(INTERACTIVE, MOH, GATED, LONG_CONTEXT),
+)
+
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {
-        recipe.name: recipe
-        for recipes in ((QUICKSTART, EQUATION_12), LAPTOP, PAPER, TABLES, INTERACTIVE, MOH, GATED)
-        for recipe in recipes
-    }
+    {recipe.name: recipe for recipes in _COLLECTIONS for recipe in recipes}
 )
 
 

@@ -209,4 +209,17 @@ def _gla() -> Iterator[Recipe]:
         yield base.recipe(f"attention/gla-{variant}", VARIANTS[variant])
 
 
+def _ablation() -> Iterator[Recipe]:
+    """Random initial matrices (section 3.3). The paper does not say which model it used."""
+    base = Baseline("A0.8B-6.6B MoE", MODEL_SIZES[_NAME], SCHEDULE_75B)
+    for name in ("mlp", "linear"):
+        variant = replace(
+            VARIANTS[name],
+            description=f"{VARIANTS[name].description} with random initial matrices",
+            heads={"kha_init": "random"},
+        )
+        yield base.recipe(f"ablation/random-{name}", variant, **base.shape.parameters)
+
+
+ABLATION = tuple(_ablation())
 TABLES = (*_table_1(), *_table_2(), *_table_3(), *_table_4(), *_table_5(), *_gla())
