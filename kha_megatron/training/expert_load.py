@@ -1,6 +1,6 @@
 """Log MoE load balance to TensorBoard and W&B.
 
-For each MoE layer (e.g. layer 3), we log:
+For each MoE layer (e.g. the third), we log:
 
 - ``expert-load/violation-layer-3``: ``max / mean - 1`` over tokens per expert, also known as MaxVio
   (Wang et al. 2024)
@@ -43,11 +43,10 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
         columns = [violation(loads), loads.amin(dim=-1) / mean, spread, torch.ones_like(mean)]
         table[[number - 1 for number in layers]] = torch.stack(columns, dim=-1)
     torch.distributed.all_reduce(table, group=mpu.get_pipeline_model_parallel_group())
-    rows = {number: row for number, row in enumerate(table.tolist(), 1) if row[-1]}
-    values = {
-        f"expert-load/{name}-layer-{number}": value
-        for number, row in rows.items()
-        for name, value in zip(_NAMES, row, strict=False)
-    }
-    values["expert-load/violation"] = sum(row[0] for row in rows.values()) / len(rows)
+    rows = [row for row in table.tolist() if row[-1]]
+    values = {"expert-load/violation": sum(row[0] for row in rows) / len(rows)}
+    # other layers have no number, because a HybridModel also counts attention layers
+    for moe_layer, row in enumerate(rows, start=1):
+        for name, value in zip(_NAMES, row, strict=False):
+            values[f"expert-load/{name}-layer-{moe_layer}"] = value
     write_scalars(values, iteration)
