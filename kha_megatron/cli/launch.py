@@ -93,6 +93,7 @@ def launch(
       kha-megatron data prepare --from src --glob '*.py' --out data/mine
       kha-megatron launch quickstart --data data/mine --output runs/first
       kha-megatron launch quickstart --data data/mine --dry-run -- --train-iters 50
+      kha-megatron launch examples/qwen3_235b.py:KHA_MLP --nproc 256 --dry-run
       kha-megatron launch table2/mlp-v --data /data/mine --executor slurm \\
         --nodes 4 --account acme --time 04:00:00 --chain 6 --dry-run
     """
@@ -113,10 +114,11 @@ def launch(
     if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
         raise ConfigError("Slurm options require --executor slurm. See --help for these options.")
     capacity = parse_size("--gpu-memory", gpu_memory)
+    chosen = get_recipe(recipe)
     job = prepare_job(
-        get_recipe(recipe),
+        chosen,
         data=data,
-        output=output or Path("runs", recipe),
+        output=output or Path("runs", chosen.name),
         overrides=megatron or [],
         ranks=nproc,
         device=device,

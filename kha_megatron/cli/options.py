@@ -50,7 +50,8 @@ HeadsFrom = Annotated[
 RecipeName = Annotated[
     str,
     typer.Argument(
-        help="Recipe to use. See `kha-megatron recipes list`.", autocompletion=recipe_names
+        help="Recipe to use (see `kha-megatron recipes list`), or FILE.py:NAME for your own.",
+        autocompletion=recipe_names,
     ),
 ]
 Preset = Annotated[

@@ -1,9 +1,11 @@
 """``kha-megatron plan``: parameters, FLOPs and memory of a recipe on a number of GPUs."""
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
@@ -15,9 +17,12 @@ from kha_megatron.cli.options import (
     RecipeName,
     parse_size,
 )
+from kha_megatron.errors import ConfigError
 from kha_megatron.model.layout import Layout
-from kha_megatron.plan.estimate import Estimate, estimate_run
+from kha_megatron.plan.estimate import USABLE_MEMORY, Estimate, estimate_run
 from kha_megatron.plan.memory import Memory
+from kha_megatron.recipes import Recipe
+from kha_megatron.recipes.prepare import fit_micro_batch
 
 _ASSUMED = (
     "Memory is estimated for Transformer Engine with flash attention, Adam, no dropout and "
@@ -29,7 +34,10 @@ def plan(
     recipe: RecipeName,
     megatron: MegatronArguments = None,
     *,
-    gpus: Annotated[int, typer.Option(min=1, max=2**31, help="Number of GPUs.")],
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, max=2**31, help="Number of GPUs (default: set by recipe)."),
+    ] = None,
     gpu_memory: GPUMemory = "80GB",
     heads_from: HeadsFrom = None,
     as_json: AsJSON = False,
@@ -40,21 +48,27 @@ def plan(
     the peak of the rank that needs the most. It fits if it is at most 90% of the GPU memory. FLOPs
     are those of forward and backward pass, without a discount for the causal mask.
 
+    With a pattern instead of a name, you get a table of all matching recipes for GPUs.
+
     Exit codes: 0 if the largest rank fits into the GPU memory, 1 if it does not fit, 2 for invalid
     arguments.
 
     Examples:
       kha-megatron plan moe-a0.8b-6.6b --gpus 64
+      kha-megatron plan 'table2/*'
       kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 40GB -- \\
         --tensor-model-parallel-size 2 --sequence-parallel
     """
     capacity = parse_size("--gpu-memory", gpu_memory)
-    run = recipes.get_recipe(recipe).run.updated(megatron or [])
-    estimate = estimate_run(run, gpus)
+    words = megatron or []
+    is_pattern = any(symbol in recipe for symbol in "*?[")
+    if is_pattern and not recipes.is_own_recipe(recipe):
+        _plan_all(recipe, words, gpus, capacity, as_json=as_json)
+        return
+    estimate = _estimate(recipes.get_recipe(recipe), words, gpus)
     fits = estimate.fits(capacity)
     if as_json:
-        data = {"recipe": recipe, "gpus": gpus, "gpu_memory": capacity, "fits": fits}
-        console.print_json(data | _as_data(estimate))
+        console.print_json(_as_data(recipe, estimate, capacity))
     else:
         _print(estimate, recipe)
         console.out.print(estimate.explain_fit(capacity), _ASSUMED, sep="\n")
@@ -62,13 +76,69 @@ def plan(
         raise typer.Exit(1)
 
 
-def _as_data(estimate: Estimate) -> dict[str, Any]:
+def _estimate(recipe: Recipe, words: list[str], gpus: int | None) -> Estimate:
+    ranks = gpus or recipe.ranks
+    run = fit_micro_batch(recipe, recipe.run.updated(words), ranks)
+    return estimate_run(run, ranks)
+
+
+def _plan_all(
+    pattern: str,
+    words: list[str],
+    gpus: int | None,
+    capacity: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Print the memory of all recipes for GPUs whose name matches the pattern."""
+    estimates = {}
+    for chosen in recipes.find_recipes(pattern):
+        if chosen.run.training.device == "cuda":
+            estimates[chosen.name] = _estimate(chosen, words, gpus)
+    if not estimates:
+        raise ConfigError(
+            f"No recipe for GPUs matches {pattern!r}. Run `kha-megatron recipes list`."
+        )
+    if as_json:
+        rows = []
+        for name, estimate in estimates.items():
+            rows.append(_as_data(name, estimate, capacity))
+        console.print_json(rows)
+    else:
+        console.out.print(_memory_table(estimates, capacity), _ASSUMED, sep="\n")
+    if not all(estimate.fits(capacity) for estimate in estimates.values()):
+        raise typer.Exit(1)
+
+
+def _memory_table(estimates: Mapping[str, Estimate], capacity: int) -> Table:
+    usable = USABLE_MEMORY * capacity / 1e9
+    title = f"Micro batch sizes, and GB of the largest rank (at most {usable:.1f} fit)"
+    columns = ("GPUs", "batch", "activations", "total", "fits")
+    table = console.number_table("recipe", *columns, title=title)
+    for name, estimate in estimates.items():
+        activations = estimate.memory.activations + estimate.kha_memory.activations
+        table.add_row(
+            name,
+            str(estimate.layout.world_size),
+            str(estimate.setup.batch.micro_batch_size),
+            f"{activations / 1e9:.1f}",
+            f"{estimate.total_memory / 1e9:.1f}",
+            "yes" if estimate.fits(capacity) else "no",
+        )
+    return table
+
+
+def _as_data(recipe: str, estimate: Estimate, capacity: int) -> dict[str, Any]:
     setup = estimate.setup
     layout = estimate.layout
     counts = estimate.counts
     rank = estimate.rank
     derived_sizes = {"etp": layout.expert_tp, "dp": layout.dp, "expert_dp": layout.expert_dp}
     return {
+        "recipe": recipe,
+        "gpus": layout.world_size,
+        "gpu_memory": capacity,
+        "fits": estimate.fits(capacity),
         "layout": asdict(layout) | derived_sizes,
         "batch": asdict(setup.batch),
         "microbatches": rank.microbatches,

@@ -1,6 +1,5 @@
 """``kha-megatron recipes``: list and show recipes."""
 
-import fnmatch
 import shlex
 from typing import Annotated, Any
 
@@ -10,7 +9,6 @@ from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, HeadsFrom, RecipeName
 from kha_megatron.cli.running import Commands
-from kha_megatron.errors import ConfigError
 from kha_megatron.recipes import Recipe
 
 recipes_app = Commands(
@@ -30,13 +28,7 @@ def list_recipes(
     Examples:
       kha-megatron recipes list 'table5/*'
     """
-    chosen = []
-    for name, recipe in recipes.RECIPES.items():
-        is_in_folder = fnmatch.fnmatch(name, f"{pattern}/*")  # "table2" lists all of Table 2
-        if is_in_folder or fnmatch.fnmatch(name, pattern):
-            chosen.append(recipe)
-    if not chosen:
-        raise ConfigError(f"No recipe matches {pattern!r}. Run `kha-megatron recipes list`.")
+    chosen = recipes.find_recipes(pattern)
     if as_json:
         console.print_json([recipe_data(recipe) for recipe in chosen])
         return

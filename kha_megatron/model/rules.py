@@ -46,7 +46,13 @@ def check_arguments(
             "--multi-latent-attention, but there are none. Add --q-lora-rank, or remove "
             "--qk-layernorm."
         )
-    _check_optimizer(model, Training(**read_arguments(Training, arguments)))
+    training = Training(**read_arguments(Training, arguments))
+    _check_optimizer(model, training)
+    if training.cross_entropy_loss_fusion and not training.bf16:
+        raise ConfigError(
+            "--cross-entropy-loss-fusion rounds the gradients of logits to bfloat16 in every "
+            "precision. Add --bf16, or remove --cross-entropy-loss-fusion."
+        )
 
 
 def _check_optimizer(model: ModelConfig, training: Training) -> None:

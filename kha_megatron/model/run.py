@@ -73,6 +73,11 @@ class Training:
     decrease_batch_size_if_needed: bool = _option(False)
     moe_grouped_gemm: bool = _option(False)
     moe_permute_fusion: bool = _option(False)
+    moe_router_fusion: bool = _option(False)
+    overlap_moe_expert_parallel_comm: bool = _option(False)
+    cross_entropy_loss_fusion: bool = _option(False)
+    manual_gc: bool = _option(False)
+    manual_gc_interval: int = _option(0, least=0)
     log_throughput: bool = _option(False)
     split: str | None = _option(None)
     data_cache_path: str | None = _option(None)
@@ -157,7 +162,7 @@ def _fields_by_argument() -> Mapping[str, Field]:
 
 def _excluded_by(argument: str, value: Any) -> tuple[str, ...]:
     """Return the arguments that are dropped if this one is set (they are mutually exclusive)."""
-    te_only = ("moe_grouped_gemm", "moe_permute_fusion")
+    te_only = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
     match argument, value:
         case "tensor_model_parallel_size", 1:
             return ("sequence_parallel",)
@@ -170,7 +175,7 @@ def _excluded_by(argument: str, value: Any) -> tuple[str, ...]:
         case "multi_latent_attention", True:
             return ("group_query_attention", "num_query_groups")
         case "fp16", True:
-            return ("bf16",)
+            return ("bf16", "cross_entropy_loss_fusion")
         case "device", "cpu":
             return te_only
         case "transformer_impl", "local":

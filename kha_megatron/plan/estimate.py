@@ -87,6 +87,12 @@ def estimate_run(run: Run, gpus: int) -> Estimate:
     """
     setup = build_setup(run)
     layout = run.layout(gpus)
+    attention_type = setup.model.attention_type
+    if layout.tp > 1 and attention_type != "gqa":
+        raise ConfigError(
+            f"Cannot estimate the memory of {attention_type.upper()} with "
+            "--tensor-model-parallel-size."
+        )
     check_layout(setup.model, layout, setup.batch)
     return _estimate(setup, layout)
 
@@ -120,8 +126,6 @@ def build_setup(run: Run) -> Setup:
     model = get_countable_model(run.model)
     training = run.training
     batch = run.batch
-    if model.attention_type != "gqa":
-        raise ConfigError(f"Cannot estimate the memory of {model.attention_type.upper()}.")
     if model.mtp_num_layers:
         raise ConfigError("Cannot estimate the memory of multi-token prediction.")
     if training.use_torch_fsdp2 or training.use_megatron_fsdp:

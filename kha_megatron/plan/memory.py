@@ -176,21 +176,47 @@ def _estimate_layer_activations(rank: Rank, layer: int) -> float:
 
 def _estimate_attention_activations(rank: Rank) -> float:
     model = rank.model
-    heads = rank.heads
-    queries = heads.query_heads * model.head_dim
-    keys = heads.kv_heads * model.head_dim
-    features = 2 * queries + 2 * keys  # inputs and output of core attention
-    if model.qk_layernorm:
-        features += queries + keys
+    query_heads = rank.heads.query_heads
+    if model.multi_latent_attention:
+        features = _count_latent_features(rank)
+        output_features = query_heads * model.v_head_dim
+    else:
+        features = _count_head_features(rank)
+        output_features = query_heads * model.head_dim
     token_bytes = features * rank.element_size
     if rank.setup.precision == "fp8":
-        token_bytes += queries  # input of the output projection
+        token_bytes += output_features  # input of the output projection
     if rank.setup.recompute != "selective":
-        token_bytes += 4 * heads.query_heads  # log-sum-exp of flash attention
+        token_bytes += 4 * query_heads  # log-sum-exp of flash attention
     # the norm and the QKV projection save their inputs
     input_bytes = model.hidden_size * (rank.element_size + rank.input_size)
     saved = rank.sharded_tokens * input_bytes
     return saved + rank.tokens * token_bytes
+
+
+def _count_head_features(rank: Rank) -> int:
+    """Elements per token that MHA, MQA, GQA and GTA save between their projections."""
+    model = rank.model
+    queries = rank.heads.query_heads * model.head_dim
+    keys = rank.heads.kv_heads * model.head_dim
+    features = 2 * queries + 2 * keys  # inputs and output of core attention
+    if model.qk_layernorm:
+        features += queries + keys
+    return features
+
+
+def _count_latent_features(rank: Rank) -> int:
+    """Elements per token that MLA and GLA save between the down-projections and the output.
+
+    The latents are saved by their norms and by the up-projections. Keys and values of all heads are
+    saved by core attention.
+    """
+    model = rank.model
+    latents = 2 * (model.query_rank + model.kv_lora_rank)
+    query_features = model.qk_head_dim + model.qk_pos_emb_head_dim
+    head_features = 2 * query_features  # query and key
+    head_features += 2 * model.v_head_dim  # value and output
+    return latents + rank.heads.query_heads * head_features
 
 
 def _count_mlp_bytes(rank: Rank, width: float) -> float:

@@ -48,10 +48,11 @@ def partial(
     """
     local = isinstance(executor, run.LocalExecutor)
     slurm = _slurm_options(executor) if isinstance(executor, run.SlurmExecutor) else None
+    chosen = get_recipe(recipe)
     job = prepare_job(
-        get_recipe(recipe),
+        chosen,
         data=Path(data) if data else None,
-        output=Path(output or f"runs/{recipe}"),
+        output=Path(output or f"runs/{chosen.name}"),
         overrides=shlex.split(megatron),
         ranks=executor.nnodes() * executor.nproc_per_node(),
         resume=resume,
@@ -104,7 +105,8 @@ def train(
     except (KHAError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    with run.Experiment(recipe.replace("/", "-"), executor=executor) as experiment:
+    name = get_recipe(recipe).name.replace("/", "-")
+    with run.Experiment(name, executor=executor) as experiment:
         experiment.add(task, name=TASK)
         if ctx.dryrun:
             experiment.dryrun()

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from kha_megatron.model.run import Run
+from kha_megatron.recipes.gpu import GPU_EXPERTS, GPU_TRAINING
 from kha_megatron.recipes.recipe import Recipe
 
 VOCAB_SIZE = 157184
@@ -52,24 +53,6 @@ TRAINING: dict[str, Any] = {
     "save_interval": 1000,
     "ckpt_format": "torch_dist",
 }
-_ON_GPUS: dict[str, Any] = {
-    "micro_batch_size": 1,
-    "bf16": True,
-    "use_distributed_optimizer": True,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "log_memory_to_tensorboard": True,
-    "save_interval_in_mins": 30,
-    "device": "cuda",
-}
-_EXPERTS_ON_GPUS: dict[str, Any] = {
-    "expert_model_parallel_size": 8,  # one node
-    "moe_grouped_gemm": True,
-    "moe_permute_fusion": True,
-}
-"""As in Megatron-Bridge's recipe for Qwen3-30B-A3B. :class:`Run` drops the last two with local
-layers, which do not support them."""
-
 
 _KEPT_CHECKPOINTS = 10
 """Number of checkpoints that a run keeps, besides the newest one."""
@@ -112,7 +95,7 @@ SCHEDULE_1T = Schedule("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Dimensions of a model, as in Table 5."""
+    """Dimensions of a model, as in Table 5, and the largest micro batch that fits in memory."""
 
     layers: int
     hidden: int
@@ -120,6 +103,9 @@ class ModelSize:
     experts: tuple[int, int] | None = None  # ``(num_experts, top_k)`` for MoE models
     total: str = ""  # published parameters of the baseline (Table 5, section 4.1)
     active: str = ""
+    micro_batch: int = 1
+    """Micro batch size (sequences) for 8 GPUs with 80 GB. See ``kha-megatron plan --all``. It is
+    the same for all head mechanisms that are compared in a table, unless one needs more memory."""
 
     @property
     def parameters(self) -> dict[str, str | float]:
@@ -127,13 +113,13 @@ class ModelSize:
 
 
 MODEL_SIZES: Mapping[str, ModelSize] = {
-    "moe-a0.44b-2.3b": ModelSize(12, 1152, 768, (64, 4), "2.3B", "0.44B"),
-    "moe-a0.8b-6.6b": ModelSize(18, 1536, 1152, (64, 4), "6.6B", "880M"),  # 880M is from Table 3
-    "moe-a1.6b-14.6b": ModelSize(23, 2048, 1536, (64, 4), "14.6B", "1.6B"),
-    "dense-0.6b": ModelSize(24, 1024, 3072, None, "0.61B", "0.61B"),
-    "dense-1.7b": ModelSize(24, 2048, 6144, None, "1.68B", "1.68B"),
-    "dense-3.9b": ModelSize(36, 2560, 9728, None, "3.94B", "3.94B"),
-    "moe-a1b-6.1b": ModelSize(18, 2048, 384, (128, 8), "6.1B", "1.01B"),
+    "moe-a0.44b-2.3b": ModelSize(12, 1152, 768, (64, 4), "2.3B", "0.44B", 8),
+    "moe-a0.8b-6.6b": ModelSize(18, 1536, 1152, (64, 4), "6.6B", "880M", 4),  # 880M is from Table 3
+    "moe-a1.6b-14.6b": ModelSize(23, 2048, 1536, (64, 4), "14.6B", "1.6B", 2),
+    "dense-0.6b": ModelSize(24, 1024, 3072, None, "0.61B", "0.61B", 4),
+    "dense-1.7b": ModelSize(24, 2048, 6144, None, "1.68B", "1.68B", 4),
+    "dense-3.9b": ModelSize(36, 2560, 9728, None, "3.94B", "3.94B", 2),
+    "moe-a1b-6.1b": ModelSize(18, 2048, 384, (128, 8), "6.1B", "1.01B", 2),
 }
 
 
@@ -185,9 +171,10 @@ class Baseline:
                 "moe_router_topk": shape.experts[1],
                 "moe_ffn_hidden_size": shape.ffn,
                 "moe_router_bias_update_rms": True,
-                **_EXPERTS_ON_GPUS,
+                **GPU_EXPERTS,
             }
-        values |= TRAINING | _ON_GPUS | self.schedule.arguments()
+        values |= {**TRAINING, **GPU_TRAINING, **self.schedule.arguments()}
+        values["micro_batch_size"] = shape.micro_batch
         values |= {"kha_preset": variant.preset, **variant.heads}
         return Recipe(
             name=name,
@@ -217,7 +204,7 @@ PAPER = tuple(map(_recipe, MODEL_SIZES))
 
 EQUATION_12 = Baseline(
     "one layer of the worked example of eq. 12",
-    ModelSize(1, 1024, 3072),
+    ModelSize(1, 1024, 3072, micro_batch=8),
     replace(SCHEDULE_100B, length=2048),
     grouped_query(32, 32) | {"kv_channels": 32},
 ).recipe("equation12", VARIANTS["mlp"])

@@ -22,12 +22,13 @@ from kha_megatron.data import CORPUS, check_data, check_same_tokenizer, lacks_da
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError, show_value
 from kha_megatron.model.rules import check_arguments, check_attention, check_optimizer_package
 from kha_megatron.model.run import Run
+from kha_megatron.recipes.gpu import gpu_environment, read_compute_capability
 from kha_megatron.recipes.recipe import CHECKPOINTS, INDICES, Recipe
 
 SUBMISSION = "submission.json"
 """File in the output directory that records the Slurm job IDs."""
 
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+_MICRO_BATCH = "micro_batch_size"
 _OTHER_CHECKPOINT = (
     *("kha_upcycle", "use_checkpoint_args"),
     *("--ckpt-step", "--non-persistent-ckpt-type"),
@@ -178,6 +179,7 @@ def prepare_job(
         _check_is_absolute("--output", output)
 
     run = recipe.run_for(overrides, data=data, output=output, **values)
+    run = fit_micro_batch(recipe, run, ranks)
     save = run.training.save
     load = run.training.load
     if resume and save is None:
@@ -232,6 +234,31 @@ def prepare_job(
         slurm=slurm,
         resume=resume or load is not None,
     )
+
+
+def fit_micro_batch(recipe: Recipe, run: Run, ranks: int) -> Run:
+    """Reduce the recipe's micro batch size if each replica has fewer sequences than that.
+
+    Recipes have the largest micro batch size that fits in the memory of their default number of
+    GPUs. The global batch size does not depend on the number of GPUs. The user's own
+    ``--micro-batch-size`` is not changed.
+    """
+    batch = run.batch
+    is_from_recipe = run.explicit.get(_MICRO_BATCH) is recipe.run.explicit.get(_MICRO_BATCH)
+    if not is_from_recipe or batch is None or batch.global_batch_size is None:
+        return run
+    replicas = run.layout(ranks).dp
+    if replicas == 0 or batch.global_batch_size % replicas:
+        return run  # refused later, because no micro batch size would help
+    sequences = batch.global_batch_size // replicas
+    size = math.gcd(sequences, batch.micro_batch_size)
+    if size == batch.micro_batch_size:
+        return run
+    announce(
+        f"Reducing --micro-batch-size from {batch.micro_batch_size} to {size}, because each of "
+        f"{replicas} replicas gets {sequences} sequences of the global batch."
+    )
+    return run.updated(micro_batch_size=size)
 
 
 def _check_is_absolute(flag: str, path: Path | None) -> None:
@@ -367,11 +394,10 @@ def _environment(recipe: Recipe, run: Run, *, override: bool) -> dict[str, str]:
     By default, variables that are already set in the current process win over the recipe's.
     """
     variables = dict(recipe.environment)
-    layout = run.layout(None)
-    if run.training.use_torch_fsdp2 or run.training.use_megatron_fsdp:
-        variables.pop(_CONNECTIONS, None)  # Megatron requires 1 below, but forbids it with FSDP
-    elif layout.tp > 1 or layout.cp > 1:
-        variables = {_CONNECTIONS: "1"} | variables
+    if run.training.device == "cuda":
+        # jobs on other machines are prepared without their GPUs
+        compute_capability = None if override else read_compute_capability()
+        variables = gpu_environment(run, compute_capability) | variables
     if not override:
         for name in variables.keys() & os.environ.keys():
             variables[name] = os.environ[name]

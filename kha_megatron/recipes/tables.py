@@ -4,7 +4,7 @@ There is one recipe per row, e.g. ``table1/mlp-kv4`` or ``table5/dense-1.7b-line
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kha_megatron.recipes.paper import (
@@ -132,9 +132,12 @@ _TABLE_5: Mapping[str, Mapping[str, float]] = {
 def _table_1() -> Iterator[Recipe]:
     for name, losses in _TABLE_1.items():
         for kv_heads, loss in zip(_KV_HEADS, losses, strict=True):
+            shape = MODEL_SIZES[_NAME]
+            if kv_heads == 32:
+                shape = replace(shape, micro_batch=2)  # KHA-MLP on 32 values needs more memory
             base = Baseline(
                 f"A0.8B-6.6B MoE, 32 query and {kv_heads} KV heads",
-                MODEL_SIZES[_NAME],
+                shape,
                 SCHEDULE_75B,
                 grouped_query(32, kv_heads),
             )
@@ -206,4 +209,17 @@ def _gla() -> Iterator[Recipe]:
         yield base.recipe(f"attention/gla-{variant}", VARIANTS[variant])
 
 
+def _ablation() -> Iterator[Recipe]:
+    """Random initial matrices (section 3.3). The paper does not say which model it used."""
+    base = Baseline("A0.8B-6.6B MoE", MODEL_SIZES[_NAME], SCHEDULE_75B)
+    for name in ("mlp", "linear"):
+        variant = replace(
+            VARIANTS[name],
+            description=f"{VARIANTS[name].description} with random initial matrices",
+            heads={"kha_init": "random"},
+        )
+        yield base.recipe(f"ablation/random-{name}", variant, **base.shape.parameters)
+
+
+ABLATION = tuple(_ablation())
 TABLES = (*_table_1(), *_table_2(), *_table_3(), *_table_4(), *_table_5(), *_gla())

@@ -1,6 +1,6 @@
 """Log MoE load balance to TensorBoard and W&B.
 
-For each MoE layer (e.g. layer 3), we log:
+For each MoE layer (e.g. the third), we log:
 
 - ``expert-load/violation-layer-3``: ``max / mean - 1`` over tokens per expert, also known as MaxVio
   (Wang et al. 2024)
@@ -48,14 +48,11 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
         indices = [number - 1 for number in layers]
         table[indices] = torch.stack(columns, dim=-1)
     torch.distributed.all_reduce(table, group=mpu.get_pipeline_model_parallel_group())
-    values = {}
-    violations = []
-    for number, row in enumerate(table.tolist(), 1):
-        *statistics, has_experts = row
-        if not has_experts:
-            continue
-        for name, value in zip(_NAMES, statistics, strict=True):
-            values[f"expert-load/{name}-layer-{number}"] = value
-        violations.append(values[f"expert-load/violation-layer-{number}"])
-    values["expert-load/violation"] = sum(violations) / len(violations)
+    rows = [row for row in table.tolist() if row[-1]]
+    violations = [row[0] for row in rows]
+    values = {"expert-load/violation": sum(violations) / len(violations)}
+    # other layers have no number, because a HybridModel also counts attention layers
+    for moe_layer, row in enumerate(rows, start=1):
+        for name, value in zip(_NAMES, row, strict=False):
+            values[f"expert-load/{name}-layer-{moe_layer}"] = value
     write_scalars(values, iteration)

@@ -35,7 +35,8 @@ def test_examples_parse_and_fit_80_columns(name, monkeypatch):
     for words in lines:
         given = parse(words)
         if recipe := given.get("recipe"):
-            recipes.get_recipe(recipe)
+            find = recipes.find_recipes if "*" in recipe else recipes.get_recipe
+            find(recipe)
         if variants := given.get("variants"):
             parse_variants(variants)
         if variant := given.get("variant"):

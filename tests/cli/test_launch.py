@@ -88,11 +88,16 @@ def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
         (
             "interactive/talking-gqa4",
             ["--gpu-memory", "40GB"],
-            ["--micro-batch-size", "2"],
+            [],
             "WARNING: The largest rank needs about 47.9 GB of GPU memory",
         ),
         ("interactive/talking-gqa4", ["--device", "cpu"], ["--micro-batch-size", "8"], ""),
-        ("table3/mla-baseline", [], [], "Cannot estimate the memory of MLA."),
+        (
+            "table3/mla-baseline",
+            [],
+            ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+            "Cannot estimate the memory of MLA with --tensor-model-parallel-size.",
+        ),
     ],
 )
 def test_a_job_that_does_not_fit_is_announced(recipe, words, extra, message):

@@ -42,6 +42,7 @@ FORMS = (
     ("torchrun * -m kha_megatron.training *", "entry"),
     ("make *", "make"),
     ("export KHA_CONFIG=*", "setting"),
+    ("pip install lm_eval*", "known"),
     ("pip install *", "extras"),
     ("*python* tools/*.py*", "tool"),
     ("tools/*.sh*", "tool"),
@@ -50,7 +51,7 @@ FORMS = (
         for pattern in (
             *("nemo kha train *", "python -m vllm.*", "vllm serve *", "source .venv/bin/activate"),
             *("*python* -m pytest *", "tar *", "cat patches/*", "for i in *", "echo *"),
-            *("git clone *", "git -C *", "APEX_CPP_EXT=1 *", "nsys profile *"),
+            *("git clone *", "git -C *", "APEX_CPP_EXT=1 *", "nsys profile *", "lm_eval *"),
         )
     ),
 )
@@ -95,6 +96,8 @@ def world(tmp_path_factory):
     place = tmp_path_factory.mktemp("documents")
     text = {"globs": ["*.py"], "max_file_bytes": 512, "workers": 1}
     prepare([TEXT], place / "data/python", vocab_size=512, **text)
+    (place / "examples").mkdir()
+    shutil.copy(ROOT / "examples/qwen3_235b.py", place / "examples")
     for folder in ("my-text", "more-text"):
         (place / folder).mkdir()
         shutil.copy(TEXT / "encoder.py", place / folder / "book.txt")

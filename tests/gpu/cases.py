@@ -11,6 +11,7 @@ from statistics import fmean
 
 from kha_megatron.model.run import Arguments, Run, as_arguments, parse, render
 from kha_megatron.recipes import Recipe
+from kha_megatron.recipes.gpu import GPU_EXPERTS, GPU_TRAINING
 from kha_megatron.recipes.paper import ATTENTION
 
 STEPS = 200
@@ -45,6 +46,12 @@ LOCAL = _flags(f"""
     --no-rope-fusion
 """)
 GROUPED = _flags("--moe-grouped-gemm --moe-permute-fusion")
+_ONE_GPU = {"expert_model_parallel_size": 1, "num_workers": 1, "eval_iters": 0}
+_RECIPE = {
+    argument.flag: argument.words
+    for argument in as_arguments(**{**GPU_TRAINING, **GPU_EXPERTS, **_ONE_GPU}).values()
+}
+"""The settings of recipes for GPUs."""
 _PADDED = GROUPED | _flags("--moe-router-padding-for-quantization")
 TINY = _flags("""
     --num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --kv-channels 16 --seq-length 32
@@ -162,6 +169,7 @@ def _moe(name: str, flags: Arguments, *needs: str, **more: object) -> Case:
 
 _GRAPHS = _flags("--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2")
 _ATTENTION_GRAPHS = _GRAPHS | _flags("--cuda-graph-modules attn")
+_SCOPES = _flags("--cuda-graph-modules attn moe_router moe_preprocess")
 _FULL = _flags("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1")
 _FLASH = _flags("--attention-backend flash")
 _FP16 = _flags("--fp16 --initial-loss-scale 4096")
@@ -183,10 +191,12 @@ CASES: tuple[Case, ...] = (
     _moe("moe-plain-torch", TE | GROUPED, "te", environment={"KHA_KERNELS": "torch"}),
     _dense("dense-flash-attention", TE | _FLASH, "te", "flash-attn"),
     _moe("moe-full-recompute", TE | GROUPED | _FULL, "te"),
+    _moe("moe-recipe-settings", TE | _RECIPE, "te"),
     # Transformer Engine has other random states with graphs
     _dense("dense-te-graphs", TE | _GRAPHS, "te", bound=OTHER_START),
     _dense("dense-attention-graphs", TE | _ATTENTION_GRAPHS, "te", bound=OTHER_START),
     _moe("moe-attention-graphs", TE | GROUPED | _ATTENTION_GRAPHS, "te", bound=OTHER_START),
+    _moe("moe-te-graphs", TE | _RECIPE | _GRAPHS | _SCOPES, "te", bound=OTHER_START),
     _dense("dense-fused-weight-gradients", TE, "te", "apex", dropped=(_UNFUSED,)),
     # other variants and mechanisms, whose loss must only fall
     _dense("dense-gate", TE, "te", preset="kha_gate_v", like=None),

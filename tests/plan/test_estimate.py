@@ -22,12 +22,12 @@ def test_every_recipe_for_gpus_fits():
     checked = 0
     for recipe in RECIPES.values():
         run = recipe.run
-        if run.training.device != "cuda" or run.model.attention_type != "gqa":
+        if run.training.device != "cuda":
             continue
         result = estimate_run(run, recipe.ranks)
         assert result.fits(80 * GB), (recipe.name, result.explain_fit(80 * GB))
         checked += 1
-    assert checked > 70
+    assert checked > 100
 
 
 def test_flops_are_those_of_three_forward_passes():
@@ -60,7 +60,9 @@ def test_kha_costs_what_it_adds(name, gpus, words):
     assert knocked.rank.counts.total - baseline.rank.counts.total == knocked.rank.counts.kha
     layout = knocked.layout
     assert layout.dp * layout.tp * layout.pp * layout.cp == gpus
-    assert knocked.rank.microbatches * layout.dp == knocked.setup.batch.global_batch_size
+    batch = knocked.setup.batch
+    sequences = batch.micro_batch_size * layout.dp
+    assert knocked.rank.microbatches * sequences == batch.global_batch_size
 
 
 def test_recompute_and_memory_decide_what_fits():
@@ -93,7 +95,11 @@ def test_the_largest_rank_of_all_stages_decides(words, stage):
     ("name", "words", "remedy"),
     [
         # attention weights are only kept for one layer at a time
-        ("dense-3.9b", "--kha-preset talking", "--recompute-modules core_attn."),
+        (
+            "dense-3.9b",
+            "--kha-preset talking --micro-batch-size 1",
+            "--recompute-modules core_attn.",
+        ),
         ("dense-3.9b", "--micro-batch-size 4", "--recompute-num-layers 1."),
         ("dense-3.9b", "--num-layers 144", "Use more GPUs with a larger --tensor"),
     ],
@@ -128,8 +134,8 @@ def test_a_recipe_that_cannot_be_counted_is_refused():
         with pytest.raises(ConfigError, match=reason):
             build_setup(run.updated(**changes))
     for name in ("table3/gta-mlp", "attention/gla-linear", "table3/mla-linear"):
-        with pytest.raises(ConfigError, match="Cannot estimate the memory of"):
-            build_setup(get_recipe(name).run)
+        with pytest.raises(ConfigError, match=r"of [GM][TL]A with --tensor-model-parallel-size"):
+            estimate(name, "--tensor-model-parallel-size 2")
 
 
 def test_half_precisions_need_the_same_memory():

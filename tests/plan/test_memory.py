@@ -18,7 +18,12 @@ from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.plan.counts import count_parameters
-from kha_megatron.plan.memory import count_in_flight, estimate_kha_activations, estimate_memory
+from kha_megatron.plan.memory import (
+    _estimate_attention_activations,
+    count_in_flight,
+    estimate_kha_activations,
+    estimate_memory,
+)
 from kha_megatron.plan.rank import Rank, Setup
 from tests.plan.built import EXPERTS, MIXED, OTHERS, built
 
@@ -238,6 +243,82 @@ def test_selective_recomputation_keeps_no_attention_weights(ranks, recompute):
         # the estimate includes the layer that the backward pass recomputes
         expected -= estimate_kha_activations(rank)
     assert found == expected
+
+
+class FlashLike(torch.autograd.Function):
+    """Saves what flash attention saves: queries, keys, values and output, ``[s, b, heads, *]``."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        groups = query.shape[2] // value.shape[2]
+        output = value.repeat_interleave(groups, dim=2).clone()
+        ctx.save_for_backward(query, key, value, output)
+        return output.flatten(2)
+
+
+def attention_kept(kha, overrides):
+    """Return the bytes of distinct activations that autograd keeps in an attention module."""
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from tests.distributed import models
+
+    overrides = {"params_dtype": torch.bfloat16, "bf16": True, "num_layers": 1} | overrides
+    chunks, _, model, _ = built(Layout(), kha, **overrides)
+    kept = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in chunks[0].parameters()}
+
+    def keep(tensor):
+        is_weight = tensor.untyped_storage().data_ptr() in weights
+        # not what local norms and RoPE keep in float32, unlike those of Transformer Engine
+        is_activation = tensor.dim() > 2 and tensor.dtype == torch.bfloat16
+        if is_activation and tensor.shape[1] == models.BATCH and not is_weight:
+            kept[tensor.data_ptr(), tensor.nbytes] = tensor  # alive, so that no address returns
+        return tensor
+
+    attention = chunks[0].decoder.layers[0].self_attention
+    forward = attention.forward
+
+    def watched(*inputs, **options):
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            return forward(*inputs, **options)
+
+    def flash(self, query, key, value, *inputs, **options):
+        return FlashLike.apply(query, key, value)
+
+    attention.forward = watched
+    dot_product = DotProductAttention.forward
+    DotProductAttention.forward = flash
+    try:
+        tokens, positions, mask = models.batch()
+        chunks[0](tokens, positions, mask, labels=tokens).mean()
+    finally:
+        DotProductAttention.forward = dot_product
+    return sum(tensor.nbytes for tensor in kept.values()), model
+
+
+@pytest.mark.parametrize(
+    ("kha", "overrides"),
+    [
+        (HeadsConfig(), {"multi_latent_attention": True}),
+        (HeadsConfig(), {}),
+    ],
+    ids=["mla", "gqa"],
+)
+def test_what_autograd_keeps_for_attention(ranks, kha, overrides):
+    from tests.distributed.models import BATCH, SEQUENCE
+
+    batch = Batch(
+        seq_length=SEQUENCE,
+        micro_batch_size=BATCH,
+        global_batch_size=BATCH,
+    )
+    ((found, model),) = ranks(attention_kept, 1, kha, overrides)
+    # without the input of the norm before attention, and the log-sum-exp
+    setup = Setup(model=model, batch=batch, recompute="selective")
+    rank = Rank(setup, Layout(world_size=1), 0)
+    planned = _estimate_attention_activations(rank)
+    planned -= rank.tokens * rank.token_bytes
+    assert found == planned
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,12 @@ from pathlib import Path
 import pytest
 
 from kha_megatron.recipes import Slurm, get_recipe, prepare_job
+from kha_megatron.recipes.gpu import CONNECTIONS, GPU_ENVIRONMENT
+from kha_megatron.recipes.other_heads import LONG_CONTEXT
 from tests import entry
 from tests.recipes.test_paper import DIFFERENT
 
+ACCEPTED = [*DIFFERENT, *(recipe.name for recipe in LONG_CONTEXT)]
 WRONG = {
     "--trian-iters 5": "unrecognized arguments: --trian-iters 5",
     "--untied": "unrecognized arguments: --untied",
@@ -29,11 +32,18 @@ WRONG = {
     "--squared-relu": "Megatron requires: ",
     "--recompute-granularity full": "recompute_granularity: full so recompute_method must be",
 }
+GRAPHS = "--cuda-graph-impl transformer_engine --te-rng-tracker --cuda-graph-modules"
+OPTIONS = (
+    f"{GRAPHS} attn moe_router moe_preprocess",
+    "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend deepep",
+)
+"""Options of a recipe in the docs that have not been run on a GPU."""
 SCRIPT = """
 import json, os, sys
 from kha_megatron.training.check import find_mistake
-os.environ["WORLD_SIZE"] = "16"
-print(json.dumps([find_mistake(words) for words in json.loads(sys.argv[1])]))
+os.environ |= {"WORLD_SIZE": "16"} | json.loads(sys.argv[2])
+mistakes = [find_mistake(words) for words in json.loads(sys.argv[1])]
+print("mistakes:", json.dumps(mistakes), flush=True)
 """
 
 
@@ -50,12 +60,17 @@ def arguments(recipe: str, *words: str) -> list[str]:
 @pytest.fixture(scope="module")
 def mistakes():
     """Return the errors in the arguments of recipes and in each of WRONG."""
-    cases = [arguments(name) for name in DIFFERENT]
+    cases = [arguments(name) for name in ACCEPTED]
     cases += [arguments("dense-0.6b", *words.split()) for words in WRONG]
-    run = entry.run([json.dumps(cases)], program=SCRIPT)
+    cases += [arguments("table2/mlp-v", *words.split()) for words in OPTIONS]
+    environment = json.dumps({**GPU_ENVIRONMENT, CONNECTIONS: "1"})
+    run = entry.run([json.dumps(cases), environment], program=SCRIPT)
     assert run.codes == [0], run.output
     (answers,) = [line for line in run.output.splitlines() if line.startswith("[null")]
     return dict(zip([*DIFFERENT, *WRONG], json.loads(answers), strict=True))
+    (line,) = [line for line in run.output.splitlines() if line.startswith("mistakes: ")]
+    found = json.loads(line.removeprefix("mistakes: "))
+    return dict(zip([*ACCEPTED, *WRONG, *OPTIONS], found, strict=True))
 
 
 @pytest.mark.parametrize("words", WRONG)
@@ -64,4 +79,13 @@ def test_wrong_arguments_are_refused(words, mistakes):
 
 
 def test_recipes_are_accepted(mistakes):
-    assert {mistakes[name] for name in DIFFERENT} == {None}
+    assert {mistakes[name] for name in ACCEPTED} == {None}
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_documented_options_are_accepted(words, mistakes):
+    assert mistakes[words] is None
+    docs = Path(__file__).parents[2] / "docs"
+    pages = [docs / "launch.md", docs / "bridge_recipes.md"]
+    text = " ".join(" ".join(page.read_text().split()) for page in pages)
+    assert words in text.replace("\\ ", "")

@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 
 from kha_megatron.plan.counts import count_model, format_like_paper
 from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, MOH
+from kha_megatron.recipes.other_heads import GATED, INTERACTIVE, LONG_CONTEXT, MOH
 from kha_megatron.recipes.paper import PAPER
-from kha_megatron.recipes.tables import TABLES
+from kha_megatron.recipes.tables import ABLATION, TABLES
 
 NAMES = [recipe.name for recipe in PAPER]
 
@@ -23,7 +23,7 @@ MODEL_FLAGS += ("--multi-latent-attention",)
 def _different():
     """Return the names of one recipe for each model that Megatron builds differently."""
     seen = {}
-    for recipe in (*TABLES, *INTERACTIVE, *MOH, *GATED):
+    for recipe in (*TABLES, *ABLATION, *INTERACTIVE, *MOH, *GATED):
         sizes = [recipe.run.flags.get(flag) for flag in MODEL_FLAGS]
         seen.setdefault((*sizes, recipe.run.kha), recipe.name)
     return [*NAMES, *seen.values()]
@@ -86,7 +86,7 @@ def built_count(words, vocab_size):
 )
 def test_megatron_parses_the_arguments_and_builds_the_counted_model(name, ranks):
     recipe = get_recipe(name)
-    words = recipe.run_for(["--device", "cpu"]).words()
+    words = recipe.run_for(["--device", "cpu", "--tensor-model-parallel-size", "1"]).words()
     built, kha = ranks(built_count, 1, words, recipe.run.vocab_size, timeout=500)[0]
     assert built == count_model(recipe.run.model).total
     assert kha == str(recipe.run.kha)
@@ -105,6 +105,9 @@ def counted(name):
         ("gated/1.7b-48-baseline", "1.706B", "1.706B"),
         ("gated/15b-baseline", "15.577B", "1.99B"),
         ("moh/table4-b-75", "881.543M", "881.543M"),
+        ("moh/table4-b-200b-baseline", "881M", "881M"),
+        ("moh/table4-b-200b-50", "882M", "882M"),
+        ("ablation/random-mlp", "6.6B", "881M"),
     ],
 )
 def test_counts_of_other_papers(name, total, active):
@@ -123,6 +126,9 @@ def test_a_router_by_norms_has_no_parameters():
         ("output-element", "201.3", 0),
         ("query", "201.3", 0),
         ("output-head", "1.57", 8),
+        ("output-shared", "6.3", 0),
+        ("output-silu", "201.3", 0),
+        ("output-add", "201.3", 0),
         ("value-element", "25.2", 0),
         ("key", "25.2", 0),
         ("value-head", "0.2", 15),
@@ -134,3 +140,16 @@ def test_gate_counts_of_the_15b_model(gate, millions, filled):
     own = counted(f"gated/15b-{gate}").mechanisms
     assert format_like_paper(own["gate"], f"{millions}M")[0] == f"{millions}M"
     assert own.get("filling", 0) == 24 * 4 * filled * 2048
+
+
+@pytest.mark.parametrize("recipe", LONG_CONTEXT, ids=lambda recipe: recipe.name)
+def test_longer_sequences_do_not_change_the_model(recipe):
+    name = recipe.name.rpartition("-")[0]
+    assert counted(recipe.name) == counted(name)
+    long = recipe.run.arguments
+    short = get_recipe(name).run.arguments
+    steps = long["global_batch_size"] * long["seq_length"]
+    assert steps == short["global_batch_size"] * short["seq_length"]
+    assert (long["train_iters"] - 1) * steps < 80e9 <= long["train_iters"] * steps
+    assert long["lr"] == long["min_lr"] == short["min_lr"]
+    assert long["max_position_embeddings"] == long["seq_length"]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from kha_megatron.heads import Knock
+from kha_megatron.heads import Gate, Knock
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.run import parse
 from kha_megatron.recipes import get_recipe
-from kha_megatron.recipes.other_heads import GATED, INTERACTIVE
+from kha_megatron.recipes.other_heads import _MORE_GATES, GATED, INTERACTIVE
 from kha_megatron.recipes.tables import TABLES
 
 TOKENS = {
@@ -59,6 +59,26 @@ def test_training_is_that_of_section_4_1(recipe):
         ("table2/mlp-qkv", HeadsConfig.from_preset("kha_mlp_qkv")),
         ("table3/gta-mlp", HeadsConfig(Knock(value="mlp"), attention="gta")),
         ("table5/dense-3.9b-linear", HeadsConfig.from_preset("kha_linear")),
+        ("ablation/random-mlp", HeadsConfig(Knock(value="mlp", init="random"))),
+        (
+            "ablation/random-linear",
+            HeadsConfig(Knock(query="linear", key="linear", value="linear", init="random")),
+        ),
+        ("gated/15b-output-shared", HeadsConfig(Gate(output="shared"))),
+        ("gated/15b-output-silu", HeadsConfig(Gate(output="element", activation="silu"))),
+        ("gated/15b-output-add", HeadsConfig(Gate(output="element", form="add"))),
+        (
+            "gated/15b-output-add-silu",
+            HeadsConfig(Gate(output="element", form="add", activation="silu")),
+        ),
+        (
+            "gated/15b-output-input-independent",
+            HeadsConfig(Gate(output="element", reads_input=False)),
+        ),
+        (
+            "gated/15b-output-non-sparse",
+            HeadsConfig(Gate(output="element", activation="half_sigmoid")),
+        ),
     ],
 )
 def test_heads_of_a_row(name, kha):
@@ -83,6 +103,22 @@ MOH = "--train-iters 23842 --lr-warmup-init 1e-07 --seq-length 2048 --global-bat
             "--num-layers 24 --hidden-size 1536 --ffn-hidden-size 4096 --num-attention-heads 16 "
             f"--kv-channels 96 --lr 0.0005 --min-lr 5e-05 --lr-warmup-iters 500 {MOH}",
         ),
+        (  # Table C: 200B tokens
+            "moh/table4-b-200b-75",
+            "--num-layers 24 --lr 0.0005 --min-lr 5e-05 --lr-warmup-iters 500 --seq-length 2048 "
+            "--global-batch-size 2048 --train-iters 47684",
+        ),
+        (
+            "moh/llama3-8b-stage1",
+            "--lr 6e-05 --min-lr 6e-06 --lr-warmup-iters 50 --seq-length 8192 "
+            "--global-batch-size 2048 --train-iters 17882 --tensor-model-parallel-size 2 "
+            "--kha-preset baseline",
+        ),
+        (
+            "gated/1.7b-28-output-element-128k",
+            "--seq-length 131072 --position-embedding-type yarn --rotary-scaling-factor 4 "
+            "--yarn-original-max-position-embeddings 32768 --skip-train",
+        ),
         (  # section 4.4 and Table D
             "moh/llama3-8b-stage2",
             "--lr 2e-05 --min-lr 1e-06 --lr-warmup-iters 50 --seq-length 8192 "
@@ -95,13 +131,25 @@ def test_arguments_of_a_row(name, words):
     assert arguments(name).items() >= parse(words.split()).items()
 
 
-@pytest.mark.parametrize("name", ["1.7b-28", "1.7b-48", "15b"])
-def test_gated_models_differ_only_in_their_gate(name):
+@pytest.mark.parametrize(
+    ("name", "forms"),
+    [("1.7b-28", ()), ("1.7b-48", ()), ("15b", tuple(_MORE_GATES))],
+)
+def test_gated_models_differ_only_in_their_gate(name, forms):
     plain = arguments(f"gated/{name}-baseline")
-    own = [recipe for recipe in GATED if recipe.name.startswith(f"gated/{name}-")]
-    assert [recipe.run.flags | {"--kha-preset": ("baseline",)} for recipe in own] == [plain] * 8
-    gates = {recipe.name.rpartition(f"{name}-")[2]: str(recipe.run.kha) for recipe in own}
+    prefix = f"gated/{name}-"
+    gates = {}
+    for recipe in GATED:
+        if not recipe.name.startswith(prefix):
+            continue
+        flags = recipe.run.flags | {"--kha-preset": ("baseline",)}
+        flags.pop("--heads", None)
+        assert flags == plain, recipe.name
+        gates[recipe.name.removeprefix(prefix)] = str(recipe.run.kha)
     del gates["baseline"]
+    assert len(set(gates.values())) == len(gates) == 7 + len(forms)
+    for form in forms:
+        assert gates.pop(form).startswith("gate(output=")
     positions = (gate if "-" in gate else f"{gate}-element" for gate in gates)
     assert list(gates.values()) == [f"gate({p.replace('-', '=')})" for p in positions]
 
@@ -112,6 +160,9 @@ def test_table_6_is_table_3_with_other_heads():
         own = recipe.run.flags | {"--kha-preset": ("baseline",)}
         recompute = own.pop("--recompute-granularity", None)  # changes no results
         assert (recompute is not None) == ("/talking-" in recipe.name)
+        if recompute is not None:
+            assert own.pop("--micro-batch-size") == ("2",)
+            own["--micro-batch-size"] = base["--micro-batch-size"]
         assert own == base, recipe.name
     assert {str(recipe.run.kha) for recipe in INTERACTIVE} == {
         *("talking", "collaborative", "moh(share=0.75)"),
