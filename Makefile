@@ -5,7 +5,7 @@ export VENV
 # Containers often set this variable. Every process would then recompile torch and Megatron, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-fast test-all test-versions test-slurm test-serving test-bridge test-upstream release-check gpu-check gpu-bench docs lint
+.PHONY: help setup quickstart test test-fast test-all test-versions test-slurm test-serving test-bridge test-upstream release-check gpu-run gpu-check gpu-bench docs lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -55,10 +55,13 @@ GPU = $(PYTHON) -c 'from importlib.util import find_spec; \
 	missing and exit(f"error: $(PYTHON) lacks {missing}. Activate the environment that trains or set PYTHON.")' \
 	&& PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) tools/gpu.py
 
-gpu-check: ## Test on one or more GPUs, 10 minutes (ARGS=--dry-run needs none)
+gpu-run: ## Answer the open questions on a GPU, 13 minutes; start it again to continue (ARGS=--dry-run)
+	@$(GPU) run $(ARGS)
+
+gpu-check: ## Run all other tests that need a GPU, 15 minutes
 	@$(GPU) check $(ARGS)
 
-gpu-bench: ## Measure on a GPU, 25 minutes; start it again to continue (ARGS=--dry-run needs none)
+gpu-bench: ## Measure the tables of benchmarks/ on a GPU, 25 minutes
 	@$(GPU) bench $(ARGS)
 
 docs: setup ## Build the documentation into build/docs; warnings are errors

@@ -29,6 +29,14 @@ LONG += ("mechanisms", "kernels", "hf", "tests")
 """Directories that run first, so that the two processes of ``make test`` end at the same time."""
 
 
+RANK_OPTIONS = (
+    ("device", "cuda", ["cuda", "cpu"], "cpu: test double of Transformer Engine instead of GPUs"),
+    ("backend", "nccl", ["nccl", "gloo"], "of tests on several GPUs"),
+    ("per-gpu", "1", list("1234"), "NCCL 2.30 needs NCCL_MULTI_RANK_GPU_ENABLE=1 for several"),
+)
+"""Name, default, choices and help of the options ``--ranks-...`` of tests on several GPUs."""
+
+
 def pytest_addoption(parser):
     group = parser.getgroup("kha_megatron")
     group.addoption("--whole", action="store_true", help="every case of the grids")
@@ -38,6 +46,8 @@ def pytest_addoption(parser):
             metavar="FILE",
             help="write that table there",
         )
+    for name, default, choices, text in RANK_OPTIONS:
+        group.addoption(f"--ranks-{name}", default=default, choices=choices, help=text)
 
 
 def pytest_configure(config):
@@ -176,18 +186,36 @@ def gpu():
 
 
 @pytest.fixture(scope="session")
-def gpu_ranks():
-    """Run a function on NCCL ranks with one GPU each, or skip the test with fewer than two GPUs."""
-    if (found := torch.cuda.device_count()) < 2:
-        pytest.skip(f"needs two GPUs and NCCL, {found} found")
-    pool = RankPool(device="cuda")
+def most_gpu_ranks(request) -> int:
+    """Return how many ranks ``gpu_ranks`` may have."""
+    if request.config.getoption("--ranks-device") == "cpu":
+        return 4
+    return torch.cuda.device_count() * int(request.config.getoption("--ranks-per-gpu"))
+
+
+@pytest.fixture(scope="session")
+def gpu_ranks(request, most_gpu_ranks):
+    """Run a function on ranks with GPUs, or skip the test if there are fewer than two ranks.
+
+    By default, each rank has a GPU and NCCL. See ``--ranks-device``, ``--ranks-backend`` and
+    ``--ranks-per-gpu``.
+    """
+    if request.config.getoption("--ranks-device") == "cpu":
+        pool = request.getfixturevalue("ranks_with_engine")
+        yield pool
+        return
+    if most_gpu_ranks < 2:
+        pytest.skip(f"needs two GPUs and NCCL, {most_gpu_ranks} found")
+    pool = RankPool(device="cuda", backend=request.config.getoption("--ranks-backend"))
     yield pool
     pool.close()
 
 
 @pytest.fixture(scope="session")
-def gpu_engine(engine) -> None:
+def gpu_engine(request, engine) -> None:
     """Skip if Transformer Engine's compiled extension is not installed."""
+    if request.config.getoption("--ranks-device") == "cpu":
+        return
     if lacks_te_extension():
         pytest.skip(
             "NOT TESTED: Transformer Engine's extension is not installed "

@@ -1,6 +1,12 @@
-"""Run kernels in Triton's interpreter, without a GPU."""
+"""Run kernels in Triton's interpreter, without a GPU.
+
+``python -m tests.interpreting SCRIPT ARGUMENTS`` runs a script with it.
+"""
 
 import os
+import runpy
+import sys
+from pathlib import Path
 
 
 def interpret() -> None:
@@ -33,3 +39,10 @@ def mend() -> None:
         return None
 
     interpreter._patch_lang = patched_once
+
+
+if __name__ == "__main__":
+    del sys.argv[0]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))
+    interpret()
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -24,6 +24,8 @@ from kha_megatron.mcore import compat, cpu
 BENCHMARKS = {
     "kernels": "the Triton kernels, torch, torch.compile, cuBLAS and a copy of the same bytes",
     "layer": "time and memory of a transformer layer: Megatron's stock layer and ours",
+    "step": "a whole training step: Megatron's stock model and ours",
+    "tune": "tile sizes of the Triton kernels of KHA-MLP",
     "decode": "decoding with transformers: exported models and their baseline",
     "conversion": "convert to-hf and to-megatron, and copying the same bytes",
     "fp8": "losses of the quickstart's model in FP8 and in bf16, on the CPU",
@@ -98,6 +100,19 @@ def arguments(name: str, words: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+def publish_result(header: list[str], result: measuring.Report) -> None:
+    """Publish the rows of a result, and why contenders are missing."""
+    for number, row in enumerate(result["rows"], 1):
+        cells = [f"{title} {cell}" for title, cell in zip(header, row, strict=True) if cell]
+        is_missed = any("MISSED" in cell for cell in row)
+        status = "missed" if is_missed else "measured"
+        name = f"{result['cell']}, row {number}"
+        measuring.publish(name, status, ", ".join(cells), cells=row, header=header)
+    for status in ("skipped", "failed"):
+        for contender, reason in result.get(status, {}).items():
+            measuring.publish(f"{result['cell']}, {contender}", status, reason)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one benchmark; return 1 if a contender failed and 2 if the subject is unknown."""
     name, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
@@ -140,6 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in result["rows"]:
             print(measuring.markdown_row(row), flush=True)
         measuring.write_report(args.json, report)
+        publish_result(module.HEADER, result)
         gc.collect()
         torch.cuda.empty_cache()
     measuring.write_report(args.json, report | {"complete": True})

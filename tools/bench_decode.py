@@ -1,11 +1,15 @@
 """Time decoding with transformers: exported models and their baseline without KHA.
 
 The baseline is a stock model with random weights. `kha-megatron convert` makes the others from it.
-`mlp` is a kha model with KHA-MLP on the values, `linear` has linear matrices on q, k and v, and
+`mlp` is a kha model with KHA-MLP on the values, and `mlp-folded` the same with the matrices folded
+into the projections, if `convert fold` supports it. `linear` has linear matrices on q, k and v, and
 `folded` is `linear` with its matrices folded, a stock model again.
 
-Each turn generates the given number of tokens greedily for every sequence of the batch. With a
-static cache transformers compiles the model (on a CPU this needs a C++ compiler).
+Each turn generates the given number of tokens greedily for every sequence of the batch. The caches
+`dynamic` and `static` use generate(). With a static cache transformers compiles the model (on a CPU
+this needs a C++ compiler). `step` is a static cache and a loop over one compiled step without
+generate() and its logits processors, as a server has. On a GPU it is a CUDA graph. The prompt is
+not timed. On a CPU the step is only traced to one graph, not compiled.
 """
 
 import argparse
@@ -14,22 +18,28 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bench import positive
 from measuring import Cells, interleaved, ratios, spreads
-from transformers import AutoModelForCausalLM, CompileConfig, Qwen3Config
+from torch import Tensor
+from transformers import AutoModelForCausalLM, CompileConfig, Qwen3Config, StaticCache
 
 import kha_megatron.hf  # noqa: F401, registers the architecture
 from kha_megatron.conversion import to_hf
+from kha_megatron.errors import KHAError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.recipes.paper import MODEL_SIZES, VOCAB_SIZE, ModelSize
 
+STEP = "step"
+CACHES = ("dynamic", "static", STEP)
 SMALL = ModelSize(layers=4, hidden=512, ffn=1536)
 BASELINE = "baseline"
-CONTENDERS = ("mlp", "linear", "folded")
-AT_MOST = {"mlp": 1.01, "folded": 1.01}
+FOLDED = {"folded": "linear", "mlp-folded": "mlp"}
+"""Contenders that are made by folding another one."""
+CONTENDERS = ("mlp", "linear", *FOLDED)
+AT_MOST = {"mlp-folded": 1.01, "folded": 1.01}
 """Targets: the largest ratio of times to the baseline."""
 
 DEFAULTS = {
@@ -54,7 +64,14 @@ HEADER = ["batch", "cache", "model", "class", "tokens/s", "time over baseline", 
 HEADER += ["target"]
 
 
-def make_models(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+class Models(NamedTuple):
+    """Models by contender, and why others are missing."""
+
+    models: dict[str, Any]
+    skipped: dict[str, str]
+
+
+def make_models(args: argparse.Namespace, folder: Path) -> Models:
     """Save and convert the models in ``folder`` and return them on the device."""
     dtype = getattr(torch, args.dtype)
     shape = SMALL
@@ -74,19 +91,26 @@ def make_models(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / BASELINE)
-    for name in {"linear" if model == "folded" else model for model in args.models}:
+    for name in {FOLDED.get(model, model) for model in args.models}:
         kha = HeadsConfig.from_preset(f"kha_{name}")
         to_hf.plan_export(folder / BASELINE, upcycle=kha).write(folder / name)
-    if "folded" in args.models:
-        to_hf.plan_export(folder / "linear", fold=True).write(folder / "folded")
+    skipped = {}
+    for name, source in FOLDED.items():
+        if name in args.models:
+            try:
+                to_hf.plan_export(folder / source, fold=True).write(folder / name)
+            except KHAError as error:
+                skipped[name] = f"not available: {error}"
     models = {}
     for name in (BASELINE, *args.models):
+        if name in skipped:
+            continue
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype)
         for parameter in model.parameters():
             # products with weights in mapped files are up to a tenth slower on a CPU
             parameter.data = parameter.data.clone()
         models[name] = model.eval().to(args.device)
-    return models
+    return Models(models, skipped)
 
 
 def generate(model: Any, prompt: torch.Tensor, new: int, cache: str) -> int:
@@ -109,20 +133,78 @@ def generate(model: Any, prompt: torch.Tensor, new: int, cache: str) -> int:
     return sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def measure(find: Callable[[], dict], batch: int, cache: str, args: Any) -> dict[str, Any]:
+class StepDecoder:
+    """Greedy decoding with a static cache and one compiled step.
+
+    ``prompt`` is ``[batch, tokens]``. Each call continues it by ``new`` tokens and overwrites those
+    of the call before.
+    """
+
+    def __init__(self, model: Any, prompt: Tensor, new: int) -> None:
+        self.model = model
+        self.new = new
+        self.length = prompt.shape[1]
+        self.cache = StaticCache(config=model.config, max_cache_len=self.length + new)
+        with torch.no_grad():
+            logits = model(prompt, past_key_values=self.cache, use_cache=True).logits
+        self.first = logits[:, -1:].argmax(-1)
+        if prompt.device.type == "cuda":
+            settings = {"mode": "reduce-overhead"}
+        else:
+            settings = {"backend": "eager"}
+        self.step = torch.compile(self._step, fullgraph=True, **settings)
+
+    def _step(self, token: Tensor, position: Tensor) -> Tensor:
+        """Return the next token for token and position, all ``[batch, 1]``."""
+        output = self.model(
+            token,
+            past_key_values=self.cache,
+            use_cache=True,
+            position_ids=position,
+        )
+        return output.logits[:, -1:].argmax(-1)
+
+    @torch.no_grad()
+    def decode(self) -> Tensor:
+        """Return the new tokens ``[batch, new]``."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.length)
+        token = self.first
+        position = torch.full_like(token, self.length)
+        tokens = [token]
+        for _ in range(self.new - 1):
+            torch.compiler.cudagraph_mark_step_begin()
+            token = self.step(token, position).clone()  # the graph overwrites its output
+            position = position + 1
+            tokens.append(token)
+        return torch.cat(tokens, 1)
+
+    def cache_bytes(self) -> int:
+        """Return the bytes of keys and values."""
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
+
+
+def measure(find: Callable[[], Models], batch: int, cache: str, args: Any) -> dict[str, Any]:
     """Return tokens per second and cache bytes of every model. ``find`` makes the models once."""
-    models = find()
+    models, skipped = find()
     generator = torch.Generator().manual_seed(batch)
     vocabulary = models[BASELINE].config.vocab_size
     prompt = torch.randint(vocabulary, (batch, args.prompt), generator=generator)
     prompt = prompt.to(args.device)
-    calls = {
-        name: functools.partial(generate, model, prompt, args.new, cache)
-        for name, model in models.items()
-    }
-    cache_bytes = {name: call() for name, call in calls.items()}
+    calls: dict[str, Callable[[], Any]] = {}
+    cache_bytes = {}
+    torch.compiler.reset()
+    for name, model in models.items():
+        if cache == STEP:
+            decoder = StepDecoder(model, prompt, args.new)
+            calls[name] = decoder.decode
+            cache_bytes[name] = decoder.cache_bytes()
+        else:
+            calls[name] = functools.partial(generate, model, prompt, args.new, cache)
+            cache_bytes[name] = calls[name]()
     device = torch.device(args.device)
-    times = interleaved(calls, device, repetitions=args.repetitions, warm_up=1)
+    # CUDA graphs are recorded in the first two calls
+    times = interleaved(calls, device, repetitions=args.repetitions, warm_up=2)
     return {
         "batch": batch,
         "cache": cache,
@@ -130,6 +212,7 @@ def measure(find: Callable[[], dict], batch: int, cache: str, args: Any) -> dict
         "tokens_per_second": spreads(times, lambda seconds: batch * args.new / seconds),
         "over_baseline": {name: ratios(t, times[BASELINE]) for name, t in times.items()},
         "cache_bytes": cache_bytes,
+        "skipped": skipped,
     }
 
 
@@ -181,7 +264,7 @@ def options(add: Callable[..., Any]) -> None:
     add(
         "--caches",
         nargs="+",
-        choices=["dynamic", "static"],
+        choices=CACHES,
         default=["dynamic", "static"],
     )
     add("--dtype", choices=["bfloat16", "float16", "float32"])
@@ -191,7 +274,7 @@ def cells(args: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each batch size and cache, and a function that measures it."""
 
     @functools.cache
-    def models() -> dict[str, Any]:
+    def models() -> Models:
         with tempfile.TemporaryDirectory(prefix="kha-decode-") as folder:
             return make_models(args, Path(folder))
 

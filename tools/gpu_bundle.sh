@@ -1,20 +1,25 @@
 #!/usr/bin/env bash
-# Packs what `make gpu-check` and `make gpu-bench` need on a GPU machine that reaches no network.
+# Packs what `tools/gpu.py` needs on a GPU machine that reaches no network.
 #
-#   tools/gpu_bundle.sh OUT                   OUT/kha-gpu.tar: this commit, its wheel, its dependencies
+#   tools/gpu_bundle.sh OUT                   OUT/kha-gpu.tar.xz: this commit, its wheel, its dependencies
 #   TE=1 tools/gpu_bundle.sh OUT              Transformer Engine as well
+#   ARCH=90 tools/gpu_bundle.sh OUT           Transformer Engine and an NCCL that places several ranks
+#                                             on one GPU, both with code for compute capability 9.0 only
 #   THERE=freeze.txt tools/gpu_bundle.sh OUT  without what that machine has, by its `pip freeze`,
-#                                             and any other name that you add to that file
+#                                             and any other name that you add to that file, such as
+#                                             ray, which local runs do not import
 #
 # Needs no GPU. PyTorch, Triton and the CUDA libraries are never packed: they belong to that machine
 # and its driver. TE=1 builds Transformer Engine's torch extension against PyTorch $TORCH (2.11.0),
 # which must be that machine's too: g++, the CUDA toolkit's headers ($CUDA_HOME, else
 # /usr/local/cuda) and about twenty minutes of one core, 2 GB of memory for each of MAX_JOBS (1).
+# With TE_WHEELS, the wheels that an earlier TE=1 left in that directory are used again. ARCH needs
+# readelf and strip (binutils), zip and unzip.
 #
 # On the GPU machine, with its own Python 3.12, PyTorch and pip:
 #
-#   tar xf kha-gpu.tar && cd kha-gpu && ./install.sh && . ./environment
-#   make gpu-check ARGS="--without flash-attn,apex"
+#   tar xf kha-gpu.tar.xz && cd kha-gpu && ./install.sh && . ./environment
+#   python tools/gpu.py run --output results
 set -euo pipefail
 if [ $# -ne 1 ]; then
   sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0" >&2
@@ -22,7 +27,10 @@ if [ $# -ne 1 ]; then
 fi
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 there=${THERE:+$(realpath "$THERE")}
+arch=${ARCH:-}
+te_wheels=${TE_WHEELS:-$out/te-wheels}
 cd "$(dirname "$0")/.."
+root=$PWD
 uv=$PWD/${VENV:-.venv}/bin/uv
 if [ ! -x "$uv" ]; then
   echo "error: no $uv: run \`make setup\` first" >&2
@@ -35,11 +43,12 @@ mkdir -p "$tree/wheelhouse"
 
 echo "Writing this commit: $(git describe --always --dirty), its changes that are not committed left out"
 git archive HEAD | tar -x -C "$tree"
+git describe --always >"$tree/COMMIT"
 "$uv" build --quiet --wheel --out-dir "$tree/wheelhouse" "$tree"
 
 echo "Collecting the wheels of its dependencies"
 "$uv" pip compile --quiet --no-header --no-annotate --python-version 3.12 \
-  --constraint constraints.txt --extra megatron --extra launch --extra plots --extra dev pyproject.toml \
+  --constraint constraints.txt --extra megatron --extra launch --extra plots --extra test pyproject.toml \
   >"$work/all.txt"
 names() { sed -n 's/^\([A-Za-z0-9._-]*\).*/\1/p' "$1" | tr 'A-Z_.' 'a-z--' | sort -u; }
 grep -vE '^(torch==|triton==|nvidia-|cuda-|transformer-engine)' "$work/all.txt" >"$tree/requirements.txt"
@@ -55,21 +64,64 @@ export VIRTUAL_ENV=$work/venv
 "$work/venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$tree/wheelhouse" \
   --requirement "$tree/requirements.txt"
 
-if [ -n "${TE:-}" ]; then
-  te=${TE_VERSION:-2.20.2} cuda=${CUDA_HOME:-/usr/local/cuda}
+build_te() {
+  local te=${TE_VERSION:-2.20.2} cuda=${CUDA_HOME:-/usr/local/cuda}
   echo "Building Transformer Engine $te (log: $out/transformer-engine.log)"
-  "$uv" pip install --quiet "torch==${TORCH:-2.11.0}" "transformer-engine-cu13==$te" \
+  mkdir -p "$te_wheels"
+  grep -vE '^(torch|triton|nvidia|cuda|transformer-engine)' constraints.txt >"$work/constraints.txt"
+  "$uv" pip install --quiet --constraint "$work/constraints.txt" "torch==${TORCH:-2.11.0}" "transformer-engine-cu13==$te" \
     nvidia-cudnn-frontend ninja pybind11 cmake setuptools wheel packaging pydantic onnx onnxscript \
     einops
   PATH=$work/venv/bin:$PATH CPATH=$cuda/include/cccl:$cuda/include MAX_JOBS=${MAX_JOBS:-1} \
     NVTE_PYTORCH_FORCE_BUILD=TRUE NVTE_BUILD_USE_NVIDIA_WHEELS=1 "$work/venv/bin/python" -m pip \
-    wheel --no-deps --no-build-isolation --wheel-dir "$tree/wheelhouse" \
+    wheel --no-deps --no-build-isolation --wheel-dir "$te_wheels" \
     "transformer-engine-torch==$te" >"$out/transformer-engine.log" 2>&1
-  "$work/venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$tree/wheelhouse" \
-    "transformer-engine==$te" "transformer-engine-cu13==$te" onnx onnxscript onnx-ir ml-dtypes
+  "$work/venv/bin/python" -m pip wheel --quiet --no-deps --wheel-dir "$te_wheels" \
+    "transformer-engine==$te" "transformer-engine-cu13==$te" $("$uv" pip freeze |
+      grep -E '^(onnx|onnxscript|onnx-ir|ml-dtypes|einops|pydantic|pydantic-core|annotated-types|typing-inspection)==')
+}
+
+if [ -n "${TE:-}$arch" ]; then
+  if [ -z "$(ls "$te_wheels"/transformer_engine_torch-*.whl 2>/dev/null)" ]; then
+    build_te
+  fi
+  for wheel in "$te_wheels"/*.whl; do
+    name=$(basename "$wheel" | cut -d- -f1 | tr 'A-Z_.' 'a-z--')
+    if [ -z "$there" ] || ! grep -qxF "^$name==" "$work/there"; then
+      cp "$wheel" "$tree/wheelhouse"
+    fi
+  done
 fi
 
-cat >"$tree/install.sh" <<'EOF'
+prune() { # only libraries with GPU code
+  if readelf -SW "$1" | grep -q '\.nv_fatbin'; then
+    python3 "$root/tools/prune_cuda.py" "$1" "$arch"
+    strip --strip-all "$1"
+  fi
+}
+
+if [ -n "$arch" ]; then
+  echo "Adding an NCCL that places several ranks on one GPU"
+  "$work/venv/bin/python" -m pip download --quiet --no-deps --dest "$work" \
+    "nvidia-nccl-cu13==${NCCL_VERSION:-2.32.3}"
+  unzip -q "$work"/nvidia_nccl_cu13-*.whl -d "$work/nccl"
+  mkdir "$tree/nccl"
+  cp "$work/nccl/nvidia/nccl/lib/libnccl.so.2" "$tree/nccl"
+  prune "$tree/nccl/libnccl.so.2"
+fi
+# stored without compression, since the archive is compressed
+for wheel in "$tree"/wheelhouse/*.whl; do
+  unzip -q "$wheel" -d "$work/unpacked"
+  if [ -n "$arch" ]; then
+    find "$work/unpacked" -name '*.so*' -size +4M | while read -r library; do prune "$library"; done
+    rm -rf "$work/unpacked/transformer_engine/jax"
+  fi
+  rm "$wheel"
+  (cd "$work/unpacked" && zip -0 -q -r "$wheel" .)
+  rm -rf "$work/unpacked"
+done
+
+cat >"$tree/install.sh" <<'INSTALL'
 #!/usr/bin/env bash
 # Unpacks the wheels beside this file, into site/: the machine's own Python stays as it is.
 set -euo pipefail
@@ -91,8 +143,11 @@ CHECK
 cat >environment <<VARIABLES
 export PYTHONPATH='$PWD/site'"\${PYTHONPATH:+:\$PYTHONPATH}" PATH='$PWD/site/bin':"\$PATH"
 VARIABLES
-echo "now: . ./environment && make gpu-check ARGS='--without flash-attn,apex'"
-EOF
+if [ -f nccl/libnccl.so.2 ]; then
+  echo "export KHA_NCCL='$PWD/nccl/libnccl.so.2'" >>environment
+fi
+echo "now: . ./environment && python tools/gpu.py run --output results"
+INSTALL
 chmod +x "$tree/install.sh"
-tar -C "$work" -cf "$out/kha-gpu.tar" kha-gpu
-ls -sh "$out/kha-gpu.tar"
+tar -C "$work" -c kha-gpu | xz -T2 -9 >"$out/kha-gpu.tar.xz"
+ls -sh "$out/kha-gpu.tar.xz"

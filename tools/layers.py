@@ -3,6 +3,7 @@
 The configuration is what ``megatron.training`` makes of a recipe's command line.
 """
 
+import argparse
 import contextlib
 import importlib.util
 import io
@@ -44,8 +45,7 @@ _ONE_LAYER: Arguments = {
     "--micro-batch-size": ("1",),
     "--global-batch-size": ("1",),
 }
-_DROPPED = {"--sequence-parallel", "--device", "--kha-preset", "--bf16"}
-_DROPPED |= {"--moe-router-bias-update-rms"}  # of our entry point
+_DROPPED = {"--sequence-parallel", "--bf16"}
 
 STOCK = "stock"
 
@@ -108,37 +108,53 @@ def start_megatron() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
+def uses_local_modules() -> bool:
+    """Return whether Megatron's local modules are used instead of Transformer Engine's."""
+    is_missing = importlib.util.find_spec("transformer_engine") is None
+    return cpu.is_installed() or is_missing or compat.lacks_te_extension()
+
+
+def module_flags() -> Arguments:
+    """Return the flags that local modules need, or none for Transformer Engine."""
+    if not uses_local_modules():
+        return {}
+    flags: Arguments = {}
+    for flag, word in cpu.MEGATRON_FLAGS.items():
+        if cpu.is_installed() or flag != "--distributed-backend":
+            flags[flag] = () if word is None else (word,)
+    return flags
+
+
+def parse_megatron(arguments: Arguments) -> argparse.Namespace:
+    """Parse and validate a command line as our entry point does, for one process."""
+    from megatron.training.arguments import parse_args, validate_args
+
+    from kha_megatron.training.arguments import add_kha_arguments
+
+    with (
+        mock.patch.object(sys, "argv", ["benchmark", *render(arguments)]),
+        mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        args = parse_args(add_kha_arguments)
+        validate_args(args, {"tokenizer_type": "NullTokenizer"})
+    return args
+
+
 def transformer_config(cell: Cell) -> Any:
     """Return the ``TransformerConfig`` of one layer of the recipe."""
     from megatron.training.argument_utils import core_transformer_config_from_args
-    from megatron.training.arguments import parse_args, validate_args
 
-    on_cpu = cpu.is_installed()
-    missing = importlib.util.find_spec("transformer_engine") is None
-    is_local = on_cpu or missing or compat.lacks_te_extension()
     recipe, changes = SHAPES[cell.shape]
-    local = {"transformer_impl": "local"} if is_local else {}
+    local = {"transformer_impl": "local"} if uses_local_modules() else {}
     arguments = get_recipe(recipe).run_for(changes, **local).flags
     arguments = {flag: value for flag, value in arguments.items() if flag not in _DROPPED}
     arguments |= _ONE_LAYER | {
         "--seq-length": (str(cell.sequence),),
         "--max-position-embeddings": (str(cell.sequence),),
     }
-    if is_local:
-        arguments |= {
-            flag: () if word is None else (word,)
-            for flag, word in cpu.MEGATRON_FLAGS.items()
-            if on_cpu or flag != "--distributed-backend"
-        }
-    arguments |= parse(PRECISIONS[cell.precision])
-    with (
-        mock.patch.object(sys, "argv", ["layer", *render(arguments)]),
-        mock.patch.dict(os.environ, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}),
-        contextlib.redirect_stdout(io.StringIO()),
-    ):
-        args = parse_args()
-        validate_args(args, {"tokenizer_type": "NullTokenizer"})
-        return core_transformer_config_from_args(args)
+    arguments |= module_flags() | parse(PRECISIONS[cell.precision])
+    return core_transformer_config_from_args(parse_megatron(arguments))
 
 
 class Layer:

@@ -5,15 +5,17 @@ comparison therefore run in turn, many times, in another order each time. What c
 within each turn.
 """
 
+import contextlib
 import datetime
 import json
+import math
 import os
 import platform
 import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -41,6 +43,9 @@ Times = Mapping[str, list[float]]
 """Seconds of each call by contender."""
 Cells = Iterator[tuple[str, Callable[[], Report]]]
 """The name of each comparison of a benchmark, and a function that returns its result."""
+ROWS_VARIABLE = "KHA_GPU_ROWS"
+STAGE_VARIABLE = "KHA_GPU_STAGE"
+"""Environment variables with the file of :func:`publish` and the name of the stage."""
 PACKAGES = ("torch", "triton", "transformer-engine", "megatron-core", "transformers")
 
 
@@ -109,15 +114,37 @@ def interleaved(
     return times
 
 
-def kernel_clock(call: Call) -> Reading:
-    """Time the GPU's kernels and copies in a call, without the gaps between them."""
+def covered_time(intervals: Iterable[tuple[float, float]]) -> float:
+    """Return the length of the union of intervals ``(start, end)``.
+
+    Kernels on several streams overlap. The sum of their times would count such moments repeatedly.
+    """
+    total = 0.0
+    covered_until = -math.inf
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return total
+
+
+def kernel_intervals(call: Call) -> list[tuple[float, float]]:
+    """Return start and end of the GPU's kernels and copies in a call, in microseconds."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         call()
         torch.cuda.synchronize()
-    microseconds = sum(event.self_device_time_total for event in profiled.key_averages())
+    intervals = []
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            intervals.append((event.time_range.start, event.time_range.end))
+    return intervals
+
+
+def kernel_clock(call: Call) -> Reading:
+    """Time the moments of a call in which the GPU runs a kernel or a copy."""
+    microseconds = covered_time(kernel_intervals(call))
     return lambda: microseconds / 1e6
 
 
@@ -169,7 +196,7 @@ def describe_machine(device: torch.device) -> Report:
     versions = {name: version_of(name) for name in PACKAGES}
     machine: Report = {
         "date": now.isoformat(timespec="seconds"),
-        "commit": _output("git", "-C", str(ROOT), "describe", "--always", "--dirty"),
+        "commit": describe_commit(),
         "hardware": f"{_processor()}, {cores} cores, no GPU",
         "load": round(os.getloadavg()[0], 1),
         "versions": {name: version for name, version in versions.items() if version},
@@ -180,6 +207,14 @@ def describe_machine(device: torch.device) -> Report:
         query = ("--query-gpu=driver_version", "--format=csv,noheader")
         machine["driver"] = _output("nvidia-smi", *query)
     return machine
+
+
+def describe_commit() -> str | None:
+    """Return the commit of this directory. A bundle of ``gpu_bundle.sh`` has a file with it."""
+    file = ROOT / "COMMIT"
+    if file.is_file():
+        return file.read_text().strip()
+    return _output("git", "-C", str(ROOT), "describe", "--always", "--dirty")
 
 
 def machine_line(machine: Report) -> str:
@@ -229,6 +264,46 @@ def write_report(file: Path | None, content: Report) -> None:
     if file:
         with staged_file(file) as staged:
             staged.write_text(json.dumps(content, indent=2, default=_plain) + "\n")
+
+
+def publish(name: str, status: str, detail: str = "", **values: Any) -> None:
+    """Append a result to the file that ``tools/gpu.py run`` names, if it started this process.
+
+    The result is on the disk when this function returns, so that no later failure can lose it.
+
+    Args:
+        name: of the test or benchmark within its stage.
+        status: ``passed``, ``failed``, ``skipped``, ``not reached``, ``measured`` or ``missed``.
+        detail: figures, or the reason of a failure.
+        values: anything else that JSON can hold.
+    """
+    file = os.environ.get(ROWS_VARIABLE)
+    if file:
+        stage = os.environ[STAGE_VARIABLE]
+        row = {"stage": stage, "name": name, "status": status, "detail": detail, **values}
+        append_row(Path(file), row)
+
+
+def append_row(file: Path, row: Report) -> None:
+    """Append one line of JSON and wait until it is on the disk."""
+    line = json.dumps(row, default=_plain) + "\n"
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line.encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_rows(file: Path) -> list[Report]:
+    """Return the rows of :func:`append_row`, without a last line that was not fully written."""
+    if not file.is_file():
+        return []
+    rows = []
+    for line in file.read_text().split("\n")[:-1]:
+        with contextlib.suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return rows
 
 
 def _plain(value: Any) -> Any:

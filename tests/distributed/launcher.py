@@ -32,7 +32,8 @@ class RankPool:
     """Worker processes that act as ranks 0 to ``n - 1`` of one case after another.
 
     Args:
-        device: ``cpu``, or ``cuda`` for NCCL with one GPU for each rank.
+        device: ``cpu``, or ``cuda``. Ranks share GPUs if there are more ranks than GPUs.
+        backend: ``gloo`` or ``nccl``; by default gloo on the CPU and NCCL on GPUs.
         prepare: function that every worker calls first, of a module that does not import torch.
         install: function that installs the CPU runtime, if not ``kha_megatron.mcore.cpu.install``.
     """
@@ -41,10 +42,12 @@ class RankPool:
         self,
         *,
         device: str = "cpu",
+        backend: str | None = None,
         prepare: Callable[[], None] | None = None,
         install: Callable[[], None] | None = None,
     ) -> None:
-        self._settings = device, prepare, install
+        backend = backend or ("gloo" if device == "cpu" else "nccl")
+        self._settings = device, backend, prepare, install
         self._store: Any = None
         self._server: Any = None
         self._cases = 0
@@ -165,12 +168,14 @@ def _prepare(device: str, prepare: Any, install: Any) -> None:
     import tests.distributed.models  # noqa: F401, so that no case has to wait for Megatron
 
 
-def _prepare_and_work(connection: Any, port: int, device: str, *settings: Any) -> None:
+def _prepare_and_work(
+    connection: Any, port: int, device: str, backend: str, *settings: Any
+) -> None:
     _prepare(device, *settings)
-    _work(connection, port, device)
+    _work(connection, port, backend)
 
 
-def _fork_workers(requests: Any, port: int, device: str, *settings: Any) -> None:
+def _fork_workers(requests: Any, port: int, device: str, backend: str, *settings: Any) -> None:
     """Import Megatron, and fork a worker for each connection that is received."""
     _prepare(device, *settings)
     gc.collect()
@@ -183,13 +188,13 @@ def _fork_workers(requests: Any, port: int, device: str, *settings: Any) -> None
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 requests.close()
                 try:
-                    _work(connection, port, device)
+                    _work(connection, port, backend)
                 finally:
                     os._exit(0)
             connection.close()
 
 
-def _work(connection: Any, port: int, device: str) -> None:
+def _work(connection: Any, port: int, backend: str) -> None:
     from torch.distributed import PrefixStore, TCPStore
 
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -199,7 +204,7 @@ def _work(connection: Any, port: int, device: str) -> None:
             *request, name = connection.recv()
         except EOFError:
             return
-        connection.send(_run(*request, PrefixStore(name, store), device))
+        connection.send(_run(*request, PrefixStore(name, store), backend))
 
 
 def _run(
@@ -209,7 +214,7 @@ def _run(
     rank: int,
     world_size: int,
     store: Any,
-    device: str,
+    backend: str,
 ) -> tuple[bool, Any]:
     import torch
     import torch.distributed as dist
@@ -221,9 +226,9 @@ def _run(
         WORLD_SIZE=str(world_size),
     )
     try:
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
         dist.init_process_group(
-            "gloo" if device == "cpu" else "nccl",
+            backend,
             store=store,
             rank=rank,
             world_size=world_size,

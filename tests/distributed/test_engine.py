@@ -11,7 +11,6 @@ from dataclasses import replace
 from unittest import mock
 
 import pytest
-import torch
 
 from tests.distributed import pieces
 from tests.distributed.cases import ALLGATHER, CENTERED, FULL, LINEAR, OVERLAP_ALL, RANDOM, case
@@ -147,6 +146,14 @@ NEEDS_NCCL = [
 ]
 
 
+TWO_RANKS = [
+    case(dp=2, ddp=OVERLAP_ALL, savings=ENGINE),
+    case(dp=2, fsdp="torch", savings=ENGINE),
+    case(tp=2, sp=True, savings=ENGINE | TENSORWISE),
+]
+"""Further cases that fit on two ranks."""
+
+
 @contextmanager
 def with_userbuffers():
     """Allocate the buffers of ``--tp-comm-overlap``, as Megatron does at the start of training."""
@@ -170,17 +177,25 @@ def with_userbuffers():
 @pytest.mark.parametrize(
     ("case", "change"),
     [
-        *((case, one_name_for_each_norm) for case in (*CASES, *NEEDS_NCCL) if case != OVERLAP),
-        (OVERLAP, with_userbuffers),
+        (CASES[3], one_name_for_each_norm),
         (CASES[3], without_copy_on_matrices),
+        *((case, one_name_for_each_norm) for case in (*CASES, *TWO_RANKS) if case != CASES[3]),
+        *((case, one_name_for_each_norm) for case in NEEDS_NCCL if case != OVERLAP),
+        (OVERLAP, with_userbuffers),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
-def test_equals_one_gpu(gpu_ranks, gpu_engine, case, change):
-    """In bf16, and a removed all-reduce is detected."""
+def test_equals_one_gpu(request, gpu_ranks, gpu_engine, most_gpu_ranks, case, change):
+    """In bf16, and a removed all-reduce is detected.
+
+    ``--ranks-device cpu`` runs the same on gloo and the test double.
+    """
     world = case.layout.world
-    if world > torch.cuda.device_count():
+    if world > most_gpu_ranks:
         pytest.skip(f"NOT TESTED: needs {world} GPUs")
+    options = [request.config.getoption(f"--ranks-{name}") for name in ("device", "backend")]
+    if case in NEEDS_NCCL and options != ["cuda", "nccl"]:
+        pytest.skip("NOT TESTED: needs NCCL")
     config = SIZES | (EXPERTS if case.model == "moe" else {})
     case = replace(
         case,

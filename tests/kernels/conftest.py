@@ -1,9 +1,12 @@
 """Processes in which the kernels run."""
 
 import pytest
+from bench_tune import use_chosen_tilings
 
 from kha_megatron.heads.kernels import fused
 from tests.kernels.interpreter import interpreter_of
+
+use_chosen_tilings()
 
 
 @pytest.fixture(scope="session")

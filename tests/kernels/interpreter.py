@@ -61,3 +61,7 @@ def _start(package: Path | None) -> None:
     # fill torch.empty with NaN, so that unwritten outputs and reads out of bounds are detected
     torch.use_deterministic_algorithms(True)
     mend()
+    if os.environ.get("KHA_TILINGS"):
+        from bench_tune import use_chosen_tilings
+
+        use_chosen_tilings()

@@ -4,20 +4,25 @@ import contextlib
 import functools
 import io
 import json
+import math
 import signal
 import subprocess
 import sys
 
 import bench
+import bench_decode
 import bench_kernels
 import bench_layer
+import bench_step
+import bench_tune
 import layers
 import measuring
 import pytest
 import torch
 
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, KHAError
 from kha_megatron.heads.knock import SAVED
+from kha_megatron.plan.counts import count_model
 from tests.kernels.conftest import interpreter, usable_triton  # noqa: F401
 
 
@@ -187,3 +192,203 @@ def test_ratios_are_taken_turn_by_turn():
     assert spread.verdict(3) == "met (at most 3)"
     assert spread.verdict(2.5) == "met (at most 2.5), undecided by the spread"
     assert spread.verdict(1) == "MISSED (at most 1)"
+
+
+def test_overlapping_kernels_are_counted_once():
+    intervals = [(5.0, 7.0), (0.0, 4.0), (1.0, 2.0), (3.0, 4.5), (7.0, 7.5)]
+    assert measuring.covered_time(intervals) == 4.5 + 2.5
+    assert sum(end - start for start, end in intervals) == 9
+    assert measuring.covered_time([]) == 0
+    assert measuring.covered_time([(3.0, 3.0)]) == 0
+
+
+def test_rows_are_published_only_for_the_runner(tmp_path, monkeypatch):
+    measuring.publish("nowhere", "passed")
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setenv(measuring.ROWS_VARIABLE, str(file))
+    monkeypatch.setenv(measuring.STAGE_VARIABLE, "step")
+    measuring.publish("a cell", "measured", "3 ms", spread=measuring.Spread.of([3.0]))
+    with file.open("a") as unfinished:
+        unfinished.write('{"stage": "st')
+    assert measuring.read_rows(file) == [
+        {
+            "stage": "step",
+            "name": "a cell",
+            "status": "measured",
+            "detail": "3 ms",
+            "spread": {"median": 3.0, "low": 3.0, "high": 3.0, "count": 1},
+        }
+    ]
+
+
+STEP_CONTENDERS = ["stock", "baseline", "kha_mlp", "kha_mlp+watch", "kha_linear+fused-loss"]
+
+
+def measure_steps(file):
+    """Run the benchmark of steps in a rank on the CPU."""
+    words = ["--cells", f"tiny/bf16/2={','.join(STEP_CONTENDERS)}", "--length", "24"]
+    return run_bench("step", [*words, "--repetitions", "2"], file)
+
+
+@pytest.mark.whole
+def test_steps_train_the_same_model_with_and_without_kha(ranks, tmp_path):
+    ((code, out, (result,)),) = ranks(measure_steps, 1, tmp_path / "step.json")
+    assert code == 0
+    assert result["failed"] == result["skipped"] == {}
+    contenders = result["contenders"]
+    assert list(contenders) == STEP_CONTENDERS
+    cell = bench_step.Cell.parse(result["cell"], 24, 2)
+    for contender in cell.contenders:
+        run = cell.run(contender)
+        counted = count_model(run.model).total
+        parameters = contenders[contender.name]["parameters"]
+        heads = contenders["kha_mlp"]["parameters"] - contenders["baseline"]["parameters"]
+        if contender.preset in (None, "baseline"):
+            # the recipe has KHA-MLP
+            assert parameters == counted - heads
+        assert contenders[contender.name]["busy_milliseconds"] is None
+        assert contenders[contender.name]["peak_gigabytes"] is None
+    assert contenders["kha_mlp"]["parameters"] == counted
+    losses = {name: figures["first_loss"] for name, figures in contenders.items()}
+    assert losses["baseline"] == pytest.approx(math.log(512), rel=0.1)
+    assert losses["baseline"] == losses["kha_mlp"] == losses["kha_mlp+watch"]
+    # other attention and loss kernels round differently in bfloat16
+    assert losses["stock"] == pytest.approx(losses["baseline"], abs=1e-2)
+    assert losses["kha_linear+fused-loss"] == pytest.approx(losses["baseline"], abs=1e-2)
+    tokens = 2 * 24 * 2
+    milliseconds = contenders["kha_mlp"]["milliseconds"]["median"]
+    speed = contenders["kha_mlp"]["tokens_per_second"]
+    assert speed == pytest.approx(1e3 * tokens / milliseconds)
+    assert "| tiny | bf16 | 2 | kha_mlp+watch |" in out
+
+
+def spoiled_step(file):
+    """Run the benchmark with a NaN in the loss."""
+    draw = bench_step.Training._draw_batch
+
+    def draw_and_spoil(self, vocabulary):
+        draw(self, vocabulary)
+        with torch.no_grad():
+            next(self.chunks[0].parameters()).fill_(torch.nan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_step.Training, "_draw_batch", draw_and_spoil)
+        words = ["--cells", "tiny/bf16/1=stock+watch,kha_mlp+watch", "--length", "24"]
+        return run_bench("step", [*words, "--repetitions", "2"], file)
+
+
+@pytest.mark.whole
+def test_the_watch_of_a_step_is_on(ranks, tmp_path):
+    ((_, _, (result,)),) = ranks(spoiled_step, 1, tmp_path / "step.json")
+    assert result["skipped"].keys() == {"stock+watch", "kha_mlp+watch"}
+    assert all("NaN in" in reason for reason in result["skipped"].values())
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        ("moe-0.8b/bf16=stock", "Expected a cell like"),
+        ("large/bf16/1=stock", "Models: dense-0.6b"),
+        ("tiny/fp4/1=stock", "Precisions: bf16"),
+        ("tiny/bf16/1=stock+fast", "Unknown option 'fast' in 'stock\\+fast'"),
+    ],
+)
+def test_cells_of_steps_are_checked(cell, message):
+    with pytest.raises(ConfigError, match=message):
+        bench_step.Cell.parse(cell, 32, 2)
+
+
+def tune_kernels(folder):
+    """Run the benchmark of tilings in a process with Triton's interpreter; return the launches."""
+    from kha_megatron.heads.kernels import knock_launch
+
+    launched = []
+    find = knock_launch.tiling
+
+    def find_and_record(*arguments):
+        tile = find(*arguments)
+        launched.append((arguments[0], tile))
+        return tile
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knock_launch, "tiling", find_and_record)
+        words = ["--tokens", "9", "--kernels", "backward_weight"]
+        words += ["--choose", str(folder / "tilings.json")]
+        return *run_bench("tune", words, folder / "tune.json"), launched
+
+
+@pytest.mark.whole
+def test_tilings_are_launched_and_the_fastest_is_chosen(interpreter, tmp_path):  # noqa: F811
+    code, _, (result,), launched = interpreter(tune_kernels, tmp_path)
+    assert code == 0
+    candidates = bench_tune.CANDIDATES["backward_weight"]
+    assert {tile for _, tile in launched} == set(candidates)
+    assert all(0 < figures["error"] < 1e-2 for figures in result["tilings"])
+    fastest = min(result["tilings"], key=lambda figures: figures["over_copy"])
+    (chosen,) = json.loads((tmp_path / "tilings.json").read_text())
+    assert chosen == {"kernel": "backward_weight", "tiling": fastest["tiling"]}
+
+
+def test_a_tiling_that_was_wrong_once_is_not_chosen(tmp_path):
+    first, second, *_ = [bench_tune.asdict(t) for t in bench_tune.CANDIDATES["forward"]]
+    results = [
+        {"kernel": "forward", "tilings": [{"tiling": first, "over_copy": 1.0}]},
+        {"kernel": "forward", "tilings": []},
+    ]
+    for result in results:
+        result["tilings"].append({"tiling": second, "over_copy": 2.0})
+    bench_tune.choose(tmp_path / "chosen", results)
+    assert json.loads((tmp_path / "chosen").read_text()) == [
+        {"kernel": "forward", "tiling": second}
+    ]
+
+
+@pytest.mark.whole
+def test_compiled_steps_give_the_tokens_of_generate(tmp_path):
+    words = ["--device", "cpu", "--models", "mlp", "--new", "6"]
+    args = bench.arguments("decode", words)
+    models, skipped = bench_decode.make_models(args, tmp_path)
+    assert not skipped
+    prompt = torch.randint(4096, (3, 5))
+    for model in models.values():
+        decoder = bench_decode.StepDecoder(model, prompt, new=6)
+        expected = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        for _ in range(2):  # the second overwrites the first in the cache
+            assert torch.equal(decoder.decode(), expected[:, 5:])
+
+
+@pytest.mark.whole
+def test_folded_models_are_skipped_if_they_cannot_be_made(tmp_path, monkeypatch):
+    plan = bench_decode.to_hf.plan_export
+
+    def plan_without_folding(source, **options):
+        if options.get("fold"):
+            raise KHAError("KHA-MLP cannot be folded.")
+        return plan(source, **options)
+
+    monkeypatch.setattr(bench_decode.to_hf, "plan_export", plan_without_folding)
+    words = ["--new", "2", "--prompt", "3", "--batches", "1", "--caches", "step"]
+    words += ["--repetitions", "1", "--models", "mlp", "mlp-folded"]
+    code, out, (result,) = run_bench("decode", words, tmp_path / "decode.json")
+    assert code == 0
+    assert result["skipped"] == {"mlp-folded": "not available: KHA-MLP cannot be folded."}
+    assert result["classes"].keys() == {"baseline", "mlp"}
+    assert "mlp-folded skipped: not available" in out
+
+
+def test_each_row_of_a_result_has_a_name_of_its_own(tmp_path, monkeypatch):
+    file = tmp_path / "rows.jsonl"
+    monkeypatch.setenv(measuring.ROWS_VARIABLE, str(file))
+    monkeypatch.setenv(measuring.STAGE_VARIABLE, "layer")
+    result = {
+        "cell": "moe, 64 tokens",
+        "rows": [["stock", "1.0", ""], ["mlp", "1.2", "MISSED (at most 1.01)"]],
+        "skipped": {"mlp/kernels": "no GPU"},
+        "failed": {"gate": "ValueError"},
+    }
+    bench.publish_result(["variant", "over stock", "target"], result)
+    rows = measuring.read_rows(file)
+    assert len({row["name"] for row in rows}) == 4
+    assert [row["status"] for row in rows] == ["measured", "missed", "skipped", "failed"]
+    assert rows[0]["detail"] == "variant stock, over stock 1.0"
+    assert rows[3]["name"] == "moe, 64 tokens, gate"
