@@ -181,7 +181,12 @@ class KHAModelConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self._set_rotary_share()
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *args,
+        **kwargs,
+    ) -> None:
         """Same as the parent method, but also saves the modeling files."""
         if self.write_code is not None:
             os.makedirs(save_directory, exist_ok=True)

@@ -88,7 +88,12 @@ class KHAKnock(nn.Module):
     and Table 2 for the gate). It is the identity at initialization unless `init="random"`.
     """
 
-    def __init__(self, variant: str, head_dim: int, init: str = "identity") -> None:
+    def __init__(
+        self,
+        variant: str,
+        head_dim: int,
+        init: str = "identity",
+    ) -> None:
         super().__init__()
         self.variant = variant
         initial = "identity"
@@ -145,12 +150,16 @@ def pop_cache(arguments: dict[str, Any]) -> Cache | None:
     A cache that the layer does not use is an error. Otherwise, every new token would only attend to
     itself.
     """
-    names = [name for name, value in arguments.items() if isinstance(value, Cache)]
+    names = []
+    for name, value in arguments.items():
+        if isinstance(value, Cache):
+            names.append(name)
     unknown = set(names) - set(CACHE_ARGUMENTS)
     if unknown:
+        expected = " or ".join(map(repr, CACHE_ARGUMENTS))
         raise TypeError(
             f"The KV cache was passed as {min(unknown)!r}, which this model does not support. "
-            f"Expected {' or '.join(map(repr, CACHE_ARGUMENTS))}. Please update the code of the "
+            f"Expected {expected}. Please update the code of the "
             "model or use an older version of transformers."
         )
     if not names and arguments.get("use_cache"):
@@ -178,7 +187,13 @@ def update_paged_cache(
     """
     if not LAYERS_UPDATE_PAGED_CACHE or arguments.get("cache") is None:
         return key, value
-    return arguments.pop("cache").update(key, value, layer.layer_idx, kwargs=arguments)
+    paged_cache = arguments.pop("cache")
+    return paged_cache.update(
+        key,
+        value,
+        layer.layer_idx,
+        kwargs=arguments,
+    )
 
 
 Module: Any = nn.Module  # Otherwise type checkers infer `Tensor | Module` for its attributes.
@@ -189,11 +204,28 @@ class KHAModule(Module):
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # column-parallel
 
-    def add_knocks(self, config: KHAModelConfig, head_dim: int, value_dim: int) -> None:
+    def add_knocks(
+        self,
+        config: KHAModelConfig,
+        head_dim: int,
+        value_dim: int,
+    ) -> None:
         """Create `q_knock`, `k_knock` and `v_knock` (`nn.Identity` where KHA is disabled)."""
-        self.q_knock = self.build_knock(config.kha_query, head_dim, config)
-        self.k_knock = self.build_knock(config.kha_key, head_dim, config)
-        self.v_knock = self.build_knock(config.kha_value, value_dim, config)
+        self.q_knock = self.build_knock(
+            config.kha_query,
+            head_dim,
+            config,
+        )
+        self.k_knock = self.build_knock(
+            config.kha_key,
+            head_dim,
+            config,
+        )
+        self.v_knock = self.build_knock(
+            config.kha_value,
+            value_dim,
+            config,
+        )
 
     def build_knock(
         self,
@@ -211,7 +243,8 @@ class KHAModule(Module):
         for name, module in self.named_modules():
             if name in self.projections:
                 plan[name] = "colwise"
-            if isinstance(module, HeadSharedLinear) or name in ("q_norm", "k_norm"):
+            is_norm = name in ("q_norm", "k_norm")
+            if is_norm or isinstance(module, HeadSharedLinear):
                 plan[name] = SHARED_BY_HEADS
         return plan
 
@@ -219,7 +252,11 @@ class KHAModule(Module):
 class KHAAttention(KHAModule, Glm4MoeAttention):
     """Multi-headed attention (or MQA or GQA) with KHA applied before QK-norm and RoPE."""
 
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: KHAModelConfig,
+        layer_idx: int,
+    ) -> None:
         super().__init__(config, layer_idx)
         self.add_knocks(config, self.head_dim, self.head_dim)
 
@@ -294,7 +331,10 @@ def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
     remedy = "Please serve the model with transformers."
     if config.kv_lora_rank is not None or config.kha_attention is not None:
         return f"KHA models with MLA, GLA or GTA are not supported in vLLM. {remedy}"
-    unsupported = sorted(f"kha_{name}" for name in config.mechanisms if name != "gate")
+    unsupported = []
+    for name in sorted(config.mechanisms):
+        if name != "gate":
+            unsupported.append(f"kha_{name}")
     if unsupported:
         return f"vLLM does not support {', '.join(unsupported)}. {remedy}"
     if config.hidden_act != "silu":
@@ -343,7 +383,8 @@ class KHARouter(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the router logits of all experts, and the weights and indices of the top k."""
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        hidden_size = hidden_states.shape[-1]
+        tokens = hidden_states.reshape(-1, hidden_size)
         logits = self.logits(tokens)
         weights, experts = self.choose(logits)
         return logits, weights.to(logits.dtype), experts
@@ -353,7 +394,9 @@ class KHARouter(nn.Module):
             return F.linear(hidden_states, self.weight)
         # Autocast could change which experts are selected.
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
-            return F.linear(hidden_states.float(), self.weight.float())
+            hidden_states = hidden_states.float()
+            weight = self.weight.float()
+            return F.linear(hidden_states, weight)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Select the top-k experts for each token. Returns their weights (float32) and indices."""
@@ -368,7 +411,11 @@ class KHARouter(nn.Module):
         scores_for_choice = self._mask_groups(scores + self.e_score_correction_bias)
         # Megatron only sorts during training. Do the same, as the order affects rounding.
         is_sorted = torch.is_grad_enabled()
-        experts = scores_for_choice.topk(self.top_k, dim=-1, sorted=is_sorted).indices
+        experts = scores_for_choice.topk(
+            self.top_k,
+            dim=-1,
+            sorted=is_sorted,
+        ).indices
         weights = scores.gather(-1, experts)
         if self.normalise:
             total = weights.sum(-1, keepdim=True)
@@ -376,7 +423,8 @@ class KHARouter(nn.Module):
         return weights, experts
 
     def _choose_by_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        if self.normalise and not self.like_qwen:
+        is_softmax_last = self.normalise and not self.like_qwen
+        if is_softmax_last:
             scores = self._mask_groups(logits)
             selected, experts = scores.topk(self.top_k, dim=-1)
             weights = selected.softmax(-1, dtype=torch.float32)
@@ -394,14 +442,17 @@ class KHARouter(nn.Module):
         best `top_k // topk_group` experts."""
         if self.groups == 1:
             return scores
-        grouped = scores.unflatten(-1, (self.groups, -1))
+        grouped_shape = (self.groups, -1)
+        grouped = scores.unflatten(-1, grouped_shape)
         experts_per_group = self.top_k // self.groups_per_token
         best_scores = grouped.topk(experts_per_group, dim=-1).values
         group_scores = best_scores.sum(-1)
-        selected_groups = group_scores.topk(self.groups_per_token, dim=-1).indices
+        best_groups = group_scores.topk(self.groups_per_token, dim=-1)
+        selected_groups = best_groups.indices
         is_masked = torch.ones_like(group_scores, dtype=torch.bool)
         is_masked = is_masked.scatter(-1, selected_groups, False)
-        masked = grouped.masked_fill(is_masked.unsqueeze(-1), -torch.inf)
+        is_masked = is_masked.unsqueeze(-1)
+        masked = grouped.masked_fill(is_masked, -torch.inf)
         return masked.flatten(-2)
 
 
@@ -415,10 +466,15 @@ class KHASparseMLP(nn.Module):
         if config.shared_expert_intermediate_size:
             self.shared_experts = Glm4MoeMLP(config, config.shared_expert_intermediate_size)
         if config.shared_expert_gate:
-            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+            self.shared_expert_gate = nn.Linear(
+                config.hidden_size,
+                1,
+                bias=False,
+            )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        hidden_size = hidden_states.shape[-1]
+        tokens = hidden_states.reshape(-1, hidden_size)
         _, weights, experts = self.gate(tokens)
         output = self.experts(tokens, experts, weights)
         output = output.view_as(hidden_states)
@@ -441,7 +497,11 @@ def center_norms(model: nn.Module) -> None:
 
 
 class KHADecoderLayer(Glm4MoeDecoderLayer):
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: KHAModelConfig,
+        layer_idx: int,
+    ) -> None:
         GradientCheckpointingLayer.__init__(self)  # Skip the parent, which builds other submodules.
         self.hidden_size = config.hidden_size
         self.self_attn = attention_class(config)(config, layer_idx)
@@ -552,7 +612,8 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
     @wraps(Glm4MoeModel.forward)
     def forward(self, *args, **kwargs):
         past_length = 0
-        past_cache = find_cache((*args, *kwargs.values()))
+        inputs = (*args, *kwargs.values())
+        past_cache = find_cache(inputs)
         if past_cache is not None:
             past_length = past_cache.get_seq_length()
         output = super().forward(*args, **kwargs)
@@ -589,7 +650,11 @@ class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):
         super(Glm4MoeForCausalLM, self).__init__(config)  # Skip the parent, as above.
         self.model = KHAModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+        )
         self.post_init()
 
 
