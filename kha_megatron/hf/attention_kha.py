@@ -589,10 +589,12 @@ class KHAHeadsAttention(KHABaseAttention, Glm4MoeAttention):
         input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        value_shape = (*input_shape, -1, self.value_features)
         query = self.q_proj(hidden_states).view(hidden_shape)
         key = self.k_proj(hidden_states).view(hidden_shape)
-        value = self.v_proj(hidden_states).view(hidden_shape)
+        value = self.v_proj(hidden_states).view(value_shape)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
@@ -641,8 +643,8 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
         input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        value = self.v_proj(hidden_states).view(hidden_shape)
+        value_shape = (*hidden_states.shape[:-1], -1, self.value_features)
+        value = self.v_proj(hidden_states).view(value_shape)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
@@ -686,6 +688,7 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
     """
 
     projections = ("q_proj", "kv_proj")
+    value_projection = "kv_proj"
 
     def __init__(
         self,
@@ -712,10 +715,12 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         # QK-norm needs complete keys, and those are different in each group. If it is enabled, we
         # cache the rotary half before RoPE and rotate the whole cache in every step. This assumes
         # consecutive positions, i.e. left padding is fine but packed sequences are not supported.
-        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        tied_shape = (*input_shape, -1, self.value_features)
         query = self.q_proj(hidden_states).view(hidden_shape)
         query = self.q_knock(query)
-        tied = self.kv_proj(hidden_states).view(hidden_shape)
+        tied = self.kv_proj(hidden_states).view(tied_shape)
         tied = self.v_knock(tied)
         rotary = self.k_rope_proj(hidden_states).unsqueeze(1)
         if self.use_qk_norm:

@@ -68,7 +68,11 @@ class HeadSharedLinear(nn.Linear):
         initial (`str`): One of `"identity"`, `"zeros"` or `"normal"`.
     """
 
-    def __init__(self, head_dim: int, initial: str) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        initial: str,
+    ) -> None:
         self.initial = initial
         super().__init__(head_dim, head_dim, bias=False)
 
@@ -123,7 +127,36 @@ class KHAKnock(nn.Module):
         return self.down_proj(2 * up * gate)
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+class KHAFoldedKnock(nn.Module):
+    """
+    What remains of KHA-MLP or KHA-Gate on the values if `kha_folded` is set.
+
+    The value projection then returns `[2 * up, gate]` for each head (for KHA-Gate, `[2 * value,
+    gate]`). Unless `o_proj` contains `down_proj`, it is applied here.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        has_down: bool,
+    ) -> None:
+        super().__init__()
+        self.down_proj = None
+        if has_down:
+            self.down_proj = HeadSharedLinear(head_dim, "identity")
+
+    def forward(self, up_and_gate: Tensor) -> Tensor:
+        hidden = F.glu(up_and_gate, dim=-1)
+        if self.down_proj is None:
+            return hidden
+        return self.down_proj(hidden)
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
     """Applies RoPE to the first features of each head, depending on the size of `cos`."""
     cos = cos.unsqueeze(1)
     sin = sin.unsqueeze(1)
@@ -203,6 +236,7 @@ class KHAModule(Module):
     """Base class for attention modules with KHA."""
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # column-parallel
+    value_projection = "v_proj"
 
     def add_knocks(
         self,
@@ -210,7 +244,11 @@ class KHAModule(Module):
         head_dim: int,
         value_dim: int,
     ) -> None:
-        """Create `q_knock`, `k_knock` and `v_knock` (`nn.Identity` where KHA is disabled)."""
+        """
+        Create `q_knock`, `k_knock` and `v_knock` (`nn.Identity` where KHA is disabled).
+
+        `value_features` is the number of features that the value projection returns for each head.
+        """
         self.q_knock = self.build_knock(
             config.kha_query,
             head_dim,
@@ -221,11 +259,29 @@ class KHAModule(Module):
             head_dim,
             config,
         )
-        self.v_knock = self.build_knock(
-            config.kha_value,
-            value_dim,
-            config,
+        self.value_features = value_dim
+        if config.kha_folded is None:
+            self.v_knock = self.build_knock(
+                config.kha_value,
+                value_dim,
+                config,
+            )
+            return
+        self.value_features = 2 * value_dim
+        self.widen_value_projection(config)
+        is_mlp = config.kha_value == "mlp"
+        has_down = is_mlp and "output" not in config.kha_folded
+        self.v_knock = KHAFoldedKnock(value_dim, has_down)
+
+    def widen_value_projection(self, config: KHAModelConfig) -> None:
+        """Replace the value projection for folded models."""
+        kv_heads = config.num_key_value_heads or config.num_attention_heads
+        projection = nn.Linear(
+            config.hidden_size,
+            kv_heads * self.value_features,
+            bias=config.attention_bias,
         )
+        setattr(self, self.value_projection, projection)
 
     def build_knock(
         self,
@@ -271,9 +327,10 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         cache = pop_cache(kwargs)
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
+        value_shape = (*input_shape, -1, self.value_features)
         query = self.q_proj(hidden_states).view(hidden_shape)
         key = self.k_proj(hidden_states).view(hidden_shape)
-        value = self.v_proj(hidden_states).view(hidden_shape)
+        value = self.v_proj(hidden_states).view(value_shape)
         query = self.q_knock(query)
         key = self.k_knock(key)
         value = self.v_knock(value)
@@ -287,7 +344,12 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         key = apply_rotary(key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        key, value = update_paged_cache(self, key, value, kwargs)
+        key, value = update_paged_cache(
+            self,
+            key,
+            value,
+            kwargs,
+        )
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -573,8 +635,16 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
             return
         super()._init_weights(module)
         if isinstance(module, Qwen3MoeExperts):
-            init.normal_(module.gate_up_proj, mean=0.0, std=std)
-            init.normal_(module.down_proj, mean=0.0, std=std)
+            init.normal_(
+                module.gate_up_proj,
+                mean=0.0,
+                std=std,
+            )
+            init.normal_(
+                module.down_proj,
+                mean=0.0,
+                std=std,
+            )
         elif isinstance(module, Qwen3NextRMSNorm):
             init.zeros_(module.weight)
         elif isinstance(module, KHARouter):
