@@ -2,7 +2,8 @@
 
 The baseline is a stock model with random weights. `kha-megatron convert` makes the others from it.
 `mlp` is a kha model with KHA-MLP on the values, `linear` has linear matrices on q, k and v, and
-`folded` is `linear` with its matrices folded, a stock model again.
+`folded` is `linear` with its matrices folded, a stock model again. `mlp-folded` is `mlp` with its
+matrices folded, a kha model with a GLU in each layer.
 
 Each turn generates the given number of tokens greedily for every sequence of the batch. With a
 static cache transformers compiles the model (on a CPU this needs a C++ compiler).
@@ -28,8 +29,10 @@ from kha_megatron.recipes.paper import MODEL_SIZES, VOCAB_SIZE, ModelSize
 
 SMALL = ModelSize(layers=4, hidden=512, ffn=1536)
 BASELINE = "baseline"
-CONTENDERS = ("mlp", "linear", "folded")
-AT_MOST = {"mlp": 1.01, "folded": 1.01}
+FOLDED = {"folded": "linear", "mlp-folded": "mlp"}
+"""Contenders that are made by folding another one."""
+CONTENDERS = ("mlp", "linear", *FOLDED)
+AT_MOST = {"mlp-folded": 1.01, "folded": 1.01}
 """Targets: the largest ratio of times to the baseline."""
 
 DEFAULTS = {
@@ -74,11 +77,13 @@ def make_models(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / BASELINE)
-    for name in {"linear" if model == "folded" else model for model in args.models}:
+    unfolded = {FOLDED.get(name, name) for name in args.models}
+    for name in unfolded:
         kha = HeadsConfig.from_preset(f"kha_{name}")
         to_hf.plan_export(folder / BASELINE, upcycle=kha).write(folder / name)
-    if "folded" in args.models:
-        to_hf.plan_export(folder / "linear", fold=True).write(folder / "folded")
+    for name, source in FOLDED.items():
+        if name in args.models:
+            to_hf.plan_export(folder / source, fold=True).write(folder / name)
     models = {}
     for name in (BASELINE, *args.models):
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype)
