@@ -17,7 +17,7 @@ from kha_megatron.conversion.tensor_mappings import (
 )
 from kha_megatron.conversion.tensor_names import ATTENTION_OUTPUT
 from kha_megatron.errors import CheckpointError
-from kha_megatron.heads import Gate, HeadFacts, Knock, Mechanism, Projection
+from kha_megatron.heads import HeadFacts, Knock, Mechanism, Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import Variant, fold
 from kha_megatron.model.config import KNOCKED_VALUE, FoldedInto, ModelConfig
@@ -34,9 +34,6 @@ _KNOCKED: dict[str, Projection] = {
     "self_attn.kv_proj.bias": "value",
 }
 """Tensors that compute the input of a KHA matrix."""
-
-_KEEPS_FEATURES = ("moh", "talking", "collaborative")
-"""Mechanisms that do not mix or scale the features of a value head."""
 
 
 def fold_heads(source: ModelSource, kha: HeadsConfig) -> ModelSource:
@@ -185,19 +182,12 @@ def _fold_settings(source: ModelSource, knock: Knock) -> ModelConfig:
 def _folds_output(kha: HeadsConfig) -> bool:
     """Whether ``down`` can be moved from the values to ``o_proj``.
 
-    In between, there may only be linear combinations of tokens and factors per head. This is not
-    the case for gates on values or outputs, GTA (keys contain values) and unknown mechanisms.
+    This is not possible with GTA, because keys contain values.
     """
     if kha.attention is not None:
         return False
-    for mechanism in kha.without(Knock).mechanisms:
-        if isinstance(mechanism, Gate):
-            gates = mechanism.positions.keys()
-            if "value" in gates or "output" in gates:
-                return False
-        elif mechanism.name not in _KEEPS_FEATURES:
-            return False
-    return True
+    others = kha.without(Knock).mechanisms
+    return all(mechanism.keeps_value_features for mechanism in others)
 
 
 def _fold_up_and_gate(projection: Tensor, matrices: Sequence[Tensor]) -> Tensor:

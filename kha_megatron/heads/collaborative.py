@@ -96,6 +96,10 @@ class CollaborativeHeads(Mechanism):
         return self.dim
 
     @property
+    def keeps_value_features(self) -> bool:
+        return True
+
+    @property
     def is_foldable(self) -> bool:
         return True
 
