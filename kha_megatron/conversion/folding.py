@@ -97,29 +97,18 @@ def _fold_knock(source: ModelSource) -> ModelSource:
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         mapping = slot.mapping
         if isinstance(mapping, HeadMapping) and mapping.tensor.name == KNOCKED_VALUE:
-            *_, down = read_matrices(
-                "value",
-                slot,
-                meta=meta,
-            )
+            *_, down = read_matrices("value", slot, meta=meta)
             return [down]
         tensors = source.read(slot, meta=meta)
         if slot.layer is None:
             return tensors
         if mapping is ATTENTION_OUTPUT and "output" in folded_model.kha_folded:
             (weight,) = tensors
-            *_, down = read_matrices(
-                "value",
-                slot,
-                meta=meta,
-            )
+            *_, down = read_matrices("value", slot, meta=meta)
             return [_fold_down(weight, down)]
         folded = []
-        for name, tensor in zip(
-            mapping.hf_names(model),
-            tensors,
-            strict=True,
-        ):
+        names = mapping.hf_names(model)
+        for name, tensor in zip(names, tensors, strict=True):
             for rows in _knocked_rows(name, model):
                 variant = knock.variants.get(rows.projection)
                 if variant == "linear" and not meta:
@@ -131,11 +120,7 @@ def _fold_knock(source: ModelSource) -> ModelSource:
                         start=rows.start,
                     )
                 elif variant is not None and rows.projection in folded_model.kha_folded:
-                    value_matrices = read_matrices(
-                        "value",
-                        slot,
-                        meta=meta,
-                    )
+                    value_matrices = read_matrices("value", slot, meta=meta)
                     tensor = _fold_up_and_gate(tensor, value_matrices)
             folded.append(tensor)
         return folded

@@ -246,13 +246,13 @@ def test_folded_weights_are_exact_products_rounded_once(tmp_path, bias):
             before[f"{layer}v_knock.{matrix}_proj.weight"].double()
             for matrix in ("up", "gate", "down")
         )
-        for kind in ("weight", "bias") if bias else ("weight",):
-            value = before[f"{layer}v_proj.{kind}"].double().unflatten(0, (3, 80))
+        for suffix in ("weight", "bias") if bias else ("weight",):
+            value = before[f"{layer}v_proj.{suffix}"].double().unflatten(0, (3, 80))
             exact = torch.stack([2 * torch.tensordot(up, head, 1) for head in value])
             gates = torch.stack([torch.tensordot(gate, head, 1) for head in value])
             exact = torch.cat([exact, gates], dim=1).flatten(0, 1)
             torch.testing.assert_close(
-                after[f"{layer}v_proj.{kind}"],
+                after[f"{layer}v_proj.{suffix}"],
                 exact.bfloat16(),
                 rtol=2**-8,  # another order of summation can round to the other neighbor
                 atol=0,
