@@ -87,13 +87,20 @@ TensorParallel = Annotated[
 VariantName = Annotated[
     str | None, typer.Option(help="KHA variant: linear, mlp, gate or none. Overrides --kha-preset.")
 ]
-_FOLD_HELP = """Fold linear KHA into the projection weights and export a stock Hugging Face model.
+_FOLD_HELP = """Fold KHA into the projection weights and export a Hugging Face model for inference.
 
-Each head's projection matrix is multiplied by its KHA matrix in float64, then rounded once. Models
-with MLA become deepseek_v3. GTA and GLA are not supported, since no stock architecture implements
-them. Collaborative heads are folded as well: they become ordinary heads with identical keys.
+Each head's projection matrix is multiplied by its KHA matrix in float64, then rounded once.
+
+KHA-Linear leaves a stock model. Models with MLA become deepseek_v3. GTA and GLA are not supported,
+since no stock architecture implements them. Collaborative heads are folded as well: they become
+ordinary heads with identical keys.
+
+KHA-MLP and KHA-Gate on the values leave a GLU, i.e. a kha model that decodes about as fast as a
+stock model. It cannot be converted to Megatron anymore, so keep the original model for training. On
+queries and keys, they are not folded.
 
 Examples:
+  kha-megatron convert fold quickstart/run/checkpoints my-folded-model
   kha-megatron convert fold runs/kha-linear/checkpoints my-qwen3
   kha-megatron convert fold my-kha-model my-qwen3 --dtype bfloat16
 """

@@ -14,8 +14,8 @@ from kha_megatron.compare.charts import draw_matrices, require_matplotlib
 from kha_megatron.documents.reader import read_beginning
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.heads.knock import MATRICES
-from kha_megatron.model.recorded import read_kha_config, read_knock_weights
+from kha_megatron.heads.knock import MATRICES, Knock
+from kha_megatron.model.recorded import is_folded, read_kha_config, read_knock_weights
 
 if TYPE_CHECKING:
     from kha_megatron.hf.instruments import LayerStatistics
@@ -70,6 +70,8 @@ def inspect(
     reader = HFCheckpoint if is_hf_folder(checkpoint) else MegatronCheckpoint
     opened = reader.open(checkpoint)
     kha = read_kha_config(opened) or HeadsConfig()
+    if content and is_folded(opened):
+        kha = kha.without(Knock)
     weights = {}
     if kha.variants or not content:  # models without KHA matrices require --text
         weights = read_knock_weights(opened)

@@ -94,6 +94,8 @@ def _to_architecture(family: Family, config: PreTrainedConfig) -> ModelConfig:
         _check_latent_heads(config)
         fields["multi_latent_attention"] = True
         fields["kv_channels"] = fields["v_head_dim"]
+    if isinstance(config, KHAModelConfig):
+        fields["kha_folded"] = tuple(config.kha_folded or ())
     if fields["kv_channels"] is None:
         fields["kv_channels"] = config.hidden_size // config.num_attention_heads
     if family.experts:
@@ -342,6 +344,8 @@ def _build_config(model: ModelConfig, family: Family, model_type: str) -> PreTra
         for name, value in model.kha.to_dict(start=False).items():
             fields[f"kha_{name}"] = value
         fields |= model.kha.providers_entry
+        if model.kha_folded:
+            fields["kha_folded"] = list(model.kha_folded)
     fields |= family.extra(model)
     if family.experts:
         fields |= family.experts.to_config(model)

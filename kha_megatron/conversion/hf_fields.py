@@ -148,7 +148,7 @@ def known_fields(family: Family) -> set[str]:
     if family.experts:
         known |= {*family.experts.keys.values(), *family.experts.known}
     if family.config is KHAModelConfig:
-        known |= {f"kha_{name}" for name in (*setting_names(), "providers")}
+        known |= {f"kha_{name}" for name in (*setting_names(), "folded", "providers")}
     return known
 
 

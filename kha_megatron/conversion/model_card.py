@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from kha_megatron import __version__
 from kha_megatron.conversion.engine import Conversion
+from kha_megatron.heads import Knock
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf.modeling_kha import vllm_obstacle
 from kha_megatron.model.config import ModelConfig
@@ -104,11 +105,13 @@ def model_card(
     heads = "standard attention"
     if kha.mechanisms:
         heads = f"`{kha}`"
-    elif folded is not None and folded.mechanisms:
+    if model.kha_folded:
+        heads += f" after folding `{folded or kha}` into the projections (inference only)"
+    elif not kha.mechanisms and folded is not None and folded.mechanisms:
         heads += f" after folding `{folded}` into the projections"
     if (folded or kha).variants:
         heads += f", see {_PAPER}"
-    own = {m.name: model.layers * m.parameters(model.head_sizes) for m in kha.mechanisms}
+    own = _count_head_parameters(model)
     vllm = vllm_obstacle(config, by_backend=False) if is_kha else None
     if vllm is None:
         plugin = " install kha_megatron from source, with its `vllm` extra, and" if is_kha else ""
@@ -131,6 +134,28 @@ def model_card(
             projections=list(projections), architecture=written.architecture
         ),
     )
+
+
+def _count_head_parameters(model: ModelConfig) -> dict[str, int]:
+    """Count the parameters of each head mechanism."""
+    counts = {}
+    for mechanism in model.kha.mechanisms:
+        per_layer = mechanism.parameters(model.head_sizes)
+        if isinstance(mechanism, Knock) and model.kha_folded:
+            per_layer = _count_folded_parameters(model)
+        counts[mechanism.name] = model.layers * per_layer
+    return counts
+
+
+def _count_folded_parameters(model: ModelConfig) -> int:
+    """Count the parameters of folded KHA in a layer: additional rows and remaining matrices."""
+    rows = model.num_query_groups * model.head_dim
+    columns = model.hidden_size + 1 if model.add_qkv_bias else model.hidden_size
+    count = rows * columns
+    for parameter in model.head_tensors:
+        if parameter.name.startswith(f"{Knock.name}_"):
+            count += parameter.size
+    return count
 
 
 def _code(text: str) -> str:

@@ -179,7 +179,7 @@ def plan_export(
         dtype: ``float32``, ``bfloat16`` or ``float16``. By default, dtypes do not change.
         allow_overflow: Allow values outside of the range of ``dtype`` to become infinite.
         tokenizer: Use this tokenizer instead of the model's own.
-        fold: Fold linear KHA and other foldable mechanisms into the projections.
+        fold: Fold KHA and other foldable mechanisms into the projections.
         upcycle: Head mechanisms to add to the model (without changing its outputs).
         max_shard_bytes: Maximum size per safetensors file.
 
@@ -201,7 +201,8 @@ def plan_export(
         source = cast(source, FLOAT_DTYPES[dtype], allow_overflow=allow_overflow)
     architecture = architecture or ("auto" if fold else "kha")
     if architecture == "auto":
-        architecture = _fitting_architecture(source.model, only_stock=fold)
+        only_stock = fold and not source.model.kha_folded
+        architecture = _fitting_architecture(source.model, only_stock=only_stock)
     if not can_predict(source.model, architecture):
         source = drop_predictions(source, f"{architecture} does not support them")
     if FAMILIES[architecture].always.get("layernorm_zero_centered_gamma"):

@@ -72,6 +72,11 @@ def upcycle_heads(source: ModelSource, kha: HeadsConfig) -> ModelSource:
 def _check_upcycling(source: ModelSource, kha: HeadsConfig) -> None:
     """Raise an error if head mechanisms cannot be added without changing the outputs."""
     trained = source.model.kha
+    if source.model.kha_folded:
+        raise CheckpointError(
+            f"KHA in {source.path} is folded into the projections. Please add {kha} to the "
+            "unfolded model, i.e. the one that was passed to `kha-megatron convert fold`."
+        )
     added = {mechanism.name for mechanism in kha.mechanisms}
     if not added:
         raise ConfigError(

@@ -255,7 +255,12 @@ def _drop_predictions(source: ModelSource, counterpart: ModelConfig) -> ModelSou
 
 
 def _adjust_heads(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
-    """Fold the model with more head mechanisms. If that is not possible, upcycle the other one."""
+    """Make sure that both models have the same head mechanisms, and that KHA is folded in both.
+
+    This folds the model with more head mechanisms. If that is not possible, it upcycles the other
+    one.
+    """
+    sources, adjustment = _fold_if_other_is_folded(sources)
     first, second = sources.first, sources.second
     first_names = _mechanism_names(first.model.kha)
     second_names = _mechanism_names(second.model.kha)
@@ -265,9 +270,23 @@ def _adjust_heads(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
     elif second_names > first_names:
         second, first, is_folded = _fold_or_upcycle(second, first)
         adjustment = HeadAdjustment.SECOND_FOLDED if is_folded else HeadAdjustment.FIRST_UPCYCLED
-    else:
-        adjustment = HeadAdjustment.NONE
     return _Sources(first, second), adjustment
+
+
+def _fold_if_other_is_folded(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
+    """Fold one of the models if KHA-MLP or KHA-Gate is only folded in the other one."""
+    first, second = sources.first, sources.second
+    first_value = first.model.kha.variants.get("value")
+    second_value = second.model.kha.variants.get("value")
+    is_first_folded = bool(first.model.kha_folded)
+    is_second_folded = bool(second.model.kha_folded)
+    if first_value != second_value or is_first_folded == is_second_folded:
+        return sources, HeadAdjustment.NONE
+    if is_second_folded:
+        first = fold_heads(first, first.model.kha)
+        return _Sources(first, second), HeadAdjustment.FIRST_FOLDED
+    second = fold_heads(second, second.model.kha)
+    return _Sources(first, second), HeadAdjustment.SECOND_FOLDED
 
 
 def _fold_or_upcycle(

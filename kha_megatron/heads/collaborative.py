@@ -95,6 +95,10 @@ class CollaborativeHeads(Mechanism):
         return {"query": self.dim, "key": self.dim}
 
     @property
+    def keeps_value_features(self) -> bool:
+        return True
+
+    @property
     def is_foldable(self) -> bool:
         return True
 

@@ -263,6 +263,10 @@ class Gate(Mechanism):
             "activation=sigmoid, or form=add with activation=silu."
         )
 
+    @property
+    def keeps_value_features(self) -> bool:
+        return self.value is None and self.output is None
+
     def setting_of(self, projection: Projection) -> str | None:
         return f"gate.{projection}" if projection in self.positions else None
 

@@ -340,6 +340,14 @@ class Mechanism:
         """Whether a trained mechanism can be folded into the projections (see :meth:`fold`)."""
         return False
 
+    @property
+    def keeps_value_features(self) -> bool:
+        """Whether the mechanism only computes linear combinations of value heads, or scales heads.
+
+        Multiplying all values by a matrix is then the same as multiplying all outputs by it.
+        """
+        return False
+
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
         """Return the projections to double when the mechanism is added to a trained model.
 

@@ -229,6 +229,10 @@ class MixtureOfHeads(Mechanism):
         return stage == "output"
 
     @property
+    def keeps_value_features(self) -> bool:
+        return True
+
+    @property
     def adds_loss(self) -> bool:
         return self.balance > 0
 

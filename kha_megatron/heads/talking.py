@@ -43,6 +43,10 @@ class TalkingHeads(Mechanism):
             )
 
     @property
+    def keeps_value_features(self) -> bool:
+        return True
+
+    @property
     def mixings(self) -> tuple[str, ...]:
         return tuple(name for name in ("pre", "post") if getattr(self, name))
 

@@ -31,7 +31,11 @@ from kha_megatron.hf.modeling_kha import (
 )
 from kha_megatron.hf.modelling_files import write_modelling_files
 
-AutoConfig.register(KHAModelConfig.model_type, KHAModelConfig, exist_ok=True)
+AutoConfig.register(
+    KHAModelConfig.model_type,
+    KHAModelConfig,
+    exist_ok=True,
+)
 for auto_class, model_class in (
     (AutoModel, KHAModel),
     (AutoModelForCausalLM, KHAForCausalLM),

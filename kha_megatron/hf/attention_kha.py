@@ -110,7 +110,10 @@ class KHAHeads(KHAModule):
         unknown = config.mechanisms.keys() - registered.keys()
         if unknown:
             # no other text of the config, which could be read as a command
-            names = sorted(f"kha_{name}" for name in unknown if name.isidentifier())
+            names = []
+            for name in sorted(unknown):
+                if name.isidentifier():
+                    names.append(f"kha_{name}")
             raise ValueError(
                 f"Unknown fields {', '.join(names)} in the config. They belong to head mechanisms "
                 "that are not registered. Look at their code first (see `kha_providers` in the "
@@ -140,7 +143,11 @@ class KHAHeads(KHAModule):
                 implementation = "eager"
         return implementation
 
-    def add_heads(self, config: KHAModelConfig, ranks: int = 1) -> None:
+    def add_heads(
+        self,
+        config: KHAModelConfig,
+        ranks: int = 1,
+    ) -> None:
         """
         Create the submodules for KHA and all other mechanisms.
 
@@ -251,7 +258,13 @@ class KHAHeads(KHAModule):
             if layer_mechanism.mechanism.acts_at(stage):
                 weights = self.head_weights(layer_mechanism.tensors)
                 mechanisms.append((layer_mechanism.mechanism, weights))
-        return apply_stage(stage, mechanisms, tensors, input_projections, self._ranks())
+        return apply_stage(
+            stage,
+            mechanisms,
+            tensors,
+            input_projections,
+            self._ranks(),
+        )
 
     def head_weights(self, tensors: Sequence[HeadTensor]) -> dict[str, Tensor]:
         """Get the replicated weights by name. Per-head weights are sliced to the local heads."""
@@ -267,12 +280,24 @@ class KHAHeads(KHAModule):
             weights[tensor.name] = weight
         return weights
 
-    def project_output(self, heads: Tensor, input_projections: dict[str, Tensor]) -> Tensor:
+    def project_output(
+        self,
+        heads: Tensor,
+        input_projections: dict[str, Tensor],
+    ) -> Tensor:
         """Apply `o_proj`, and the mechanisms before and after it."""
-        (heads,) = self.apply_heads("output", input_projections, output=heads)
+        (heads,) = self.apply_heads(
+            "output",
+            input_projections,
+            output=heads,
+        )
         flat = heads.flatten(-2).contiguous()
         dense = self.o_proj(flat)
-        (dense,) = self.apply_heads("dense", input_projections, dense=dense)
+        (dense,) = self.apply_heads(
+            "dense",
+            input_projections,
+            dense=dense,
+        )
         return dense
 
     def _ranks(self) -> "ModelRanks":
@@ -318,7 +343,11 @@ class ModelRanks(Ranks):
             Callbacks for metrics of the mechanisms.
     """
 
-    def __init__(self, projection: nn.Module, listeners: Sequence[Listener] = ()) -> None:
+    def __init__(
+        self,
+        projection: nn.Module,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
         self.listeners = listeners
         self.mesh: Any = None
         weight = getattr(projection, "weight", None)
@@ -332,10 +361,20 @@ class ModelRanks(Ranks):
     def own_heads(self, x: Tensor) -> Tensor:
         return self._redistribute(x, Replicate(), Shard(-1))
 
-    def _redistribute(self, x: Tensor, before: Any, after: Any) -> Tensor:
+    def _redistribute(
+        self,
+        x: Tensor,
+        before: Any,
+        after: Any,
+    ) -> Tensor:
         if self.mesh is None:
             return x
-        distributed = DTensor.from_local(x, self.mesh, [before], run_check=False)
+        distributed = DTensor.from_local(
+            x,
+            self.mesh,
+            [before],
+            run_check=False,
+        )
         redistributed = distributed.redistribute(placements=[after])
         return redistributed.to_local()
 
@@ -343,7 +382,12 @@ class ModelRanks(Ranks):
         """Identity in the forward pass, all-reduce in the backward pass."""
         if self.mesh is None:
             return x
-        distributed = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        distributed = DTensor.from_local(
+            x,
+            self.mesh,
+            [Replicate()],
+            run_check=False,
+        )
         return distributed.to_local(grad_placements=[Partial()])
 
     def own_part(self, weight: Tensor) -> Tensor:
@@ -431,7 +475,13 @@ class KHABaseAttention(KHAHeads):
         )
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        key, value = self.expand_heads(key, value, position_embeddings, cache, kwargs)
+        key, value = self.expand_heads(
+            key,
+            value,
+            position_embeddings,
+            cache,
+            kwargs,
+        )
         key, value = update_paged_cache(self, key, value, kwargs)
         value_dim = value.shape[-1]
         is_flash = "flash" in (self.config._attn_implementation or "")
@@ -525,7 +575,11 @@ class KHAHeadsAttention(KHABaseAttention, Glm4MoeAttention):
             return KHASharedKeyAttention
         return cls
 
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: KHAModelConfig,
+        layer_idx: int,
+    ) -> None:
         super().__init__(config, layer_idx)
         self.add_heads(config)
 
@@ -535,10 +589,12 @@ class KHAHeadsAttention(KHABaseAttention, Glm4MoeAttention):
         input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        value_shape = (*input_shape, -1, self.value_features)
         query = self.q_proj(hidden_states).view(hidden_shape)
         key = self.k_proj(hidden_states).view(hidden_shape)
-        value = self.v_proj(hidden_states).view(hidden_shape)
+        value = self.v_proj(hidden_states).view(value_shape)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
@@ -546,7 +602,11 @@ class KHAHeadsAttention(KHABaseAttention, Glm4MoeAttention):
             key=self.k_knock(key),
             value=self.v_knock(value),
         )
-        query, key = self.normalize_and_rotate(query, key, position_embeddings)
+        query, key = self.normalize_and_rotate(
+            query,
+            key,
+            position_embeddings,
+        )
         return query, key, value.transpose(1, 2)
 
 
@@ -560,7 +620,11 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
 
     projections = ("v_proj",)
 
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: KHAModelConfig,
+        layer_idx: int,
+    ) -> None:
         super().__init__(config, layer_idx)
         del self.q_proj, self.k_proj
         for mechanism in build_mechanisms(config):
@@ -579,8 +643,8 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
         input_projections: dict[str, Tensor],
         position_embeddings: CosSin,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
-        value = self.v_proj(hidden_states).view(hidden_shape)
+        value_shape = (*hidden_states.shape[:-1], -1, self.value_features)
+        value = self.v_proj(hidden_states).view(value_shape)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
@@ -588,7 +652,11 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
             key=input_projections[f"{self.mechanism_name}_key"],
             value=self.v_knock(value),
         )
-        query, key = self.normalize_and_rotate(query, key, position_embeddings)
+        query, key = self.normalize_and_rotate(
+            query,
+            key,
+            position_embeddings,
+        )
         flat_value = value.flatten(-2).unsqueeze(1)
         return query, key, flat_value
 
@@ -620,8 +688,13 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
     """
 
     projections = ("q_proj", "kv_proj")
+    value_projection = "kv_proj"
 
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: KHAModelConfig,
+        layer_idx: int,
+    ) -> None:
         super().__init__(config, layer_idx)
         self.kv_proj = self.v_proj
         del self.k_proj, self.v_proj
@@ -642,10 +715,12 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         # QK-norm needs complete keys, and those are different in each group. If it is enabled, we
         # cache the rotary half before RoPE and rotate the whole cache in every step. This assumes
         # consecutive positions, i.e. left padding is fine but packed sequences are not supported.
-        hidden_shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        input_shape = hidden_states.shape[:-1]
+        hidden_shape = (*input_shape, -1, self.head_dim)
+        tied_shape = (*input_shape, -1, self.value_features)
         query = self.q_proj(hidden_states).view(hidden_shape)
         query = self.q_knock(query)
-        tied = self.kv_proj(hidden_states).view(hidden_shape)
+        tied = self.kv_proj(hidden_states).view(tied_shape)
         tied = self.v_knock(tied)
         rotary = self.k_rope_proj(hidden_states).unsqueeze(1)
         if self.use_qk_norm:
@@ -713,7 +788,11 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
 
     projections = ("q_proj", "q_b_proj", "kv_b_proj")
 
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: KHAModelConfig,
+        layer_idx: int,
+    ) -> None:
         super().__init__(config, layer_idx)
         eps = config.rms_norm_eps
         groups = config.num_latent_heads
@@ -728,10 +807,18 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             features = self.num_heads // groups * features_per_head
             self.kv_b_proj = nn.ModuleList()
             for _ in range(groups):
-                projection = nn.Linear(rank // groups, features, bias=False)
+                projection = nn.Linear(
+                    rank // groups,
+                    features,
+                    bias=False,
+                )
                 self.kv_b_proj.append(projection)
             if config.use_qk_norm:
-                self.kv_a_layernorm = KHALatentRMSNorm(rank, eps, groups)
+                self.kv_a_layernorm = KHALatentRMSNorm(
+                    rank,
+                    eps,
+                    groups,
+                )
         self.add_heads(config)
 
     def project_heads(
@@ -779,7 +866,11 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             return {}
         return super().tp_plan() | {"kv_a_proj_with_mqa": SHARED_KEY}
 
-    def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    def expand_kv(
+        self,
+        kv_nope: Tensor,
+        k_rot: Tensor,
+    ) -> tuple[Tensor, Tensor]:
         """
         Compute the keys and values of all heads from the cache.
 
@@ -804,7 +895,11 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             return self.kv_b_proj(latent)
         latent_heads = latent.chunk(len(self.kv_b_proj), dim=-1)
         groups = []
-        for projection, latent_head in zip(self.kv_b_proj, latent_heads, strict=True):
+        for projection, latent_head in zip(
+            self.kv_b_proj,
+            latent_heads,
+            strict=True,
+        ):
             groups.append(projection(latent_head))
         return torch.cat(groups, dim=-1)
 
@@ -817,7 +912,12 @@ class KHALatentRMSNorm(nn.Module):
     class would normalize over all heads.
     """
 
-    def __init__(self, features: int, eps: float, heads: int) -> None:
+    def __init__(
+        self,
+        features: int,
+        eps: float,
+        heads: int,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.heads = heads

@@ -10,6 +10,7 @@ _ALLOWED_VALUES = {
     **dict.fromkeys(("kha_query", "kha_key", "kha_value"), (None, "linear", "mlp", "gate")),
     "kha_init": ("identity", "random"),
     "kha_attention": (None, "gta", "gla"),
+    "kha_folded": (None, ["value"], ["value", "output"]),
     "scoring_func": ("softmax", "sigmoid"),
     "router_dtype": ("float32", "auto"),
 }
@@ -59,6 +60,9 @@ class KHAModelConfig(PreTrainedConfig):
         kha_query, kha_key, kha_value (`str`, *optional*):
             KHA variant for the query, key and value heads, one of `"linear"`, `"mlp"` and `"gate"`.
             For GTA, use `kha_value` to apply KHA to the tied state.
+        kha_folded (`list[str]`, *optional*):
+            Projections that contain the matrices of KHA on the values: `["value"]` or
+            `["value", "output"]`. Use `kha-megatron convert fold` to get such a model.
         kha_attention (`str`, *optional*):
             Set this to `"gta"` or `"gla"` to use GTA or GLA instead of GQA or MLA.
         kha_latent_heads (`int`, *optional*, defaults to 2):
@@ -150,6 +154,7 @@ class KHAModelConfig(PreTrainedConfig):
     kha_query: str | None = None
     kha_key: str | None = None
     kha_value: str | None = None
+    kha_folded: list[str] | None = None
     kha_attention: str | None = None
     kha_latent_heads: int = 2
     kha_init: str = "identity"
@@ -181,7 +186,12 @@ class KHAModelConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         self._set_rotary_share()
 
-    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs) -> None:
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,
+        *args,
+        **kwargs,
+    ) -> None:
         """Same as the parent method, but also saves the modeling files."""
         if self.write_code is not None:
             os.makedirs(save_directory, exist_ok=True)
@@ -223,6 +233,28 @@ class KHAModelConfig(PreTrainedConfig):
             )
         if self.zero_centered_norms and is_gla:
             raise ValueError("GLA does not support `zero_centered_norms`.")
+        self._check_folding()
+
+    def _check_folding(self) -> None:
+        if self.kha_folded is None:
+            return
+        if self.kv_lora_rank is not None:
+            raise ValueError(f"MLA and GLA do not support kha_folded={self.kha_folded}.")
+        if self.kha_attention == "gta" and "output" in self.kha_folded:
+            raise ValueError(
+                f"GTA does not support kha_folded={self.kha_folded}, because keys contain values. "
+                "Use kha_folded=['value']."
+            )
+        variants = {
+            "value": ("mlp", "gate"),
+            "output": ("mlp",),
+        }
+        for projection in self.kha_folded:
+            if self.kha_value not in variants[projection]:
+                raise ValueError(
+                    f"kha_folded={self.kha_folded} is not supported with kha_value="
+                    f"{self.kha_value!r}, expected one of {variants[projection]}."
+                )
 
     def _check_experts(self) -> None:
         layers = self.num_hidden_layers

@@ -86,7 +86,11 @@ def measure_layers(model: Any, ids: Tensor) -> list[LayerStatistics]:
                 listeners.append(_Recorder(layer_statistics).observe)
                 stack.callback(listeners.pop)
             elif has_gated_queries:
-                hook = partial(_measure_gate, layer_statistics, attention.head_dim)
+                hook = partial(
+                    _measure_gate,
+                    layer_statistics,
+                    attention.head_dim,
+                )
                 stack.enter_context(attention.q_proj.register_forward_hook(hook))
         model(ids, use_cache=False)
     return statistics
@@ -99,7 +103,10 @@ def _measure_sinks(
     result: Any,
 ) -> None:
     weights = result[1]
-    if weights is not None and weights.shape[-1] > 1:
+    if weights is None:
+        return
+    key_length = weights.shape[-1]
+    if key_length > 1:
         on_first_token = weights[0, :, 1:, 0].float()
         statistics.sinks = on_first_token.mean(-1).tolist()
 
@@ -126,7 +133,8 @@ def _measure_gate(
     inputs: Any,
     result: Tensor,
 ) -> None:
-    query_and_gate = result.unflatten(-1, (-1, 2 * head_dim))
+    features = 2 * head_dim
+    query_and_gate = result.unflatten(-1, (-1, features))
     gate = query_and_gate[..., head_dim:]
     score = gate.float().sigmoid()
     observe_output_gate(lambda: score, _Recorder(statistics))
@@ -136,6 +144,10 @@ class _Recorder(Ranks):
     def __init__(self, statistics: LayerStatistics) -> None:
         self.statistics = statistics
 
-    def observe(self, name: str, compute_figure: Callable[[], Tensor]) -> None:
+    def observe(
+        self,
+        name: str,
+        compute_figure: Callable[[], Tensor],
+    ) -> None:
         figure = compute_figure()
         self.statistics.figures[name] = figure.tolist()

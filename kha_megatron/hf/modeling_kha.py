@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModel
 from transformers import initialization as init
@@ -68,7 +69,11 @@ class HeadSharedLinear(nn.Linear):
         initial (`str`): One of `"identity"`, `"zeros"` or `"normal"`.
     """
 
-    def __init__(self, head_dim: int, initial: str) -> None:
+    def __init__(
+        self,
+        head_dim: int,
+        initial: str,
+    ) -> None:
         self.initial = initial
         super().__init__(head_dim, head_dim, bias=False)
 
@@ -86,9 +91,17 @@ class KHAKnock(nn.Module):
     """
     The knocking-heads transformation of queries, keys or values (equations 5-7 and 9 in the paper,
     and Table 2 for the gate). It is the identity at initialization unless `init="random"`.
+
+    Without gradients, KHA-MLP multiplies by `up_proj` and `gate_proj` at once. Their weights are
+    next to each other in memory after the model was loaded or moved, which saves a copy.
     """
 
-    def __init__(self, variant: str, head_dim: int, init: str = "identity") -> None:
+    def __init__(
+        self,
+        variant: str,
+        head_dim: int,
+        init: str = "identity",
+    ) -> None:
         super().__init__()
         self.variant = variant
         initial = "identity"
@@ -113,12 +126,130 @@ class KHAKnock(nn.Module):
         if self.variant == "gate":
             gate = torch.sigmoid(self.gate_proj(x))
             return 2 * x * gate
+        if not torch.is_grad_enabled() and self._can_skip_modules():
+            return self._forward_stacked(x)
         up = self.up_proj(x)
-        gate = torch.sigmoid(self.gate_proj(x))
-        return self.down_proj(2 * up * gate)
+        gate = self.gate_proj(x)
+        up_and_gate = torch.cat([up, gate], dim=-1)
+        hidden = F.glu(up_and_gate, dim=-1)
+        return self.down_proj(2 * hidden)
+
+    def _can_skip_modules(self) -> bool:
+        """Whether the weights can be used without calling the linear layers."""
+        if torch.compiler.is_compiling():  # The compiler fuses operations by itself.
+            return False
+        for module in (self.up_proj, self.gate_proj, self.down_proj):
+            if type(module) is not HeadSharedLinear:
+                return False  # PEFT and servers replace linear layers
+            weight = module.weight
+            if weight.is_meta or isinstance(weight, DTensor):
+                return False  # offloaded or sharded
+        return True
+
+    def _forward_stacked(self, x: Tensor) -> Tensor:
+        """
+        Same as `forward` with three kernels (four if the weights have to be copied).
+
+        The results can only differ in the order of summation.
+        """
+        head_dim = x.shape[-1]
+        flat = x.reshape(-1, head_dim)
+        stacked = self._stacked_weight()
+        up_and_gate = flat @ stacked.T
+        hidden = F.glu(up_and_gate, dim=-1)
+        down = self.down_proj.weight
+        ignored = down[0]  # because beta is zero
+        output = torch.addmm(
+            ignored,
+            hidden,
+            down.T,
+            beta=0,
+            alpha=2,
+        )
+        return output.view_as(x)
+
+    def _stacked_weight(self) -> Tensor:
+        """Get `up_proj.weight` and `gate_proj.weight` as one tensor."""
+        up = self.up_proj.weight
+        gate = self.gate_proj.weight
+        distance = gate.data_ptr() - up.data_ptr()
+        up_storage = up.untyped_storage().data_ptr()
+        gate_storage = gate.untyped_storage().data_ptr()
+        if up_storage != gate_storage or distance != up.nbytes:
+            return torch.cat([up, gate])
+        features = len(up)
+        stacked_shape = (2 * features, features)
+        return up.as_strided(stacked_shape, (features, 1))
+
+    def stack_weights(self) -> None:
+        """
+        Move `up_proj.weight` and `gate_proj.weight` next to each other in memory.
+
+        Only call this if their memory has just been allocated, because other objects, e.g.
+        optimizers, can have references to it.
+        """
+        if self.variant != "mlp" or not self._can_skip_modules():
+            return
+        up = self.up_proj.weight
+        gate = self.gate_proj.weight
+        is_same_kind = (up.dtype, up.device) == (gate.dtype, gate.device)
+        if torch.is_inference_mode_enabled() or not is_same_kind:
+            return
+        for weight in (up, gate):
+            if weight.untyped_storage().nbytes() != weight.nbytes:
+                return  # part of another tensor, e.g. stacked already
+        features = len(up)
+        stacked = torch.cat([up.data, gate.data])
+        up.data = stacked[:features]
+        gate.data = stacked[features:]
+
+    def _apply(
+        self,
+        fn: Any,
+        recurse: bool = True,
+    ) -> "KHAKnock":
+        # This is called by `.to` and similar methods.
+        if self.variant != "mlp":
+            return super()._apply(fn, recurse)
+        weight = self.up_proj.weight
+        before = (weight.device, weight.dtype)
+        super()._apply(fn, recurse)
+        weight = self.up_proj.weight
+        if (weight.device, weight.dtype) != before:
+            self.stack_weights()
+        return self
 
 
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+class KHAFoldedKnock(nn.Module):
+    """
+    What remains of KHA-MLP or KHA-Gate on the values if `kha_folded` is set.
+
+    The value projection then returns `[2 * up, gate]` for each head (for KHA-Gate, `[2 * value,
+    gate]`). Unless `o_proj` contains `down_proj`, it is applied here.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        has_down: bool,
+    ) -> None:
+        super().__init__()
+        self.down_proj = None
+        if has_down:
+            self.down_proj = HeadSharedLinear(head_dim, "identity")
+
+    def forward(self, up_and_gate: Tensor) -> Tensor:
+        hidden = F.glu(up_and_gate, dim=-1)
+        if self.down_proj is None:
+            return hidden
+        return self.down_proj(hidden)
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
     """Applies RoPE to the first features of each head, depending on the size of `cos`."""
     cos = cos.unsqueeze(1)
     sin = sin.unsqueeze(1)
@@ -145,12 +276,16 @@ def pop_cache(arguments: dict[str, Any]) -> Cache | None:
     A cache that the layer does not use is an error. Otherwise, every new token would only attend to
     itself.
     """
-    names = [name for name, value in arguments.items() if isinstance(value, Cache)]
+    names = []
+    for name, value in arguments.items():
+        if isinstance(value, Cache):
+            names.append(name)
     unknown = set(names) - set(CACHE_ARGUMENTS)
     if unknown:
+        expected = " or ".join(map(repr, CACHE_ARGUMENTS))
         raise TypeError(
             f"The KV cache was passed as {min(unknown)!r}, which this model does not support. "
-            f"Expected {' or '.join(map(repr, CACHE_ARGUMENTS))}. Please update the code of the "
+            f"Expected {expected}. Please update the code of the "
             "model or use an older version of transformers."
         )
     if not names and arguments.get("use_cache"):
@@ -178,7 +313,13 @@ def update_paged_cache(
     """
     if not LAYERS_UPDATE_PAGED_CACHE or arguments.get("cache") is None:
         return key, value
-    return arguments.pop("cache").update(key, value, layer.layer_idx, kwargs=arguments)
+    paged_cache = arguments.pop("cache")
+    return paged_cache.update(
+        key,
+        value,
+        layer.layer_idx,
+        kwargs=arguments,
+    )
 
 
 Module: Any = nn.Module  # Otherwise type checkers infer `Tensor | Module` for its attributes.
@@ -188,12 +329,52 @@ class KHAModule(Module):
     """Base class for attention modules with KHA."""
 
     projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")  # column-parallel
+    value_projection = "v_proj"
 
-    def add_knocks(self, config: KHAModelConfig, head_dim: int, value_dim: int) -> None:
-        """Create `q_knock`, `k_knock` and `v_knock` (`nn.Identity` where KHA is disabled)."""
-        self.q_knock = self.build_knock(config.kha_query, head_dim, config)
-        self.k_knock = self.build_knock(config.kha_key, head_dim, config)
-        self.v_knock = self.build_knock(config.kha_value, value_dim, config)
+    def add_knocks(
+        self,
+        config: KHAModelConfig,
+        head_dim: int,
+        value_dim: int,
+    ) -> None:
+        """
+        Create `q_knock`, `k_knock` and `v_knock` (`nn.Identity` where KHA is disabled).
+
+        `value_features` is the number of features that the value projection returns for each head.
+        """
+        self.q_knock = self.build_knock(
+            config.kha_query,
+            head_dim,
+            config,
+        )
+        self.k_knock = self.build_knock(
+            config.kha_key,
+            head_dim,
+            config,
+        )
+        self.value_features = value_dim
+        if config.kha_folded is None:
+            self.v_knock = self.build_knock(
+                config.kha_value,
+                value_dim,
+                config,
+            )
+            return
+        self.value_features = 2 * value_dim
+        self.widen_value_projection(config)
+        is_mlp = config.kha_value == "mlp"
+        has_down = is_mlp and "output" not in config.kha_folded
+        self.v_knock = KHAFoldedKnock(value_dim, has_down)
+
+    def widen_value_projection(self, config: KHAModelConfig) -> None:
+        """Replace the value projection for folded models."""
+        kv_heads = config.num_key_value_heads or config.num_attention_heads
+        projection = nn.Linear(
+            config.hidden_size,
+            kv_heads * self.value_features,
+            bias=config.attention_bias,
+        )
+        setattr(self, self.value_projection, projection)
 
     def build_knock(
         self,
@@ -211,7 +392,8 @@ class KHAModule(Module):
         for name, module in self.named_modules():
             if name in self.projections:
                 plan[name] = "colwise"
-            if isinstance(module, HeadSharedLinear) or name in ("q_norm", "k_norm"):
+            is_norm = name in ("q_norm", "k_norm")
+            if is_norm or isinstance(module, HeadSharedLinear):
                 plan[name] = SHARED_BY_HEADS
         return plan
 
@@ -219,7 +401,11 @@ class KHAModule(Module):
 class KHAAttention(KHAModule, Glm4MoeAttention):
     """Multi-headed attention (or MQA or GQA) with KHA applied before QK-norm and RoPE."""
 
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: KHAModelConfig,
+        layer_idx: int,
+    ) -> None:
         super().__init__(config, layer_idx)
         self.add_knocks(config, self.head_dim, self.head_dim)
 
@@ -234,9 +420,10 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         cache = pop_cache(kwargs)
         input_shape = hidden_states.shape[:-1]
         hidden_shape = (*input_shape, -1, self.head_dim)
+        value_shape = (*input_shape, -1, self.value_features)
         query = self.q_proj(hidden_states).view(hidden_shape)
         key = self.k_proj(hidden_states).view(hidden_shape)
-        value = self.v_proj(hidden_states).view(hidden_shape)
+        value = self.v_proj(hidden_states).view(value_shape)
         query = self.q_knock(query)
         key = self.k_knock(key)
         value = self.v_knock(value)
@@ -250,7 +437,12 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         key = apply_rotary(key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
-        key, value = update_paged_cache(self, key, value, kwargs)
+        key, value = update_paged_cache(
+            self,
+            key,
+            value,
+            kwargs,
+        )
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
@@ -294,7 +486,10 @@ def vllm_obstacle(config: KHAModelConfig, *, by_backend: bool) -> str | None:
     remedy = "Please serve the model with transformers."
     if config.kv_lora_rank is not None or config.kha_attention is not None:
         return f"KHA models with MLA, GLA or GTA are not supported in vLLM. {remedy}"
-    unsupported = sorted(f"kha_{name}" for name in config.mechanisms if name != "gate")
+    unsupported = []
+    for name in sorted(config.mechanisms):
+        if name != "gate":
+            unsupported.append(f"kha_{name}")
     if unsupported:
         return f"vLLM does not support {', '.join(unsupported)}. {remedy}"
     if config.hidden_act != "silu":
@@ -343,7 +538,8 @@ class KHARouter(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the router logits of all experts, and the weights and indices of the top k."""
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        hidden_size = hidden_states.shape[-1]
+        tokens = hidden_states.reshape(-1, hidden_size)
         logits = self.logits(tokens)
         weights, experts = self.choose(logits)
         return logits, weights.to(logits.dtype), experts
@@ -353,7 +549,9 @@ class KHARouter(nn.Module):
             return F.linear(hidden_states, self.weight)
         # Autocast could change which experts are selected.
         with maybe_autocast(device_type=hidden_states.device.type, enabled=False):
-            return F.linear(hidden_states.float(), self.weight.float())
+            hidden_states = hidden_states.float()
+            weight = self.weight.float()
+            return F.linear(hidden_states, weight)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Select the top-k experts for each token. Returns their weights (float32) and indices."""
@@ -368,7 +566,11 @@ class KHARouter(nn.Module):
         scores_for_choice = self._mask_groups(scores + self.e_score_correction_bias)
         # Megatron only sorts during training. Do the same, as the order affects rounding.
         is_sorted = torch.is_grad_enabled()
-        experts = scores_for_choice.topk(self.top_k, dim=-1, sorted=is_sorted).indices
+        experts = scores_for_choice.topk(
+            self.top_k,
+            dim=-1,
+            sorted=is_sorted,
+        ).indices
         weights = scores.gather(-1, experts)
         if self.normalise:
             total = weights.sum(-1, keepdim=True)
@@ -376,7 +578,8 @@ class KHARouter(nn.Module):
         return weights, experts
 
     def _choose_by_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        if self.normalise and not self.like_qwen:
+        is_softmax_last = self.normalise and not self.like_qwen
+        if is_softmax_last:
             scores = self._mask_groups(logits)
             selected, experts = scores.topk(self.top_k, dim=-1)
             weights = selected.softmax(-1, dtype=torch.float32)
@@ -394,14 +597,17 @@ class KHARouter(nn.Module):
         best `top_k // topk_group` experts."""
         if self.groups == 1:
             return scores
-        grouped = scores.unflatten(-1, (self.groups, -1))
+        grouped_shape = (self.groups, -1)
+        grouped = scores.unflatten(-1, grouped_shape)
         experts_per_group = self.top_k // self.groups_per_token
         best_scores = grouped.topk(experts_per_group, dim=-1).values
         group_scores = best_scores.sum(-1)
-        selected_groups = group_scores.topk(self.groups_per_token, dim=-1).indices
+        best_groups = group_scores.topk(self.groups_per_token, dim=-1)
+        selected_groups = best_groups.indices
         is_masked = torch.ones_like(group_scores, dtype=torch.bool)
         is_masked = is_masked.scatter(-1, selected_groups, False)
-        masked = grouped.masked_fill(is_masked.unsqueeze(-1), -torch.inf)
+        is_masked = is_masked.unsqueeze(-1)
+        masked = grouped.masked_fill(is_masked, -torch.inf)
         return masked.flatten(-2)
 
 
@@ -415,10 +621,15 @@ class KHASparseMLP(nn.Module):
         if config.shared_expert_intermediate_size:
             self.shared_experts = Glm4MoeMLP(config, config.shared_expert_intermediate_size)
         if config.shared_expert_gate:
-            self.shared_expert_gate = nn.Linear(config.hidden_size, 1, bias=False)
+            self.shared_expert_gate = nn.Linear(
+                config.hidden_size,
+                1,
+                bias=False,
+            )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        hidden_size = hidden_states.shape[-1]
+        tokens = hidden_states.reshape(-1, hidden_size)
         _, weights, experts = self.gate(tokens)
         output = self.experts(tokens, experts, weights)
         output = output.view_as(hidden_states)
@@ -441,7 +652,11 @@ def center_norms(model: nn.Module) -> None:
 
 
 class KHADecoderLayer(Glm4MoeDecoderLayer):
-    def __init__(self, config: KHAModelConfig, layer_idx: int) -> None:
+    def __init__(
+        self,
+        config: KHAModelConfig,
+        layer_idx: int,
+    ) -> None:
         GradientCheckpointingLayer.__init__(self)  # Skip the parent, which builds other submodules.
         self.hidden_size = config.hidden_size
         self.self_attn = attention_class(config)(config, layer_idx)
@@ -474,6 +689,16 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
         # class of `config` comes from another copy of `configuration_kha`.
         AutoModel.register(type(config), KHAModel, exist_ok=True)
         super().__init__(config)
+
+    @classmethod
+    @wraps(Glm4MoePreTrainedModel.from_pretrained)
+    def from_pretrained(cls, *args, **kwargs):
+        loaded = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for module in model.modules():
+            if isinstance(module, KHAKnock):
+                module.stack_weights()
+        return loaded
 
     def _check_config(self, config: KHAModelConfig) -> None:
         """Validate the config. Disables SDPA, FlashAttention etc. if the model needs eager."""
@@ -513,8 +738,16 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
             return
         super()._init_weights(module)
         if isinstance(module, Qwen3MoeExperts):
-            init.normal_(module.gate_up_proj, mean=0.0, std=std)
-            init.normal_(module.down_proj, mean=0.0, std=std)
+            init.normal_(
+                module.gate_up_proj,
+                mean=0.0,
+                std=std,
+            )
+            init.normal_(
+                module.down_proj,
+                mean=0.0,
+                std=std,
+            )
         elif isinstance(module, Qwen3NextRMSNorm):
             init.zeros_(module.weight)
         elif isinstance(module, KHARouter):
@@ -552,7 +785,8 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
     @wraps(Glm4MoeModel.forward)
     def forward(self, *args, **kwargs):
         past_length = 0
-        past_cache = find_cache((*args, *kwargs.values()))
+        inputs = (*args, *kwargs.values())
+        past_cache = find_cache(inputs)
         if past_cache is not None:
             past_length = past_cache.get_seq_length()
         output = super().forward(*args, **kwargs)
@@ -589,7 +823,11 @@ class KHAForCausalLM(KHAPreTrainedModel, Glm4MoeForCausalLM):
         super(Glm4MoeForCausalLM, self).__init__(config)  # Skip the parent, as above.
         self.model = KHAModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(
+            config.hidden_size,
+            config.vocab_size,
+            bias=False,
+        )
         self.post_init()
 
 

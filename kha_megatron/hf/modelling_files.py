@@ -51,8 +51,10 @@ def modelling_files(config: Any) -> dict[str, str]:
         )
     files = {}
     for module, source in sources.items():
+        file_name = f"{_file_name(module)}.py"
+        origin = _origin(module)
         code = _IMPORT.sub(_make_relative, source)
-        files[f"{_file_name(module)}.py"] = f"# {_origin(module)}\n{code}"
+        files[file_name] = f"# {origin}\n{code}"
     return files
 
 
@@ -68,7 +70,11 @@ def is_modelling_file(path: Path) -> bool:
     return first_line.startswith("# ") and "kha-megatron" in first_line
 
 
-def _collect(module: str, config: Any, sources: dict[str, str]) -> None:
+def _collect(
+    module: str,
+    config: Any,
+    sources: dict[str, str],
+) -> None:
     """Add `module` and everything it imports from this package to `sources`."""
     if module in sources:
         return
@@ -77,14 +83,16 @@ def _collect(module: str, config: Any, sources: dict[str, str]) -> None:
     else:
         source = _source_path(module).read_text()
     sources[module] = source
-    for imported in _IMPORT.findall(source):
+    imported_modules = _IMPORT.findall(source)
+    for imported in imported_modules:
         _collect(imported, config, sources)
 
 
 def _source_path(module: str) -> Path:
     outsider = _outsiders().get(module)
     if outsider is not None:
-        return Path(sys.modules[outsider.__module__].__file__ or "")
+        external_module = sys.modules[outsider.__module__]
+        return Path(external_module.__file__ or "")
     path = _ROOT / module.replace(".", "/")
     if path.is_dir():
         return path / "__init__.py"
@@ -103,7 +111,8 @@ def _outsiders() -> dict[str, type]:
     package = __package__.partition(".")[0]
     outsiders = {}
     for name, mechanism_type in mechanism_types().items():
-        if not mechanism_type.__module__.startswith(f"{package}."):
+        is_ours = mechanism_type.__module__.startswith(f"{package}.")
+        if not is_ours:
             outsiders[f"{package}.heads.{name}"] = mechanism_type
     return outsiders
 
@@ -116,16 +125,20 @@ def _file_name(module: str) -> str:
 
 def _registry(names: Any) -> str:
     """Generate a `mechanisms_kha.py` that only imports the given mechanisms."""
-    modules_of_outsiders = {outsider: module for module, outsider in _outsiders().items()}
+    modules_of_outsiders = {}
+    for module, outsider in _outsiders().items():
+        modules_of_outsiders[outsider] = module
     imports = []
     entries = []
     for name, mechanism_type in mechanism_types().items():
         if name not in names:
             continue
         class_name = mechanism_type.__name__
-        module = modules_of_outsiders.get(mechanism_type, mechanism_type.__module__)
+        defining_module = mechanism_type.__module__
+        module = modules_of_outsiders.get(mechanism_type, defining_module)
         imports.append(f"from {module} import {class_name}")
         entries.append(f"{name!r}: {class_name}")
+    mapping = ", ".join(entries)
     lines = [
         '"""Head mechanisms of this model, in the order in which they are applied."""',
         "",
@@ -133,7 +146,7 @@ def _registry(names: Any) -> str:
         "",
         "",
         "def mechanism_types() -> dict[str, type]:",
-        f"    return {{{', '.join(entries)}}}",
+        f"    return {{{mapping}}}",
         "",
     ]
     return "\n".join(lines)

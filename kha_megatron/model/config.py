@@ -16,6 +16,7 @@ from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rope import RopeScaling
 
 AttentionType = Literal["gqa", "mla", "gta", "gla"]
+FoldedInto = Literal["value", "output"]
 
 
 def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
@@ -57,6 +58,9 @@ def _format_layer_frequency(frequency: int | Sequence[int]) -> str:
         lists.append(f"[{value}]*{count}")
     return f"({'+'.join(lists)})"
 
+
+KNOCKED_VALUE = "knock_value"
+"""Name of the parameter with the KHA matrices for the values."""
 
 _TRAINING_ONLY = ("start", "balance", "balance_scale", "anneal")
 """Settings of head mechanisms that do not change the outputs of a trained model."""
@@ -182,6 +186,9 @@ class ModelConfig:
 
     kha: HeadsConfig = field(default_factory=HeadsConfig)
     """Also includes Megatron's own output gate if ``attention_output_gate`` is set."""
+    kha_folded: tuple[FoldedInto, ...] = ()
+    """Projections that contain matrices of ``mlp`` or ``gate`` on the values, see
+    :mod:`kha_megatron.conversion.folding`. Only Hugging Face models can be folded."""
 
     def __post_init__(self) -> None:
         kha = self.kha.with_output_gate(self.attention_output_gate)
@@ -261,7 +268,27 @@ class ModelConfig:
     @cached_property
     def head_tensors(self) -> tuple[HeadTensor, ...]:
         """Parameters that the head mechanisms add to each layer."""
-        return self.kha.tensors(self.head_sizes)
+        parameters: list[HeadTensor] = []
+        for parameter in self.kha.tensors(self.head_sizes):
+            if self.kha_folded and parameter.name == KNOCKED_VALUE:
+                parameters += self._without_folded_matrices(parameter)
+            else:
+                parameters.append(parameter)
+        return tuple(parameters)
+
+    def _without_folded_matrices(self, knock: HeadTensor) -> list[HeadTensor]:
+        """Return the parameter for the last matrix of ``mlp`` unless it is folded as well."""
+        is_mlp = self.kha.variants.get("value") == "mlp"
+        if not is_mlp or "output" in self.kha_folded:
+            return []
+        _, *matrix_shape = knock.shape
+        down = replace(
+            knock,
+            shape=(1, *matrix_shape),
+            initial=knock.initial[-1:],
+            matrices=knock.matrices[-1:],
+        )
+        return [down]
 
     @property
     def latent_heads(self) -> int:
@@ -371,6 +398,7 @@ class ModelConfig:
             groups=self.num_query_groups,
             queries=self.num_attention_heads // self.num_query_groups,
             head_dim=self.head_dim,
+            value_rows=2 * self.head_dim if self.kha_folded else 0,
             extra=self.kha.rows(self.head_sizes),
             tied=self.kha.attention == "gta",
             omitted=self.kha.own_projections,
@@ -388,7 +416,12 @@ class ModelConfig:
     def without_heads(self) -> Self:
         """Return the same model without its head mechanisms."""
         kha = self.kha.without(*map(type, self.kha.mechanisms))
-        return replace(self, kha=kha, attention_output_gate=False)
+        return replace(
+            self,
+            kha=kha,
+            kha_folded=(),
+            attention_output_gate=False,
+        )
 
     def differences(
         self,

@@ -394,7 +394,16 @@ def to_arguments(model: ModelConfig) -> dict[str, Any]:
     """Build the arguments that Megatron would store in a checkpoint of this model.
 
     The result is parsed again to catch settings that Megatron cannot represent.
+
+    Raises:
+        CheckpointError: If KHA is folded into the projections.
     """
+    if model.kha_folded:
+        raise CheckpointError(
+            f"KHA ({model.kha}) is folded into the projections of this model, so that its matrices "
+            "cannot be recovered for training. Convert the unfolded model instead, i.e. the one "
+            "that was passed to `kha-megatron convert fold`."
+        )
     assert model.padded_vocab_size is not None
     is_latent = model.multi_latent_attention
     names = [*STYLE, *_COPIED]

@@ -43,6 +43,8 @@ class QKVLayout:
     """Number of KV heads."""
     queries: int
     head_dim: int
+    value_rows: int = 0
+    """Rows per value head, if not ``head_dim``."""
     extra: tuple[HeadRows, ...] = ()
     """Rows for head mechanisms."""
     tied: bool = False
@@ -85,7 +87,7 @@ class QKVLayout:
         if not self.tied and "key" not in self.omitted:
             append("key", hf="k_proj", features=self.head_dim)
         value_hf = "kv_proj" if self.tied else "v_proj"
-        append("value", hf=value_hf, features=self.head_dim)
+        append("value", hf=value_hf, features=self.value_rows or self.head_dim)
         return parts
 
     @cached_property

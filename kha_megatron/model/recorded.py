@@ -378,6 +378,12 @@ def _find_mismatch(
     return None
 
 
+def is_folded(checkpoint: Checkpoint) -> bool:
+    """Whether KHA is folded into the projections of a Hugging Face model."""
+    config = getattr(checkpoint, "config", {})
+    return bool(config.get("kha_folded"))
+
+
 def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], Any]:
     """Load all KHA matrices. They are meant to be used as ``x @ W``.
 
@@ -388,6 +394,11 @@ def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], A
     Raises:
         CheckpointError: If there are no KHA matrices, or they do not match the config.
     """
+    if is_folded(checkpoint):
+        raise CheckpointError(
+            f"The KHA matrices of {checkpoint.path} are folded into the projections. Please use "
+            "the unfolded model, i.e. the one that was passed to `kha-megatron convert fold`."
+        )
     kha = read_kha_config(checkpoint)
     knock = kha.get(Knock) if kha else None
     if knock is None:

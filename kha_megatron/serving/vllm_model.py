@@ -16,7 +16,7 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.layers.linear import QKVParallelLinear, ReplicatedLinear
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.models.glm4_moe import Glm4MoeAttention
@@ -44,8 +44,11 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
     """Attention with KHA and optional gates.
 
     KHA is applied before writing to the KV cache. Its matrices are replicated on all TP ranks.
-    Note that they support neither quantization nor LoRA.
+    Note that they support neither quantization nor LoRA. Folded models have none, except for
+    `down_proj` if there is an output gate.
     """
+
+    value_projection = "qkv_proj"
 
     def __init__(
         self,
@@ -74,18 +77,34 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
             self.q_norm = rms_norm(config, self.head_dim)
             self.k_norm = rms_norm(config, self.head_dim)
         self.layer_idx = extract_layer_index(prefix)
+        self.quant_config = quant_config
+        self.prefix = prefix
         self.add_heads(config, ranks=get_tensor_model_parallel_world_size())
         for parameter in self.parameters():
             if not hasattr(parameter, "weight_loader"):
                 parameter.weight_loader = load_head_shard
 
+    def widen_value_projection(self, config: Any) -> None:
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            self.head_dim,
+            self.total_num_heads,
+            self.total_num_kv_heads,
+            bias=config.attention_bias,
+            quant_config=self.quant_config,
+            prefix=f"{self.prefix}.qkv_proj",
+            v_head_size=self.value_features,
+        )
+
     def forward(self, positions: Tensor, hidden_states: Tensor) -> Tensor:
         input_projections = self.read_input(hidden_states)
         qkv, _ = self.qkv_proj(hidden_states)
-        query, key, value = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+        value_size = self.num_kv_heads * self.value_features
+        sizes = [self.q_size, self.kv_size, value_size]
+        query, key, value = qkv.split(sizes, dim=-1)
         query = query.unflatten(-1, (-1, self.head_dim))
         key = key.unflatten(-1, (-1, self.head_dim))
-        value = value.unflatten(-1, (-1, self.head_dim))
+        value = value.unflatten(-1, (-1, self.value_features))
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,

@@ -154,7 +154,7 @@ def test_folding_a_megatron_checkpoint(ranks, tmp_path, kha):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kha_query": "linear", "kha_value": "mlp"}, "Only linear KHA can be folded, .*value=mlp"),
+        ({"kha_query": "mlp"}, "Only linear KHA can be folded into queries and keys.*query=mlp"),
         (
             {"kha_collaborative": {"dim": 6}, "head_dim": 8, "rope_parameters": HALF},
             r"cannot be converted to standard heads: QK-norm over 6 features",

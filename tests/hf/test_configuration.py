@@ -27,6 +27,20 @@ GROUPS = MOE | {"num_experts": 6, "n_group": 3, "topk_group": 2}
             LATENT | {"kha_attention": "gla", "zero_centered_norms": True},
             "GLA does not support `zero_centered_norms`",
         ),
+        ({"kha_folded": ["output"]}, r"kha_folded` must be one of \(None, .* got \['output'\]"),
+        ({"kha_folded": ["value"]}, "is not supported with kha_value=None"),
+        (
+            {"kha_folded": ["value", "output"], "kha_value": "gate"},
+            r"is not supported with kha_value='gate', expected one of \('mlp',\)",
+        ),
+        (
+            GTA | {"kha_folded": ["value", "output"], "kha_value": "mlp"},
+            "GTA does not support kha_folded",
+        ),
+        (
+            LATENT | {"kha_folded": ["value"], "kha_value": "mlp"},
+            "MLA and GLA do not support kha_folded",
+        ),
         ({"kha_unknown": {}}, "Unknown fields kha_unknown"),
         (LATENT | {"kha_moh": ROUTED}, "moh"),
         ({"kha_collaborative": {"dim": 8}}, r"collaborative.dim \(8\) must be"),

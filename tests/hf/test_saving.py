@@ -30,9 +30,10 @@ def test_round_trip_is_exact(name, tmp_path):
     assert loaded.dtype == dtype
     settings = {}
     for key, value in sizes.items():
-        if key.startswith("kha_"):
+        if key.startswith("kha_") and key != "kha_folded":
             settings[key.removeprefix("kha_")] = value
     assert read_kha(loaded.config) == HeadsConfig.from_dict(kha | settings)
+    assert loaded.config.kha_folded == sizes.get("kha_folded")
     state = model.state_dict()
     loaded_state = loaded.state_dict()
     assert loaded_state.keys() == state.keys()

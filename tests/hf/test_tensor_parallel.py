@@ -29,6 +29,11 @@ CASES = {
         {"kha_gate": {"output": "head", "value": "shared", "reads_input": False}},
     ),
     "gated mla": (LINEAR, FAMILY["mla"][1] | {"kha_gate": {"output": "element"}}),
+    "folded": ({"value": "mlp"}, {"kha_folded": ["value", "output"]}),
+    "folded gates": (
+        {"value": "mlp"},
+        {"kha_gate": {"output": "element"}, "kha_folded": ["value"]},
+    ),
     "moh": ({"query": "linear"}, {"kha_moh": ROUTED, "kha_gate": {"dense": "element"}}),
     "moh by norms": ({}, {"kha_moh": {"share": 0.5, "router": "query_norm", "quantized": True}}),
     "collaborative": ({"value": "mlp"}, {"kha_collaborative": {"dim": 12}}),
@@ -49,6 +54,7 @@ SPLIT = {
     "gla": set(),
     "gates": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_output", "gate_value"},
     "gated mla": {"q_b_proj", "kv_b_proj", "o_proj", "gate_output"},
+    "folded gates": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_output"},
     "collaborative": {"v_proj", "o_proj"},
     "talking": set(),
 }

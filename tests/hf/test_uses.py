@@ -21,6 +21,12 @@ MODELS = {
     "dense": (MIXED, {}),
     "moe": (MIXED, MOE),
     **FAMILY,
+    "folded": ({"key": "mlp", "value": "mlp"}, MOE | {"kha_folded": ["value", "output"]}),
+    "folded gta": (FAMILY["gta"][0], FAMILY["gta"][1] | {"kha_folded": ["value"]}),
+    "folded gates": (
+        {"value": "mlp"},
+        {"kha_gate": {"output": "element"}, "kha_folded": ["value"]},
+    ),
     "gates": ({"value": "mlp"}, MOE | {"kha_gate": EVERYWHERE | {"dense": "element"}}),
     "added gates": ({}, {"kha_gate": ADDED}),
     "gates without input": ({}, {"kha_gate": EVERYWHERE | {"reads_input": False}}),
@@ -31,7 +37,7 @@ MODELS = {
 }
 VARIATIONS = (
     *("gta, no norm", "mla, direct queries, no norm", "gla, 3 latent heads, direct queries"),
-    *("added gates", "gates without input", "moh by norms"),
+    *("folded gta", "folded gates", "added gates", "gates without input", "moh by norms"),
 )
 every_model = pytest.mark.parametrize("name", mark_whole(MODELS, VARIATIONS))
 NEW = 5

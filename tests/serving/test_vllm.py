@@ -22,6 +22,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from kha_megatron.conversion import to_hf
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 from tests.ports import free_port
 from tests.serving.ask_vllm import TOKENS
@@ -93,6 +94,18 @@ SERVED = {
         "n_group": 4,
         "topk_group": 2,
     },
+    "folded": {
+        "kha_key": "mlp",
+        "kha_value": "mlp",
+        "kha_folded": ["value", "output"],
+        "attention_bias": True,
+    },
+    "folded_one_key": {
+        "num_key_value_heads": 1,
+        "kha_value": "mlp",
+        "kha_folded": ["value"],
+        "kha_gate": {"output": "element"},
+    },
 }
 LATENT = LINEAR | {
     "num_key_value_heads": None,
@@ -107,7 +120,7 @@ REFUSED = {
     "moh": ({"kha_moh": {"share": 0.75}}, "does not support kha_moh.*serve the model"),
     "talking": ({"kha_talking": {}}, "does not support kha_talking"),
 }
-BACKEND = ("each", "gates", "softmax_sum")
+BACKEND = ("each", "gates", "softmax_sum", "folded", "folded_one_key")
 """Models that also run in vLLM's Transformers backend."""
 LENGTHS = (5, 17, 33, 64, 3, 90, 41, 150)
 
@@ -272,6 +285,9 @@ def answers(folders, prompts, adapters, tmp_path_factory):
         "lora": job("each", adapter=adapters["attention"], **lora),
         "lora of all": job("each", adapter=adapters["all"], **lora),
     }
+    converted = tmp_path_factory.mktemp("converted") / "folded"
+    to_hf.plan_export(Path(folders["softmax"]), fold=True).write(converted)
+    jobs["converted"] = job("softmax") | {"folder": str(converted)}
     jobs |= {("refused", name): job(name) for name in REFUSED}
     jobs |= {("backend", name): job(name, **backend) for name in BACKEND}
     jobs |= {("backend refused", name): job(name, **backend) for name in REFUSED}
@@ -284,6 +300,7 @@ def answers(folders, prompts, adapters, tmp_path_factory):
         *((("served", name), name) for name in SERVED),
         *((("backend", name), name) for name in BACKEND),
         *(("prefix caching", "each"), ("chunked prefill", "each"), ("compiled", "gates")),
+        ("converted", "softmax"),
     ],
     ids=str,
 )
@@ -312,7 +329,7 @@ def test_unsupported_models_are_refused(name, answers):
 
 def test_two_ranks(folders, prompts, truths, tmp_path):
     """With two key/value heads, and with one that both ranks share."""
-    names = ("gates", "one_key", "groups")
+    names = ("gates", "one_key", "groups", "folded", "folded_one_key")
     engine = {"tensor_parallel_size": 2}
     jobs = {n: {"folder": folders[n], "prompts": prompts, "engine": engine} for n in names}
     answers = run_jobs(jobs, tmp_path, VLLM_CPU_OMP_THREADS_BIND="0|1")

@@ -165,7 +165,9 @@ def test_folded_models_decode_as_the_baseline(tmp_path):
     assert code == 0
     classes = result["classes"]
     assert classes["folded"] == classes["baseline"] != "KHAForCausalLM"
-    assert classes["mlp"] == classes["linear"] == "KHAForCausalLM"
+    for name in ("mlp", "linear", "mlp-folded"):
+        assert classes[name] == "KHAForCausalLM"
+    assert result["over_baseline"].keys() == classes.keys()
     # keys and values of 4 heads in 4 layers, float32; the last token is not run
     assert set(result["cache_bytes"].values()) == {4 * 2 * 4 * 128 * 4 * 2 * (4 + 3 - 1)}
 
