@@ -251,7 +251,10 @@ def ignore_saved_strides() -> None:
 
     @patch(TorchDistLoadShardedStrategy, "load_tensors_metadata")
     def load_without_strides(
-        load: Any, self: Any, checkpoint_dir: Any, metadata: Any = None
+        load: Any,
+        self: Any,
+        checkpoint_dir: Any,
+        metadata: Any = None,
     ) -> Any:
         if metadata is None:
             metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
@@ -641,7 +644,11 @@ def wrap_save_intervals(*, save: Wrapper, decide: Wrapper) -> None:
 
 
 def wrap_checkpoint_files(
-    *, open_tracker: Wrapper, save: Wrapper, commit: Wrapper, write: Wrapper
+    *,
+    open_tracker: Wrapper,
+    save: Wrapper,
+    commit: Wrapper,
+    write: Wrapper,
 ) -> None:
     """Wrap what writes the files of a checkpoint, so that a crash cannot damage any.
 

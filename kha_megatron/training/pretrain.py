@@ -102,8 +102,7 @@ def run(program_start: float) -> None:
     check_same_state(start, args)
     # the checkpoint's arguments record the resolved values
     args.vocab_size = vocabulary_size(start, parsed_args, get_tokenizer().vocab_size)
-    for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
-        setattr(args, name, value)
+    vars(args).update(kha.to_entries(multi_latent=args.multi_latent_attention))
 
     upcycled_path = start.path if is_upcycled(start, parsed_args, kha) else None
     config = _model_config(args, kha, upcycled_path)
