@@ -44,6 +44,7 @@ class KnockedAttention(Attention):
 
     kind: AttentionKind | None = None  # HeadsConfig.attention
     first_projection = "linear_qkv"  # the input norm may be fused into it
+    folded_projections: tuple[Projection, ...] = ()  # by step_folding.py, in this forward pass
     kha: HeadsConfig
 
     def _add_knocking(self, kha: HeadsConfig) -> None:
@@ -275,7 +276,8 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         groups = self.split.groups(mixed_qkv)
         heads = self.split(groups)
         for projection, knocking in self.knockings.items():
-            heads[projection] = knocking(heads[projection])
+            if projection not in self.folded_projections:
+                heads[projection] = knocking(heads[projection])
         return heads
 
     def _use_own_projections(self, heads: dict[str, Tensor]) -> None:

@@ -222,9 +222,11 @@ class KnockingHeads(MechanismWeight):
         super().__init__(*args, **kwargs)
         self.variant: Variant = variant
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Apply the matrices to every head in ``x``."""
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """Apply the matrices to every head in ``x``. If it is None, return the matrices."""
         matrices = super().forward()
+        if x is None:
+            return matrices
         return fused_knock(x, matrices, self.variant)
 
 

@@ -43,6 +43,7 @@ from kha_megatron.mcore.building import model_config
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.instruments import watch_heads
 from kha_megatron.mcore.knocking import MechanismWeight
+from kha_megatron.mcore.step_folding import fold_once_per_step
 from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
@@ -200,6 +201,8 @@ def _model_config(args: argparse.Namespace, kha: HeadsConfig, upcycled_path: str
 
     def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         announce(describe_model(models, kha))
+        if args.kha_fold_linear:
+            fold_once_per_step(models, kha)
         if upcycled_path:
             announce(
                 f"Starting a new run with the weights of {upcycled_path}. The shared matrices "
