@@ -110,18 +110,19 @@ class QKVMapping(TensorMapping):
     """Name of the rows that a head mechanism adds."""
 
     def hf_names(self, model: ModelConfig) -> list[str]:
-        stock_names = {
+        names = {
             "query": self.query,
             "key": self.key,
             "value": self.value,
         }
-        names = []
-        for part_name, part in model.qkv.parts.items():
-            name = stock_names.get(part_name)
-            if name is None:
-                name = self.mechanism.format(module=part.hf)
-            names.append(name)
-        return names
+        for rows in model.qkv.extra:
+            names[rows.name] = self.mechanism.format(module=rows.hf)
+        hf_names = []
+        for part in model.qkv.parts:
+            name = names[part]
+            assert name is not None, f"{part} has no tensor"
+            hf_names.append(name)
+        return hf_names
 
     def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
         layout = model.qkv

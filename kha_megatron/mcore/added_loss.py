@@ -44,15 +44,15 @@ class LossScale:
             ConfigError: If ``config`` is a layer's copy without an instance. Megatron's schedules
                 only read the model's config.
         """
-        found = getattr(config, _SCALE_FUNCTION)
-        if isinstance(found, cls):
-            return found
+        registered = getattr(config, _SCALE_FUNCTION)
+        if isinstance(registered, cls):
+            return registered
         if layer_symbol(config) is not None:
             raise ConfigError(
                 "Head mechanisms with an auxiliary loss require the hybrid stack of kha_megatron. "
                 "Build it with kha_megatron.mcore.specs.kha_hybrid_stack_spec."
             )
-        scale = cls(found)
+        scale = cls(registered)
         setattr(config, _SCALE_FUNCTION, scale)
         return scale
 
@@ -67,7 +67,8 @@ class LossScale:
 class _Added(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, carrier: Tensor, loss: Tensor, scale: LossScale) -> Tensor:
-        ctx.scale, ctx.like = scale, loss
+        ctx.scale = scale
+        ctx.like = loss
         return carrier.view_as(carrier)
 
     @staticmethod

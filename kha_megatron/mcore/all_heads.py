@@ -63,18 +63,23 @@ class AllHeadsAttention(GatheredDotProductAttention):
         queries = len(query)
         key = self._gather(key)
         value = self._gather(value)
-        if (attn_mask_type or self.attn_mask_type) in _CAUSAL:
+        mask_type = attn_mask_type or self.attn_mask_type
+        if mask_type in _CAUSAL:
             attention_mask = self._with_causal(attention_mask, queries, len(key))
+        query = self._shard_queries(query)
+        key = self._all_heads(key)
+        value = self._all_heads(value)
         output, _ = self.mechanism.attend(
-            self._shard_queries(query).permute(1, 2, 0, 3),
-            self._all_heads(key).permute(1, 2, 0, 3),
-            self._all_heads(value).permute(1, 2, 0, 3),
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
             self.weights,
             scale=self.logit_scale,
             mask=self._shard_mask(attention_mask, queries),
             dropout=self._dropout,
         )
-        return self._shard_heads(output.permute(2, 0, 1, 3), queries)
+        output = output.permute(2, 0, 1, 3)
+        return self._shard_heads(output, queries)
 
     def _with_causal(
         self,
@@ -86,16 +91,21 @@ class AllHeadsAttention(GatheredDotProductAttention):
         if mask is not None and mask.shape[-2] == queries:
             return mask  # includes the causal mask
         causal_mask = self._causal_mask(queries, keys)
-        return causal_mask if mask is None else mask | causal_mask
+        if mask is None:
+            return causal_mask
+        return mask | causal_mask
 
     def _shard_mask(self, mask: Tensor | None, queries: int) -> Tensor | None:
         """Return the rows of the attention mask for this rank's part of the queries."""
         if mask is None or mask.shape[-2] == 1:
             return mask
-        local_queries = -(-queries // self.tp_group.size())
+        ranks = self.tp_group.size()
+        local_queries = -(-queries // ranks)
         first_query = get_pg_rank(self.tp_group) * local_queries
-        rows = torch.arange(local_queries, device=mask.device) + first_query
-        return mask[..., rows.clamp(max=queries - 1), :]  # clamped for padding
+        rows = torch.arange(local_queries, device=mask.device)
+        rows += first_query
+        rows = rows.clamp(max=queries - 1)  # for padding
+        return mask[..., rows, :]
 
     def _shard_queries(self, x: Tensor) -> Tensor:
         """Reshard ``[queries, batch, h, head_dim]`` to ``[queries / tp, batch, H, head_dim]``."""
@@ -104,19 +114,24 @@ class AllHeadsAttention(GatheredDotProductAttention):
             return x
         queries, batch, _, features = x.shape
         padding = -queries % ranks
-        padded = torch.nn.functional.pad(x, (0,) * 7 + (padding,))
-        rows = padded.flatten(0, 1).flatten(1)
+        widths = (0, 0, 0, 0, 0, 0, 0, padding)  # from the last dimension to the first
+        padded = torch.nn.functional.pad(x, widths)
+        rows = padded.flatten(0, 1)
+        rows = rows.flatten(1)
         sharded = all_to_all_hp2sp(rows, group=self.tp_group)
-        return sharded.unflatten(0, (-1, batch)).unflatten(-1, (-1, features))
+        sharded = sharded.unflatten(0, (-1, batch))
+        return sharded.unflatten(-1, (-1, features))
 
     def _shard_heads(self, x: Tensor, queries: int) -> Tensor:
         """Undo :meth:`_shard_queries` for the output, and merge heads and features."""
         if self.tp_group.size() == 1:
             return x.flatten(2)
         batch = x.shape[1]
-        rows = x.flatten(0, 1).flatten(1)
+        rows = x.flatten(0, 1)
+        rows = rows.flatten(1)
         sharded = all_to_all_sp2hp(rows, group=self.tp_group)
-        return sharded.unflatten(0, (-1, batch))[:queries]
+        sharded = sharded.unflatten(0, (-1, batch))
+        return sharded[:queries]  # without padding
 
     def _all_heads(self, x: Tensor) -> Tensor:
         """All-gather the heads of keys or values (reduce-scatter in the backward pass)."""
@@ -124,7 +139,8 @@ class AllHeadsAttention(GatheredDotProductAttention):
             return x
         features = x.shape[-1]
         gathered = all_gather_last_dim_from_tensor_parallel_region(
-            x.flatten(2), group=self.tp_group
+            x.flatten(2),
+            group=self.tp_group,
         )
         return gathered.unflatten(-1, (-1, features))
 

@@ -22,7 +22,6 @@ from torch.nn import Module
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import HeadSizes, HeadTensor, Knock, Mechanism, Projection
 from kha_megatron.heads.config import AttentionKind, HeadsConfig
-from kha_megatron.heads.knock import PROJECTIONS
 from kha_megatron.heads.mechanism import Stage, apply_stage
 from kha_megatron.heads.registry import observe_output_gate
 from kha_megatron.mcore.head_inputs import InputProjection, NormedInput
@@ -45,6 +44,7 @@ class KnockedAttention(Attention):
 
     kind: AttentionKind | None = None  # HeadsConfig.attention
     first_projection = "linear_qkv"  # the input norm may be fused into it
+    folded_projections: tuple[Projection, ...] = ()  # by step_folding.py, in this forward pass
     kha: HeadsConfig
 
     def _add_knocking(self, kha: HeadsConfig) -> None:
@@ -151,8 +151,9 @@ class KnockedAttention(Attention):
     def _before_projection(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         core_output, *others = inputs
         heads = core_output.unflatten(-1, (-1, self.value_dim))
-        (output,) = self._apply_stage("output", output=heads)
-        return output.flatten(-2), *others
+        (heads,) = self._apply_stage("output", output=heads)
+        core_output = heads.flatten(-2)
+        return core_output, *others
 
     def _after_projection(self, output: Tensor, bias: Tensor | None) -> Output:
         if self._acts_at("dense"):
@@ -181,8 +182,10 @@ class KnockedAttention(Attention):
             return tensors
         copies = []
         for tensor in tensors:
-            is_view = tensor.untyped_storage().nbytes() > tensor.nbytes
-            copies.append(tensor.clone() if is_view else tensor)
+            storage = tensor.untyped_storage()
+            if storage.nbytes() > tensor.nbytes:
+                tensor = tensor.clone()
+            copies.append(tensor)
         return tuple(copies)
 
     def _knock(self, projection: Projection, x: Tensor) -> Tensor:
@@ -221,7 +224,8 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
             submodules = _set_key_width(submodules, config, model.normed_dim)
         stock_rows = 1 if config.attention_output_gate else 0
         if not layout.is_stock or len(layout.extra) != stock_rows:
-            submodules = replace(submodules, linear_qkv=_with_rows(submodules.linear_qkv, layout))
+            linear_qkv = _with_rows(submodules.linear_qkv, layout)
+            submodules = replace(submodules, linear_qkv=linear_qkv)
         super().__init__(config, submodules, *args, **kwargs)
         self.linear_qkv_out_dim = layout.rows
         self.key_hidden_size = model.normed_dim
@@ -242,11 +246,17 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         """
         heads = self._project(hidden_states)
         layout = self.split.layout
-        extra_rows = {row.name: heads[row.name] for row in layout.extra}
+        extra_rows = {}
+        for row in layout.extra:
+            extra_rows[row.name] = heads[row.name]
         self._read_input(hidden_states, extra_rows)
         self._use_own_projections(heads)
-        projections = {projection: heads[projection] for projection in PROJECTIONS}
-        query, key, value = self._apply_stage("qkv", **projections)
+        query, key, value = self._apply_stage(
+            "qkv",
+            query=heads["query"],
+            key=heads["key"],
+            value=heads["value"],
+        )
         query = self._normed(self.q_layernorm, query)
         key = self._normed(self.k_layernorm, key)
         query, key, value = self._copy_views(query, key, value)
@@ -266,7 +276,8 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         groups = self.split.groups(mixed_qkv)
         heads = self.split(groups)
         for projection, knocking in self.knockings.items():
-            heads[projection] = knocking(heads[projection])
+            if projection not in self.folded_projections:
+                heads[projection] = knocking(heads[projection])
         return heads
 
     def _use_own_projections(self, heads: dict[str, Tensor]) -> None:
@@ -298,13 +309,20 @@ def _set_key_width(
     """
 
     def build_core(
-        *, config: TransformerConfig, softmax_scale: float | None, **options: Any
+        *,
+        config: TransformerConfig,
+        softmax_scale: float | None,
+        **options: Any,
     ) -> Any:
         if softmax_scale is None:
             softmax_scale = width**-0.5
         options["k_channels"] = width
         options["v_channels"] = config.kv_channels
-        return submodules.core_attention(config=config, softmax_scale=softmax_scale, **options)
+        return submodules.core_attention(
+            config=config,
+            softmax_scale=softmax_scale,
+            **options,
+        )
 
     def resize(build_norm: Callable[..., Module]) -> Callable[..., Module]:
         def build_resized(*, hidden_size: int, **options: Any) -> Module:
@@ -327,13 +345,19 @@ def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[...,
     """Wrap a ``linear_qkv`` builder to create the rows of ``layout``, with zeros as padding."""
 
     def build_linear(
-        inputs: int, outputs: int, *, init_method: Any, tp_group: Any, **options: Any
+        inputs: int,
+        outputs: int,
+        *,
+        init_method: Any,
+        tp_group: Any,
+        **options: Any,
     ) -> Any:
         def initialize(weight: Tensor) -> None:
             init_method(weight)
             rows = len(weight)
-            is_shard = rows < layout.rows
-            first_row = get_pg_rank(tp_group) * rows if is_shard else 0
+            first_row = 0
+            if rows < layout.rows:  # only this rank's rows
+                first_row = get_pg_rank(tp_group) * rows
             _zero_padding(weight, first_row, layout)
 
         return build(
@@ -352,9 +376,10 @@ def _zero_padding(weight: Tensor, first_row: int, layout: QKVLayout) -> None:
     """Zero the padding in this rank's rows of ``linear_qkv``, which start at ``first_row``."""
     padding = layout.padding
     for group in range(layout.groups):
-        group_start = group * layout.group_rows - first_row
-        start = max(0, group_start + padding.start)
-        stop = max(0, group_start + padding.stop)
+        group_start = group * layout.group_rows
+        offset = group_start - first_row
+        start = max(0, offset + padding.start)
+        stop = max(0, offset + padding.stop)
         weight[start:stop] = 0
 
 
@@ -426,6 +451,7 @@ def describe_model(models: list[Any], kha: HeadsConfig) -> str:
         ConfigError: If some attention layer was not built with ``kha``.
     """
     attentions = _attention_layers(models)
+    adds_mechanisms = len(kha.mechanisms) > 0
     knocked = 0
     added = 0
     wrong = 0
@@ -433,15 +459,15 @@ def describe_model(models: list[Any], kha: HeadsConfig) -> str:
         if not _is_as_requested(attention, kha):
             wrong += 1
         if isinstance(attention, KnockedAttention):
-            knocked += bool(kha.mechanisms)
-            sizes = model_from_config(attention.config).head_sizes
-            added += attention.kha.parameters(sizes)
+            knocked += adds_mechanisms
+            model = model_from_config(attention.config)
+            added += attention.kha.parameters(model.head_sizes)
 
     counts = [knocked, len(attentions), added, wrong]
     totals = torch.tensor(counts, device=torch.cuda.current_device())
     torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
     knocked, layers, added, wrong = totals.tolist()
-    is_requested = bool(kha.mechanisms or kha.attention)
+    is_requested = adds_mechanisms or kha.attention is not None
     if wrong or (is_requested and not layers):
         raise ConfigError(
             f"{wrong} of {layers} layers were built without the requested KHA config ({kha}). "
@@ -461,8 +487,10 @@ def _attention_layers(models: list[Any]) -> list[Attention]:
 
 
 def _is_as_requested(attention: Attention, kha: HeadsConfig) -> bool:
-    kha = kha.with_output_gate(attention.config.attention_output_gate)
+    config = attention.config
+    kha = kha.with_output_gate(config.attention_output_gate)
     if isinstance(attention, KnockedAttention):
-        return attention.kha == kha and attention.kind == kha.attention
-    rest = _without_stock_gate(kha, attention.config)
-    return not rest.mechanisms and not rest.attention
+        is_same_kind = attention.kind == kha.attention
+        return is_same_kind and attention.kha == kha
+    kha = _without_stock_gate(kha, config)
+    return not kha.mechanisms and not kha.attention

@@ -41,12 +41,14 @@ def compute_bias_update(loads: Tensor, update: Update) -> Tensor:
         Tensor: The change in float32, computed in float64.
     """
     loads = loads.double()
-    offset = loads.mean(dim=-1, keepdim=True) - loads
+    mean_load = loads.mean(dim=-1, keepdim=True)
+    offset = mean_load - loads
     if update == "sign":
         return offset.sign().float()
-    mean_square = offset.square().mean(dim=-1, keepdim=True)
-    tiny = torch.finfo(offset.dtype).tiny  # avoids 0 / 0 if all loads are equal
-    normalized = offset / (mean_square + tiny).sqrt()
+    squares = offset.square()
+    mean_square = squares.mean(dim=-1, keepdim=True)
+    mean_square += torch.finfo(torch.float64).tiny  # avoids 0 / 0 if all loads are equal
+    normalized = offset / mean_square.sqrt()
     return normalized.float()
 
 
@@ -56,50 +58,71 @@ def balance_experts(
     report: Report | None = None,
 ) -> None:
     """Replace Megatron's update of the expert biases. Must be called on all ranks."""
-    rate = get_model_config(models[0]).moe_router_bias_update_rate
+    config = get_model_config(models[0])
+    rate = config.moe_router_bias_update_rate
 
     @contextmanager
     @torch.no_grad()
     def balanced(chunks: list[Any], groups: Any) -> Iterator[None]:
-        routers: list[Any] = []
-        reported: list[int] = []
-        for model in models:
-            for name, module in model.named_modules():
-                if not _is_balanced(module):
-                    continue
-                if "mtp." not in name:  # layers for multi-token prediction have no own number
-                    reported.append(len(routers))
-                routers.append(module)
+        routers, reported = _balanced_routers(models)
         # read the loads first, because Megatron's own update resets them
-        loads = _stacked([router.local_tokens_per_expert for router in routers])
-        biases = _stacked([router.expert_bias for router in routers])
+        loads = _stacked(routers, "local_tokens_per_expert")
+        biases = _stacked(routers, "expert_bias")
         yield
         if groups is None:
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
         else:
             group = groups.tp_dp_cp
         dist.all_reduce(loads, group=group)
-        biases = biases + rate * compute_bias_update(loads, update)
+        change = compute_bias_update(loads, update)
+        biases = biases + rate * change
         for router, bias in zip(routers, biases, strict=True):
             router.expert_bias.copy_(bias)
         if report is not None:
-            layers = [routers[index].layer_number for index in reported]
-            report(layers, loads[reported].double(), biases[reported])
+            layers = []
+            for index in reported:
+                layers.append(routers[index].layer_number)
+            reported_loads = loads[reported].double()
+            report(layers, reported_loads, biases[reported])
 
     wrap_grad_finalization(models, balanced)
 
 
+def _balanced_routers(models: list[torch.nn.Module]) -> tuple[list[Any], list[int]]:
+    """Return all routers with trained biases, and the positions of those to report."""
+    routers: list[Any] = []
+    reported: list[int] = []
+    for model in models:
+        for name, module in model.named_modules():
+            if not _is_balanced(module):
+                continue
+            index = len(routers)
+            routers.append(module)
+            if "mtp." not in name:  # layers for multi-token prediction have no own number
+                reported.append(index)
+    return routers, reported
+
+
 def _is_balanced(module: Any) -> bool:
-    has_bias = getattr(module, "expert_bias", None) is not None
-    return has_bias and module.training and not getattr(module, "frozen_expert_bias", False)
+    if getattr(module, "expert_bias", None) is None:
+        return False
+    is_frozen = getattr(module, "frozen_expert_bias", False)
+    return module.training and not is_frozen
 
 
 def violation(loads: Tensor) -> Tensor:
     """Maximal violation (MaxVio, Wang et al. 2024), i.e. ``max(loads) / mean(loads) - 1``."""
-    return loads.amax(dim=-1) / loads.mean(dim=-1) - 1
+    largest_load = loads.amax(dim=-1)
+    mean_load = loads.mean(dim=-1)
+    return largest_load / mean_load - 1
 
 
-def _stacked(rows: list[Tensor]) -> Tensor:
-    if rows:
-        return torch.stack(rows)
-    return torch.zeros(0, 1, device=torch.cuda.current_device())  # no MoE layers in this stage
+def _stacked(routers: list[Any], buffer: str) -> Tensor:
+    """Stack a buffer of all routers. Stages without MoE layers get an empty tensor."""
+    if not routers:
+        device = torch.cuda.current_device()
+        return torch.zeros(0, 1, device=device)
+    rows = []
+    for router in routers:
+        rows.append(getattr(router, buffer))
+    return torch.stack(rows)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 
 def wrap_grad_finalization(
-    models: Sequence[Any], around: Callable[..., AbstractContextManager[None]]
+    models: Sequence[Any],
+    around: Callable[..., AbstractContextManager[None]],
 ) -> None:
     """Run a context manager around ``finalize_model_grads`` (Megatron's gradient all-reduce).
 

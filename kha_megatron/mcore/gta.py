@@ -44,19 +44,25 @@ class RotaryKeyProjection(MegatronModule):
         self.tp_group = tp_group
         self.tensor_model_parallel = False  # required by Megatron-FSDP
         shape = (config.kv_channels // 2, config.hidden_size)
-        self.weight = torch.nn.Parameter(
-            torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config))
+        weight = torch.empty(
+            shape,
+            dtype=config.params_dtype,
+            device=parameter_device(config),
         )
+        self.weight = torch.nn.Parameter(weight)
         if config.perform_initialization:
             config.init_method(self.weight)  # the RNG state is the same on all TP ranks
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if not self.config.sequence_parallel:
+        group = self.tp_group
+        if self.config.sequence_parallel:
+            weight = copy_to_tensor_model_parallel_region(self.weight, group=group)
+            key = torch.nn.functional.linear(hidden_states, weight)
+            key = gather_from_sequence_parallel_region(key, group=group)
+        else:
             key = torch.nn.functional.linear(hidden_states, self.weight)
-            return copy_to_tensor_model_parallel_region(key, group=self.tp_group).unsqueeze(2)
-        weight = copy_to_tensor_model_parallel_region(self.weight, group=self.tp_group)
-        key = torch.nn.functional.linear(hidden_states, weight)
-        return gather_from_sequence_parallel_region(key, group=self.tp_group).unsqueeze(2)
+            key = copy_to_tensor_model_parallel_region(key, group=group)
+        return key.unsqueeze(2)
 
 
 class KHAGroupedTiedAttention(KHASelfAttention):
@@ -85,13 +91,17 @@ class KHAGroupedTiedAttention(KHASelfAttention):
         return super().forward(hidden_states, *args, **kwargs)
 
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         heads = self._project(hidden_states)
         tied = heads["value"]
         rotary_half = self.linear_k_rope(hidden_states)
+        features = rotary_half.shape[-1]
         rotary_half = rotary_half.expand(-1, -1, tied.shape[2], -1)
-        tied_half = tied[..., : rotary_half.shape[-1]]
+        tied_half = tied[..., :features]
         key = torch.cat([rotary_half, tied_half], dim=-1)
         query = self._normed(self.q_layernorm, heads["query"])
         key = self._normed(self.k_layernorm, key)

@@ -33,10 +33,13 @@ class InputProjection(MechanismWeight):
         """Project ``hidden``. If it is None, return the weight."""
         if hidden is None:
             return super().forward()
-        group, is_sharded = self.tp_group, self.config.sequence_parallel
+        group = self.tp_group
+        is_sharded = self.config.sequence_parallel
         if self.tensor.per_head:
             weight = super().forward()
-            score = torch.nn.functional.linear(self._sum_over_heads(hidden), weight.flatten(0, 1))
+            rows = weight.flatten(0, 1)
+            hidden = self._sum_over_heads(hidden)
+            score = torch.nn.functional.linear(hidden, rows)
             return score.unflatten(-1, weight.shape[:2])
         weight = self.weight
         if is_sharded:
@@ -47,7 +50,9 @@ class InputProjection(MechanismWeight):
         if self.tensor.gradient == "whole" and is_sharded:
             # every rank has the full gradient, so backward only splits it
             score = gather_from_sequence_parallel_region(
-                score, tensor_parallel_output_grad=False, group=group
+                score,
+                tensor_parallel_output_grad=False,
+                group=group,
             )
         return score
 
@@ -67,7 +72,8 @@ class NormedInput:
 
     def __init__(self, attention: Module, name: str) -> None:
         self._normed: Tensor | None = None
-        self._attention, self._name = attention, name
+        self._attention = attention
+        self._name = name
         linear: Any = getattr(attention, name, None)
         if hasattr(linear, "return_layernorm_output"):
             linear.return_layernorm_output = True
@@ -85,5 +91,6 @@ class NormedInput:
         return output, bias
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        normed, self._normed = self._normed, None
+        normed = self._normed
+        self._normed = None
         return hidden_states if normed is None else normed

@@ -18,7 +18,12 @@ class ProjectionHook:
     """
 
     def __init__(
-        self, layer: Module, name: str, hook: Callable[[Any], Any], *, before: bool = False
+        self,
+        layer: Module,
+        name: str,
+        hook: Callable[[Any], Any],
+        *,
+        before: bool = False,
     ) -> None:
         self._name = name
         self._hook = hook

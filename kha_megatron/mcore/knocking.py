@@ -60,10 +60,13 @@ class MechanismWeight(MegatronModule):
         ranks = tensor.ranks(tp_group.size())
         # tells Megatron-FSDP whether the module is sharded or replicated
         self.tensor_model_parallel = ranks > 1
-        shape = (tensor.shape[0] // ranks, *tensor.shape[1:])
-        self.weight = torch.nn.Parameter(
-            torch.empty(shape, dtype=config.params_dtype, device=parameter_device(config))
+        rows, *other_dims = tensor.shape
+        weight = torch.empty(
+            (rows // ranks, *other_dims),
+            dtype=config.params_dtype,
+            device=parameter_device(config),
         )
+        self.weight = torch.nn.Parameter(weight)
         if self.tensor_model_parallel:
             set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
         if config.perform_initialization:
@@ -75,7 +78,9 @@ class MechanismWeight(MegatronModule):
             self._initialize(self.weight)
             return
         unsharded = torch.empty(
-            self.tensor.shape, dtype=self.weight.dtype, device=self.weight.device
+            self.tensor.shape,
+            dtype=self.weight.dtype,
+            device=self.weight.device,
         )
         self._initialize(unsharded)
         shards = unsharded.chunk(self.tp_group.size())
@@ -84,8 +89,12 @@ class MechanismWeight(MegatronModule):
 
     def _initialize(self, unsharded: Tensor) -> None:
         matrices = unsharded if self.tensor.matrices else unsharded[None]
-        std = self.config.init_method_std
-        initial_weight(matrices, self.tensor.initial, std=std, seed=self.seed)
+        initial_weight(
+            matrices,
+            self.tensor.initial,
+            std=self.config.init_method_std,
+            seed=self.seed,
+        )
 
     def forward(self) -> Tensor:
         """Return the weight for the local heads, or the whole weight if all heads share it."""
@@ -99,7 +108,8 @@ class MechanismWeight(MegatronModule):
             return weight
         heads = len(weight)
         ranks = self.tp_group.size()
-        first_head = get_pg_rank(self.tp_group) * heads // ranks
+        rank = get_pg_rank(self.tp_group)
+        first_head = rank * heads // ranks
         local_heads = max(1, heads // ranks)  # several ranks may share a head
         return weight[first_head : first_head + local_heads]
 
@@ -128,9 +138,8 @@ class MechanismWeight(MegatronModule):
         Megatron only supports shards of equal size, so uneven shards are split into rows.
         """
         weight: Any = self.weight
-        local_tensor = (
-            weight._local_tensor
-        )  # Megatron finds the optimizer's parameter by this object
+        # Megatron finds the optimizer's parameter by this object
+        local_tensor = weight._local_tensor
         local_rows = len(local_tensor)
         mesh = weight.device_mesh
         rows = len(weight)
@@ -146,7 +155,10 @@ class MechanismWeight(MegatronModule):
         replica_id = (0, tp_rank, int(local_rows == 0))
 
         def build_shards(
-            key: str, local_tensor: Tensor, replica_id: Any, flattened_range: None
+            key: str,
+            local_tensor: Tensor,
+            replica_id: Any,
+            flattened_range: None,
         ) -> list[ShardedTensor]:
             if last_owner + 1 < mesh.size():  # ranks without rows save a copy of the last row
                 last_row = local_tensor.new_empty(1, *local_tensor.shape[1:])
@@ -158,7 +170,8 @@ class MechanismWeight(MegatronModule):
             axis = len(offsets)
             shards = []
             for number, shard in enumerate(
-                local_tensor.split(rows_per_shard), first_row // rows_per_shard
+                local_tensor.split(rows_per_shard),
+                first_row // rows_per_shard,
             ):
                 shards.append(
                     ShardedTensor.from_rank_offsets(
@@ -182,7 +195,8 @@ class MechanismWeight(MegatronModule):
 
         def own_value(prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
             del self.sharded_state_dict
-            return {f"{prefix}weight": LocalNonpersistentObject(self.weight.detach())}
+            weight = self.weight.detach()
+            return {f"{prefix}weight": LocalNonpersistentObject(weight)}
 
         self.sharded_state_dict = own_value  # type: ignore[method-assign]
 
@@ -208,9 +222,12 @@ class KnockingHeads(MechanismWeight):
         super().__init__(*args, **kwargs)
         self.variant: Variant = variant
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        """Apply the matrices to every head in ``x``."""
-        return fused_knock(x, super().forward(), self.variant)
+    def forward(self, x: Tensor | None = None) -> Tensor:
+        """Apply the matrices to every head in ``x``. If it is None, return the matrices."""
+        matrices = super().forward()
+        if x is None:
+            return matrices
+        return fused_knock(x, matrices, self.variant)
 
 
 def parameter_device(config: TransformerConfig) -> torch.device | int | str:

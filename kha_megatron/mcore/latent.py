@@ -8,6 +8,7 @@ In GLA (Zadouri et al. 2025), the latent is split into heads. Each latent head h
 is used by one group of query heads. Note that ``kv_lora_rank`` is the size of all latent heads.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -47,9 +48,15 @@ class LatentUpProjection(ColumnParallelLinear):
     """
 
     def __init__(
-        self, latent_features: int, output_size: int, *, latent_heads: int, **kwargs: Any
+        self,
+        latent_features: int,
+        output_size: int,
+        *,
+        latent_heads: int,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(latent_features // latent_heads, output_size, **kwargs)
+        head_features = latent_features // latent_heads
+        super().__init__(head_features, output_size, **kwargs)
         self.latent_heads = latent_heads
         ranks = self.tp_group.size()
         rank = self.tp_group.rank()
@@ -63,11 +70,11 @@ class LatentUpProjection(ColumnParallelLinear):
             latent = gather_from_sequence_parallel_region(latent, group=self.tp_group)
         else:
             latent = copy_to_tensor_model_parallel_region(latent, group=self.tp_group)
-        all_heads = latent.unflatten(-1, (self.latent_heads, -1))
-        heads = all_heads[..., self.local_heads, :]
-        local_heads = heads.shape[-2]
+        latent = latent.unflatten(-1, (self.latent_heads, -1))
+        latent = latent[..., self.local_heads, :]
+        local_heads = latent.shape[-2]
         weights = self.weight.unflatten(0, (local_heads, -1))
-        output = torch.einsum("...gc,grc->...gr", heads, weights)
+        output = torch.einsum("...gc,grc->...gr", latent, weights)
         return output.flatten(-2), None
 
 
@@ -85,18 +92,24 @@ class LatentNorm(MegatronModule):
         super().__init__(config)
         self.latent_heads = latent_heads
         self.eps = eps
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=parameter_device(config))
+        ones = torch.ones(
+            hidden_size,
+            dtype=config.params_dtype,
+            device=parameter_device(config),
         )
+        self.weight = torch.nn.Parameter(ones)
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, latent: Tensor) -> Tensor:
         heads = latent.unflatten(-1, (self.latent_heads, -1))
         if heads.dtype in (torch.bfloat16, torch.float16):
             heads = heads.float()
-        mean_square = heads.square().mean(-1, keepdim=True)
-        normed = heads * torch.rsqrt(mean_square + self.eps)
-        scaled = normed.flatten(-2) * self.weight
+        squares = heads.square()
+        mean_square = squares.mean(-1, keepdim=True)
+        scale = torch.rsqrt(mean_square + self.eps)
+        normed = heads * scale
+        normed = normed.flatten(-2)
+        scaled = normed * self.weight
         return scaled.to(latent.dtype)
 
 
@@ -107,8 +120,15 @@ def use_grouped_latents(submodules: MLASelfAttentionSubmodules, latent_heads: in
     is_norm_fused = "LayerNorm" in stock_projection
     if is_norm_fused or norm not in (None, IdentityOp):
         norm = partial(LatentNorm, latent_heads=latent_heads)
-    up_projection = ModuleSpec(module=LatentUpProjection, params={"latent_heads": latent_heads})
-    return replace(submodules, linear_kv_up_proj=up_projection, kv_layernorm=norm)
+    up_projection = ModuleSpec(
+        module=LatentUpProjection,
+        params={"latent_heads": latent_heads},
+    )
+    return replace(
+        submodules,
+        linear_kv_up_proj=up_projection,
+        kv_layernorm=norm,
+    )
 
 
 class _KnockedLatentAttention(KnockedAttention):
@@ -118,23 +138,35 @@ class _KnockedLatentAttention(KnockedAttention):
     first_projection = "linear_qkv_down_proj"  # exists in the fused class only
 
     def __init__(
-        self, config: MLATransformerConfig, *args: Any, kha: HeadsConfig, **kwargs: Any
+        self,
+        config: MLATransformerConfig,
+        *args: Any,
+        kha: HeadsConfig,
+        **kwargs: Any,
     ) -> None:
         check_config(config, kha)
         super().__init__(config, *args, **kwargs)
         self._add_knocking(kha)
-        self.kind = "gla" if isinstance(self.linear_kv_up_proj, LatentUpProjection) else None
+        if isinstance(self.linear_kv_up_proj, LatentUpProjection):
+            self.kind = "gla"
+        query_projection = "linear_q_up_proj"
+        if config.q_lora_rank is None:
+            query_projection = "linear_q_proj"
         if "query" in self.knockings:
-            query_up = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
-            hook = ProjectionHook(self, query_up, self._knock_query)
-            self.projection_hooks.append(hook)
+            self._add_hook(query_projection, self._knock_query)
         if "key" in self.knockings or "value" in self.knockings:
-            hook = ProjectionHook(self, "linear_kv_up_proj", self._knock_key_value)
-            self.projection_hooks.append(hook)
+            self._add_hook("linear_kv_up_proj", self._knock_key_value)
         self._count_query_norm_once()
 
+    def _add_hook(self, projection: str, knock: Callable[[Output], Output]) -> None:
+        hook = ProjectionHook(self, projection, knock)
+        self.projection_hooks.append(hook)
+
     def get_query_key_value_tensors(
-        self, hidden_states: Tensor, *args: Any, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, ...]:
         projections = super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
         self._read_input(hidden_states, {})
@@ -145,22 +177,23 @@ class _KnockedLatentAttention(KnockedAttention):
         widths = [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim]
         heads = self._unflatten_heads(output)
         nope, position = heads.split(widths, dim=-1)
-        knocked_nope = self._knock("query", nope)
-        knocked = torch.cat([knocked_nope, position], dim=-1)
-        return knocked.flatten(-2), bias
+        nope = self._knock("query", nope)
+        heads = torch.cat([nope, position], dim=-1)
+        return heads.flatten(-2), bias
 
     def _knock_key_value(self, projected: Output) -> Output:
         output, bias = projected
         widths = [self.config.qk_head_dim, self.config.v_head_dim]
         heads = self._unflatten_heads(output)
         key, value = heads.split(widths, dim=-1)
-        knocked_key = self._knock("key", key)
-        knocked_value = self._knock("value", value)
-        knocked = torch.cat([knocked_key, knocked_value], dim=-1)
-        return knocked.flatten(-2), bias
+        key = self._knock("key", key)
+        value = self._knock("value", value)
+        heads = torch.cat([key, value], dim=-1)
+        return heads.flatten(-2), bias
 
     def _unflatten_heads(self, features: Tensor) -> Tensor:
-        return features.unflatten(-1, (self.num_attention_heads_per_partition, -1))
+        heads = self.num_attention_heads_per_partition
+        return features.unflatten(-1, (heads, -1))
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Same as in Megatron, except that gradients of the rotary key are summed over TP ranks.
@@ -169,17 +202,19 @@ class _KnockedLatentAttention(KnockedAttention):
         Without the sum, the replicas of the down-projection would diverge.
         """
         query, latent = super()._qkv_down_projection(hidden_states)
-        if self.tp_group.size() == 1:
+        group = self.tp_group
+        if group.size() == 1:
             return query, latent
+        is_sequence_sharded = self.config.sequence_parallel
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
         if latent.size(-1) != sum(widths):
-            latent = gather_from_tensor_model_parallel_region(latent, group=self.tp_group)
-            if self.config.sequence_parallel:
-                latent = scatter_to_sequence_parallel_region(latent, group=self.tp_group)
-        if self.config.sequence_parallel:
+            latent = gather_from_tensor_model_parallel_region(latent, group=group)
+            if is_sequence_sharded:
+                latent = scatter_to_sequence_parallel_region(latent, group=group)
+        if is_sequence_sharded:
             return query, latent  # Megatron's all-gather of the key sums its gradient
         latent, key = latent.split(widths, dim=-1)
-        key = copy_to_tensor_model_parallel_region(key, group=self.tp_group)
+        key = copy_to_tensor_model_parallel_region(key, group=group)
         return query, torch.cat([latent, key], dim=-1)
 
     def _count_query_norm_once(self) -> None:
@@ -207,7 +242,12 @@ class _KnockedLatentAttention(KnockedAttention):
         for projection, first_row in first_rows.items():
             if projection in self.knockings:
                 matrix = self.knockings[projection].weight
-                folded = fold(weight, matrix, head_rows=head_rows, start=first_row)
+                folded = fold(
+                    weight,
+                    matrix,
+                    head_rows=head_rows,
+                    start=first_row,
+                )
                 weight.copy_(folded)
 
 

@@ -23,7 +23,11 @@ class TorchNorm(torch.nn.Module):
     """
 
     def __new__(
-        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+        cls,
+        config: TransformerConfig,
+        hidden_size: int,
+        eps: float = 1e-5,
+        **_: object,
     ) -> Any:
         accepted = copy.copy(config)
         accepted.sequence_parallel = False
@@ -46,8 +50,9 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = 1 + self.weight.to(wide.dtype)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        wide = x.to(dtype)
+        scale = 1 + self.weight.to(dtype)
         normed = torch.nn.functional.rms_norm(wide, scale.shape, scale, self.eps)
         return normed.to(x.dtype)
 
@@ -81,11 +86,13 @@ class GatheredDotProductAttention(DotProductAttention):
         super().__init__(single, *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         if v_channels is not None:
-            self.hidden_size_per_partition = self.num_attention_heads_per_partition * v_channels
+            local_heads = self.num_attention_heads_per_partition
+            self.hidden_size_per_partition = local_heads * v_channels
         cp_group = getattr(pg_collection, "cp", None)
         self.cp_group: Any = cp_group or parallel_state.get_context_parallel_group()
         # undoes the scaling of --apply-query-key-layer-scaling, as Megatron's softmax does
-        self.logit_scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1)
+        layer_scale = self.scale_mask_softmax.scale or 1
+        self.logit_scale = self.softmax_scale * layer_scale
 
     def forward(
         self,
@@ -137,20 +144,23 @@ class GatheredDotProductAttention(DotProductAttention):
 
     def _causal_mask(self, queries: int, keys: int) -> Tensor:
         """Build the mask of this rank's last queries, ``[1, 1, queries, keys]``."""
-        query_positions = token_positions(keys, self.cp_group)[-queries:]
-        key_positions = torch.arange(keys, device=query_positions.device)
-        is_future = key_positions > query_positions[:, None]
+        positions = token_positions(keys, self.cp_group)
+        query_positions = positions[-queries:, None]
+        key_positions = torch.arange(keys, device=positions.device)
+        is_future = key_positions > query_positions
         return is_future[None, None]
 
     def _gather(self, x: Tensor) -> Tensor:
         """All-gather keys or values over context-parallel ranks, in the order of the sequence."""
-        if self.cp_group.size() == 1:
+        ranks = self.cp_group.size()
+        if ranks == 1:
             return x
         gathered = gather_from_sequence_parallel_region(x, group=self.cp_group)
-        chunks = gathered.unflatten(0, (self.cp_group.size(), 2, -1))
+        chunks = gathered.unflatten(0, (ranks, 2, -1))
         first_half = chunks[:, 0]
         second_half = chunks[:, 1].flip(0)
-        return torch.cat([first_half, second_half]).flatten(0, 1)
+        ordered = torch.cat([first_half, second_half])
+        return ordered.flatten(0, 1)
 
 
 def token_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Tensor:
@@ -159,11 +169,13 @@ def token_positions(length: int, cp_group: torch.distributed.ProcessGroup) -> Te
     With context parallelism, Megatron cuts sequences into ``2 * cp`` chunks and gives chunks ``i``
     and ``2 * cp - 1 - i`` to rank ``i``.
     """
-    positions = torch.arange(length, device=torch.cuda.current_device())
-    rank = cp_group.rank()
-    size = cp_group.size()
-    if size == 1:
+    device = torch.cuda.current_device()
+    positions = torch.arange(length, device=device)
+    ranks = cp_group.size()
+    if ranks == 1:
         return positions
-    chunks = positions.view(2 * size, -1)
-    local_chunks = chunks[[rank, 2 * size - 1 - rank]]
+    first_chunk = cp_group.rank()
+    second_chunk = 2 * ranks - 1 - first_chunk
+    chunks = positions.view(2 * ranks, -1)
+    local_chunks = chunks[[first_chunk, second_chunk]]
     return local_chunks.flatten()

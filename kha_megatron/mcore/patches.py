@@ -251,7 +251,10 @@ def ignore_saved_strides() -> None:
 
     @patch(TorchDistLoadShardedStrategy, "load_tensors_metadata")
     def load_without_strides(
-        load: Any, self: Any, checkpoint_dir: Any, metadata: Any = None
+        load: Any,
+        self: Any,
+        checkpoint_dir: Any,
+        metadata: Any = None,
     ) -> Any:
         if metadata is None:
             metadata = _get_filesystem_reader(checkpoint_dir).read_metadata()
@@ -582,6 +585,47 @@ def log_first_iteration_once() -> None:
         return log(*args, **kwargs)
 
 
+@functools.cache  # once per process
+def unfold_before_gradient_reduction() -> None:
+    """Call ``finish`` of a parameter's ``step_fold`` before DDP reduces its gradient.
+
+    With ``overlap_grad_reduce``, DDP reduces a bucket as soon as it has the gradients of all its
+    parameters. The matrices are not part of autograd's graph, so they are reported together with
+    the weight into which they are folded.
+
+    Upstream: no issue known. DDP has no callback between accumulation and reduction.
+    Remove: when it has one.
+    """
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
+
+    @patch(_ParamAndGradBucketGroup, "start_grad_sync")
+    def finish_and_reduce(reduce: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        for bucket in self.buckets:
+            for parameter in bucket.params_list:  # in the same order on all TP ranks
+                if hasattr(parameter, "step_fold"):
+                    parameter.step_fold.finish()
+        reduce(self, *args, **kwargs)
+
+    @patch(DistributedDataParallel, "_make_backward_post_hook")
+    def make_hook(make: Any, self: Any, parameter: Any) -> Any:
+        accumulate = make(self, parameter)
+        fold = getattr(parameter, "step_fold", None)
+        if fold is None or parameter is not fold.weight:
+            return accumulate
+        fold.uses_ddp = True
+        if not self.ddp_config.overlap_grad_reduce:
+            return accumulate
+
+        def accumulate_and_report(*gradients: Any) -> None:
+            accumulate(*gradients)
+            for matrix in fold.matrices:
+                bucket_group = self.param_to_bucket_group[matrix]
+                bucket_group.register_grad_ready(matrix, self.force_all_reduce)
+
+        return accumulate_and_report
+
+
 def wrap_training_step(step: Wrapper) -> None:
     """Wrap ``train_step``, to stop a run that skips every step.
 
@@ -641,7 +685,11 @@ def wrap_save_intervals(*, save: Wrapper, decide: Wrapper) -> None:
 
 
 def wrap_checkpoint_files(
-    *, open_tracker: Wrapper, save: Wrapper, commit: Wrapper, write: Wrapper
+    *,
+    open_tracker: Wrapper,
+    save: Wrapper,
+    commit: Wrapper,
+    write: Wrapper,
 ) -> None:
     """Wrap what writes the files of a checkpoint, so that a crash cannot damage any.
 

@@ -13,7 +13,8 @@ def patch[F: Callable[..., Any]](owner: Any, *names: str) -> Callable[[F], F]:
 
     def replace(function: F) -> F:
         for name in names:
-            setattr(owner, name, _around(getattr(owner, name), function))
+            original = getattr(owner, name)
+            setattr(owner, name, _around(original, function))
         return function
 
     return replace

@@ -16,9 +16,17 @@ class QKVSplit:
         self.tp_group = tp_group
         ranks = tp_group.size()
         rank = get_pg_rank(tp_group)
-        self.is_group_shared = layout.ranks_per_group(ranks) > 1
+        ranks_per_group = layout.ranks_per_group(ranks)
+        self.is_group_shared = ranks_per_group > 1
         self.group = layout.group_of(rank, ranks)
         self.local_heads = layout.head_slices(rank, ranks)
+        self.names: list[str | None] = list(layout.parts)
+        self.widths: list[int] = []
+        for part in layout.parts.values():
+            self.widths.append(part.heads * part.features)
+        padding = layout.padding
+        self.names.insert(layout.parts_before_padding, None)
+        self.widths.insert(layout.parts_before_padding, padding.stop - padding.start)
 
     def groups(self, mixed_qkv: Tensor) -> Tensor:
         """Reshape the output to ``[sequence, batch, groups, rows of a group]``.
@@ -26,26 +34,26 @@ class QKVSplit:
         With fewer KV heads than TP ranks, several ranks share a group, so rows are gathered first.
         """
         if self.is_group_shared:
-            every_group = all_gather_last_dim_from_tensor_parallel_region(
-                mixed_qkv, group=self.tp_group
+            gathered = all_gather_last_dim_from_tensor_parallel_region(
+                mixed_qkv,
+                group=self.tp_group,
             )
-            mixed_qkv = every_group.chunk(self.layout.groups, dim=-1)[self.group]
-        return mixed_qkv.unflatten(-1, (-1, self.layout.group_rows))
+            all_groups = gathered.chunk(self.layout.groups, dim=-1)
+            mixed_qkv = all_groups[self.group]
+        shape = (-1, self.layout.group_rows)
+        return mixed_qkv.unflatten(-1, shape)
 
     def __call__(self, groups: Tensor) -> dict[str, Tensor]:
         """Split the groups into named tensors ``[sequence, batch, local heads, features]``."""
-        layout = self.layout
-        widths = [part.heads * part.features for part in layout.parts.values()]
-        padding_width = layout.padding.stop - layout.padding.start
-        widths.insert(layout.parts_before_padding, padding_width)
-        blocks = list(groups.split(widths, dim=3))
-        del blocks[layout.parts_before_padding]
         tensors = {}
-        for name, heads in zip(layout.parts, blocks, strict=True):
-            part = layout.parts[name]
+        blocks = groups.split(self.widths, dim=-1)
+        for name, heads in zip(self.names, blocks, strict=True):
+            if name is None:  # padding
+                continue
+            part = self.layout.parts[name]
             if part.heads > 1:
-                sequence_and_batch = heads.shape[:2]
-                heads = heads.reshape(*sequence_and_batch, -1, part.features)
+                sequence, batch = heads.shape[:2]
+                heads = heads.reshape(sequence, batch, -1, part.features)
             if self.is_group_shared:
                 local_heads = self.local_heads[name]
                 heads = heads[:, :, local_heads]

@@ -35,41 +35,49 @@ def named_config(name: str) -> HeadsConfig:
     Raises:
         ConfigError: If ``KHA_CONFIG`` is invalid, conflicts with the preset or has no mechanism.
     """
-    text = os.environ.get(CONFIG_VARIABLE, "")
-    given = _read(text) if text else {}
-    named = (*PROJECTIONS, *mechanism_types())
+    variable = os.environ.get(CONFIG_VARIABLE, "")
+    settings = _read(variable) if variable else {}
+    mechanisms = (*PROJECTIONS, *mechanism_types())
     if name != FROM_ENVIRONMENT:
         preset = HeadsConfig.from_preset(name).to_dict()
-        for field in named:
-            if given.get(field, preset.get(field)) != preset.get(field):
+        for mechanism in mechanisms:
+            expected = preset.get(mechanism)
+            value = settings.get(mechanism, expected)
+            if value != expected:
                 raise ConfigError(
-                    f"{field}={given[field] or 'none'} in {CONFIG_VARIABLE} conflicts with --spec "
-                    f"{name}, which has {field}={preset.get(field) or 'none'}. Remove {field}, or "
+                    f"{mechanism}={value or 'none'} in {CONFIG_VARIABLE} conflicts with --spec "
+                    f"{name}, which has {mechanism}={expected or 'none'}. Remove {mechanism}, or "
                     f"use --spec kha_megatron.mcore.specs {FROM_ENVIRONMENT}."
                 )
-        given = preset | given
-    elif not given.keys() & set(named):
+        settings = preset | settings
+    elif settings.keys().isdisjoint(mechanisms):
         raise ConfigError(
-            f"--spec {name} requires {CONFIG_VARIABLE} to set at least one of {', '.join(named)}, "
-            f'got {text!r}. For example, export {CONFIG_VARIABLE}=\'{{"value": "mlp"}}\'.'
+            f"--spec {name} requires {CONFIG_VARIABLE} to set at least one of "
+            f"{', '.join(mechanisms)}, got {variable!r}. For example, export "
+            f'{CONFIG_VARIABLE}=\'{{"value": "mlp"}}\'.'
         )
     try:
-        return HeadsConfig.from_dict(given)
+        return HeadsConfig.from_dict(settings)
     except ConfigError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from error
 
 
 @functools.cache  # called for every layer
-def _read(text: str) -> dict[str, Any]:
+def _read(variable: str) -> dict[str, Any]:
     try:
-        given = json.loads(text if text.lstrip().startswith("{") else Path(text).read_bytes())
-        if not isinstance(given, dict):
-            raise ValueError(f"got {given!r}")
+        is_json = variable.lstrip().startswith("{")
+        settings = json.loads(variable if is_json else Path(variable).read_bytes())
+        if not isinstance(settings, dict):
+            raise ValueError(f"got {settings!r}")
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{CONFIG_VARIABLE}={text} must be a JSON object or the path to a JSON file: {error}"
+            f"{CONFIG_VARIABLE}={variable} must be a JSON object or the path to a JSON file: "
+            f"{error}"
         ) from error
-    return {key: None if value == "none" else value for key, value in given.items()}
+    for name, value in settings.items():
+        if value == "none":
+            settings[name] = None
+    return settings
 
 
 def publish(
@@ -88,9 +96,11 @@ def publish(
         ConfigError: If another rank uses a different config.
     """
     _check_same_everywhere(name, kha)
-    for argument, value in kha.to_entries(multi_latent=multi_latent).items():
-        setattr(training_arguments(), argument, value)
-    if logs and not any(get_pg_rank(getattr(groups, g, None)) for g in ("tp", "dp_cp")):
+    entries = kha.to_entries(multi_latent=multi_latent)
+    vars(training_arguments()).update(entries)
+    tp_rank = get_pg_rank(getattr(groups, "tp", None))
+    dp_cp_rank = get_pg_rank(getattr(groups, "dp_cp", None))
+    if logs and tp_rank == 0 and dp_cp_rank == 0:
         # without this line, Megatron failed to import the spec and trains plain attention
         announce(f"using layer spec {name} ({kha})")
 

@@ -27,7 +27,6 @@ class Part:
     first: int
     heads: int
     features: int  # rows per head
-    hf: str  # name of the HF module in ``self_attn``, e.g. ``q_proj``
     is_per_query: bool  # split between the ranks that share a group, as query heads are
 
     @property
@@ -57,37 +56,28 @@ class QKVLayout:
         parts: dict[str, Part] = {}
         next_row = 0
 
-        def append(
-            name: str,
-            *,
-            hf: str,
-            features: int,
-            is_per_query: bool = False,
-        ) -> None:
+        def append(name: str, features: int, *, is_per_query: bool = False) -> None:
             nonlocal next_row
             parts[name] = Part(
                 first=next_row,
                 heads=self.queries if is_per_query else 1,
                 features=features,
-                hf=hf,
                 is_per_query=is_per_query,
             )
             next_row = parts[name].rows.stop
 
         if "query" not in self.omitted:
-            append("query", hf="q_proj", features=self.head_dim, is_per_query=True)
+            append("query", self.head_dim, is_per_query=True)
         for mechanism_rows in self.extra:
             append(
                 mechanism_rows.name,
-                hf=mechanism_rows.hf,
-                features=mechanism_rows.features,
+                mechanism_rows.features,
                 is_per_query=mechanism_rows.heads == "query",
             )
         next_row = self.padding.stop
         if not self.tied and "key" not in self.omitted:
-            append("key", hf="k_proj", features=self.head_dim)
-        value_hf = "kv_proj" if self.tied else "v_proj"
-        append("value", hf=value_hf, features=self.value_rows or self.head_dim)
+            append("key", self.head_dim)
+        append("value", self.value_rows or self.head_dim)
         return parts
 
     @cached_property

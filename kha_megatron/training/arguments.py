@@ -61,6 +61,7 @@ _TRAINING_OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"choices": DEVICES, "default": "cuda"},
     "gpt_model": _SWITCH,
     "kha_upcycle": _SWITCH,
+    "kha_fold_linear": _SWITCH,
     "kha_log_interval": {"type": int, "metavar": "N"},
     "kha_perturb_embedding": {"type": float, "default": 0.0, "metavar": "SIZE"},
     "save_interval_in_mins": {"type": float, "metavar": "N"},
@@ -78,6 +79,9 @@ _TRAINING_HELP = {
     "KHA. The shared matrices are initialized to the identity, which preserves outputs bit for bit "
     "(up to rounding if heads mix their logits). If --load contains a checkpoint, training resumes "
     "from it instead.",
+    "kha_fold_linear": "Fold KHA-Linear into the QKV weight once per training step. Microbatches "
+    "then run the operations of a model without KHA. Gradients are the same up to rounding, and "
+    "checkpoints do not change. Not supported with FSDP.",
     "kha_log_interval": "Number of iterations between logging KHA metrics to TensorBoard and W&B. "
     "The metrics (kha-*) include the distance of each shared matrix from the identity, its "
     "gradient norm, mean gate values, attention to the first token and head load. Disabled by "
@@ -272,6 +276,8 @@ def check_options(args: argparse.Namespace) -> None:
         if getattr(args, f"rope_{name}") is not None and not args.use_rope_scaling:
             flag = f"--rope-{name.replace('_', '-')}"
             raise ConfigError(f"{flag} requires --use-rope-scaling. Add it, or remove {flag}.")
+    if args.kha_fold_linear and (args.use_torch_fsdp2 or args.use_megatron_fsdp):
+        raise ConfigError("--kha-fold-linear does not support FSDP. Remove one of them.")
     if args.init_model_with_meta_device and not args.use_megatron_fsdp:
         raise ConfigError("--init-model-with-meta-device requires --use-megatron-fsdp.")
     if args.reset_attention_mask and args.transformer_impl == "transformer_engine":

@@ -43,6 +43,7 @@ from kha_megatron.mcore.building import model_config
 from kha_megatron.mcore.finite import stop_before_non_finite_steps
 from kha_megatron.mcore.instruments import watch_heads
 from kha_megatron.mcore.knocking import MechanismWeight
+from kha_megatron.mcore.step_folding import fold_once_per_step
 from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
@@ -102,8 +103,7 @@ def run(program_start: float) -> None:
     check_same_state(start, args)
     # the checkpoint's arguments record the resolved values
     args.vocab_size = vocabulary_size(start, parsed_args, get_tokenizer().vocab_size)
-    for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
-        setattr(args, name, value)
+    vars(args).update(kha.to_entries(multi_latent=args.multi_latent_attention))
 
     upcycled_path = start.path if is_upcycled(start, parsed_args, kha) else None
     config = _model_config(args, kha, upcycled_path)
@@ -201,6 +201,8 @@ def _model_config(args: argparse.Namespace, kha: HeadsConfig, upcycled_path: str
 
     def prepare(models: list[torch.nn.Module]) -> list[torch.nn.Module]:
         announce(describe_model(models, kha))
+        if args.kha_fold_linear:
+            fold_once_per_step(models, kha)
         if upcycled_path:
             announce(
                 f"Starting a new run with the weights of {upcycled_path}. The shared matrices "

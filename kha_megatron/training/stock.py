@@ -50,8 +50,7 @@ def use_arguments(args: argparse.Namespace) -> None:
         )
     kha = kha_from_args(args)
     check_attention(vars(args), kha)
-    for name, value in kha.to_entries(multi_latent=args.multi_latent_attention).items():
-        setattr(args, name, value)
+    vars(args).update(kha.to_entries(multi_latent=args.multi_latent_attention))
     args.spec = SPEC
 
 
@@ -102,6 +101,7 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
 
 def _kha_and_sizes(args: argparse.Namespace) -> tuple[HeadsConfig, HeadSizes]:
     """Get the KHA config (without the output gate, which Megatron counts itself) and head sizes."""
-    kha, model = HeadsConfig.from_entries(vars(args)), model_from_arguments(vars(args))
+    kha = HeadsConfig.from_entries(vars(args))
+    model = model_from_arguments(vars(args))
     assert model is not None, "Megatron has validated its sizes"
     return (kha or HeadsConfig()).without_output_gate(), model.head_sizes

@@ -13,6 +13,11 @@ RANDOM = MIXED.updated(init="random")
 EVERY_PLACE = tuple(HeadsConfig(Knock(**{p: v})) for v in MATRICES for p in PROJECTIONS)
 
 LINEAR = HeadsConfig.from_preset("kha_linear")
+FOLDED = (
+    LINEAR,
+    HeadsConfig(Knock(query="linear", key="gate", value="linear"), Gate(output="head")),
+)
+"""Every matrix is linear, or other mechanisms are next to them."""
 MLA = LINEAR
 """All that latent attention supports."""
 GLA = LINEAR.updated(attention="gla")
@@ -89,6 +94,9 @@ ONE_PER_CLAIM = [
     case(tp=2, sp=True, cp=2, groups=1),
     case(tp=2, sp=True, groups=2, savings=FULL),
     case(khas=(LINEAR,), tp=2, sp=True, dp=2, ddp=OVERLAP_ALL, groups=1),
+    case(khas=FOLDED, fold=True, dp=2, ddp=OVERLAP_ALL),
+    case(khas=(LINEAR,), fold=True, tp=2, sp=True, groups=1, savings=FULL),
+    case(khas=(LINEAR,), fold=True, pp=2, dp=2, ddp=OVERLAP_ALL),
     case(khas=(MLA, GLA, GATED_MLA), tp=2, config=LATENT),
     case(khas=(GTA,), tp=2, config=TIED),
     case(khas=(GTA,), tp=2, sp=True, config=TIED),
@@ -133,6 +141,26 @@ _PAIRS = _every(
         {"khas": (RANDOM,), "pp": 2, "model": "moe"},
         {"khas": (RANDOM,), "pp": 2, "dp": 2, "tied": True, "ddp": OVERLAP_ALL},
     )
+)
+_FOLDED = _every(
+    (
+        {"fold": True, "dp": 2},
+        {"fold": True, "dp": 2, "ddp": ZERO},
+        {"fold": True, "dp": 2, "ddp": OVERLAP},
+        {"fold": True, "dp": 2, "ddp": OVERLAP_ALL, "gpt": True},
+        {"fold": True, "tp": 2, "dp": 2, "ddp": OVERLAP_ALL, "per_token_loss": True},
+        {"fold": True, "tp": 2, "sp": True},
+        {"fold": True, "pp": 2, "savings": FULL},
+        {"fold": True, "pp": 2, "dp": 2, "tied": True, "ddp": OVERLAP_ALL},
+        {"fold": True, "pp": 2, "vpp": 2, "layers": 4},
+        {"fold": True, "tp": 2, "sp": True, "pp": 2, "vpp": 2, "layers": 4, "ddp": OVERLAP_ALL},
+        {"fold": True, "pp": 4},  # two stages have no attention
+        {"fold": True, "cp": 2, "dp": 2, "ddp": OVERLAP},
+        {"fold": True, "mtp": 2, "tp": 2, "sp": True},
+        {"fold": True, "tp": 2, "sp": True, "dp": 2, "ep": 2, "model": "moe", "ddp": OVERLAP_ALL},
+        {"fold": True, "tp": 2, "sp": True, "savings": SELECTIVE},
+    ),
+    khas=FOLDED,
 )
 _EXPERTS = _every(
     (
@@ -197,6 +225,6 @@ _OTHERS = [
 ]
 ALL_OTHERS = [
     row
-    for row in (*_GROUPS, *_PAIRS, *_EXPERTS, *_MECHANISMS, *_OTHERS)
+    for row in (*_GROUPS, *_PAIRS, *_FOLDED, *_EXPERTS, *_MECHANISMS, *_OTHERS)
     if str(row) not in map(str, ONE_PER_CLAIM)
 ]

@@ -92,6 +92,8 @@ class Case:
     sequence: int = 12
     packed: bool = False
     """Pack the sequences of a microbatch into one (THD). Without SP, which would split that one."""
+    fold: bool = False
+    """Fold KHA-Linear once per step."""
     fsdp: str = ""
     """``torch`` (FSDP2 in Megatron's wrapper) or ``megatron``, in place of Megatron's DDP."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -109,6 +111,7 @@ class Case:
             packed=False,
             savings={},
             ddp={},
+            fold=False,
             fsdp="",
         )
 
@@ -168,6 +171,8 @@ class _Run:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.transformer.module import Float16Module
 
+        from kha_megatron.mcore.step_folding import fold_once_per_step
+
         self.case = case
         self.config = _transformer_config(case)
         self.chunks = _build(self.config, case, kha)
@@ -178,6 +183,8 @@ class _Run:
                 self.initial.append(piece)
         if filled:
             fill(self.chunks)
+        if case.fold:
+            fold_once_per_step(self.chunks, kha)
         settings = {"grad_reduce_in_fp32": True, "bucket_size": 3000}
         ddp_config = DistributedDataParallelConfig(**settings | case.ddp)
         wrap = _data_parallel(case)

@@ -39,6 +39,7 @@ CASES = [
     case(tp=2, sp=True, savings=ENGINE | FULL),
     case(tp=2, sp=True, ep=2, model="moe", savings=GROUPED | ALLGATHER),
     case(tp=2, dp=2, ddp=OVERLAP_ALL, khas=(LINEAR,), savings=ENGINE),
+    case(fold=True, tp=2, dp=2, ddp=OVERLAP_ALL, khas=(LINEAR,), savings=ENGINE),
 ]
 
 
@@ -79,6 +80,7 @@ SCALED = [
     whole(case(tp=2, sp=True, savings=ENGINE | BLOCKWISE)),
     whole(case(pp=2, groups=2, savings=ENGINE | TENSORWISE)),
     whole(case(tp=2, sp=True, khas=(LINEAR,), savings=ENGINE | TENSORWISE)),
+    case(fold=True, pp=2, khas=(LINEAR,), savings=ENGINE | TENSORWISE),
 ]
 
 

@@ -7,7 +7,18 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.distributed.cases import GATED_MLA, GATES, GTA, LATENT, MLA, MOH, RANDOM, TIED, case
+from tests.distributed.cases import (
+    GATED_MLA,
+    GATES,
+    GTA,
+    LATENT,
+    LINEAR,
+    MLA,
+    MOH,
+    RANDOM,
+    TIED,
+    case,
+)
 from tests.distributed.parallelism import train
 from tests.distributed.pieces import errors, quantities
 from tests.distributed.test_parallelism import FP32
@@ -140,10 +151,24 @@ def with_sequences_counted_by_every_cp_rank():
     )
 
 
+def without_gradients_of_the_fold():
+    """Use the gradient of the folded weight for the weight itself."""
+    from kha_megatron.mcore.step_folding import StepFold
+
+    return mock.patch.object(StepFold, "finish", StepFold._restore)
+
+
+def without_sum_of_folded_matrices():
+    from kha_megatron.mcore import step_folding
+
+    return mock.patch.object(step_folding, "dist")
+
+
 MATRICES_DIFFER = r"replicas of .*\.knock_\w+\.weight differ"
 GRADIENT = r"gradients decoder\.layers\.\d+\.self_attention\."
 ROUTER = rf"{GRADIENT}moh_router"
 LATENT_TP = {"tp": 2, "config": LATENT}
+FOLDED = {"khas": (LINEAR,), "fold": True}
 GATES_TP = {"khas": (GATES,), "tp": 2}
 GTA_TP = {"khas": (GTA,), "tp": 2, "config": TIED}
 
@@ -168,6 +193,8 @@ GTA_TP = {"khas": (GTA,), "tp": 2, "config": TIED}
         (with_load_of_one_cp_rank, {"khas": (MOH,), "layers": 4, "cp": 2}, ROUTER),
         (with_sequences_counted_by_every_cp_rank, {"khas": (MOH,), "layers": 4, "cp": 2}, ROUTER),
         (with_megatrons_loss_scale, {"khas": (MOH,), "layers": 4}, ROUTER),
+        (without_gradients_of_the_fold, FOLDED, rf"(?s){GRADIENT}knock.*{GRADIENT}linear_qkv"),
+        (without_sum_of_folded_matrices, FOLDED | {"tp": 2}, MATRICES_DIFFER),
     ],
 )
 def test_a_missing_rule_is_found(ranks, unsharded, mutate, fields, expected):

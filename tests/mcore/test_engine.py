@@ -162,17 +162,29 @@ def accumulated(model):
     return models.accumulated(model)
 
 
+def accumulated_in_folded_weight(model):
+    """Fold Transformer Engine's layers, but not the local layers of the reference."""
+    from kha_megatron.mcore.step_folding import fold_once_per_step
+
+    if model.config.transformer_impl == "transformer_engine":
+        fold_once_per_step([model], KHAS["linear"])
+    return accumulated(model)
+
+
 @pytest.mark.parametrize(
-    ("kind", "fused", "moe"),
+    ("kind", "fused", "moe", "look"),
     [
-        ("mlp", True, True),
-        ("linear", True, False),
-        pytest.param("mlp", False, False, marks=pytest.mark.whole),
+        ("mlp", True, True, accumulated),
+        ("linear", True, False, accumulated),
+        ("linear", True, False, accumulated_in_folded_weight),
+        pytest.param("mlp", False, False, accumulated, marks=pytest.mark.whole),
     ],
 )
-def test_gradients_accumulate_beside_fused_weight_gradients(ranks_with_engine, kind, fused, moe):
+def test_gradients_accumulate_beside_fused_weight_gradients(
+    ranks_with_engine, kind, fused, moe, look
+):
     given = {
-        "look": accumulated,
+        "look": look,
         "gradient_accumulation_fusion": fused,
         "moe": moe,
     }

@@ -99,6 +99,7 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         ([*LINEAR, "--kha-latent-heads", "4"], "got 4"),
         ([*MLP, "--save-interval-in-mins", "-0.5"], "must not be negative, got -0.5"),
         ([*MLP, "--kha-log-interval", "-1"], "--kha-log-interval must not be negative"),
+        ([*LINEAR, "--kha-fold-linear", "--use-torch-fsdp2"], "does not support FSDP"),
     ]
     data = ["--data-path", "0.3", prefix, "0.7", str(missing)]
     cases = [

@@ -19,7 +19,15 @@ import torch
 
 from kha_megatron.heads import MixtureOfHeads
 from kha_megatron.model.run import HEAD_FIELDS, Run
-from tests.distributed.cases import MLA, MOH, ONE_PER_CLAIM, STOCK_GATE, ZERO
+from tests.distributed.cases import (
+    LINEAR,
+    MLA,
+    MOH,
+    ONE_PER_CLAIM,
+    OVERLAP_ALL,
+    STOCK_GATE,
+    ZERO,
+)
 from tests.distributed.cases import case as new_case
 from tests.distributed.models import LATENT
 from tests.distributed.parallelism import MOE, Layout
@@ -102,6 +110,7 @@ def words_of(case, kha):
         "untie_embeddings_and_output_weights": not case.tied,
         "bf16": case.bf16,
         "calculate_per_token_loss": case.per_token_loss,
+        "kha_fold_linear": case.fold,
     }
     if case.config.get("multi_latent_attention"):
         settings |= LATENT
@@ -183,6 +192,27 @@ def test_a_case_resumes_and_loads_under_another_layout(tmp_path, case, kha):
     assert tensors.keys() == moved_tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(tensor, moved_tensors[name]), name
+
+
+def test_a_run_that_folds_continues_without_folding(tmp_path):
+    """The weights are those of a run that never folds, within the rounding of four steps."""
+    folding = new_case(khas=(LINEAR,), fold=True, dp=2, ddp=OVERLAP_ALL)
+    unfolded = replace(folding, fold=False)
+    never = tmp_path / "never"
+    train(unfolded, LINEAR, "--save", never, "--save-interval", 4)
+    started = tmp_path / "started"
+    train(folding, LINEAR, "--save", started, "--save-interval", 2)
+    continued = tmp_path / "continued"
+    load = ["--load", started, "--ckpt-step", 2]
+    train(unfolded, LINEAR, *load, "--save", continued, "--save-interval", 4)
+
+    expected_tensors = read_tensors(never / "iter_0000004")
+    for run in (started, continued):
+        tensors = read_tensors(run / "iter_0000004")
+        assert tensors.keys() == expected_tensors.keys()
+        for name, expected in expected_tensors.items():
+            error = (tensors[name] - expected).norm()
+            assert error <= TOLERANCE[False] * expected.norm(), name
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,175 @@
+"""Fold KHA-Linear into the QKV weight once per training step (``--kha-fold-linear``).
+
+KHA-Linear multiplies the heads of ``linear_qkv`` by a matrix ``T``, which is the same as replacing
+the rows ``W_h`` of each head by ``T^T W_h``. Neither ``W`` nor ``T`` changes within a step. The
+first forward pass of a step therefore computes the folded weight and replaces the data of the
+parameter by it. All microbatches then run Megatron's own forward and backward pass. Before DDP
+reduces the accumulated gradient ``G`` of the folded weight, we turn it into those of ``W`` and
+``T``, and restore the data of the parameter::
+
+    dT = sum over heads (W_h G_h^T)        dW_h = T G_h
+
+Optimizer, parameter all-gathers and checkpoints run between steps, so they only see ``W`` and
+``T``. During a step, each layer needs memory for one more copy of its QKV weight.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.utils import get_pg_rank
+from torch import Tensor
+from torch.nn import Module
+
+from kha_megatron.announcements import announce
+from kha_megatron.errors import ConfigError
+from kha_megatron.heads import Projection
+from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.mcore import patches
+from kha_megatron.mcore.attention import KHASelfAttention, KnockedAttention
+from kha_megatron.mcore.hooks import ProjectionHook
+from kha_megatron.mcore.knocking import KnockingHeads
+
+_OPTION = "--kha-fold-linear"
+
+
+def fold_once_per_step(models: list[Module], kha: HeadsConfig) -> None:
+    """Fold KHA-Linear in all layers. Must be called before Megatron's DDP wraps the models.
+
+    Raises:
+        ConfigError: If ``kha`` has no linear matrices, or if a layer does not support folding.
+            FSDP is only detected in the first training step.
+    """
+    if "linear" not in kha.variants.values():
+        raise ConfigError(f"{_OPTION} requires KHA-Linear, got {kha}. Remove {_OPTION}.")
+    patches.unfold_before_gradient_reduction()
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, KnockedAttention):
+                StepFold(module)
+    announce("Folding KHA-Linear into linear_qkv once per training step.")
+
+
+class StepFold:
+    """Folds the linear matrices of one attention layer.
+
+    DDP finds this object as the attribute ``step_fold`` of the weight and of the matrices.
+    """
+
+    def __init__(self, attention: Any) -> None:
+        obstacle = _obstacle(attention)
+        if obstacle:
+            raise ConfigError(f"{_OPTION} does not support {obstacle}. Remove {_OPTION}.")
+        self.attention = attention
+        self.weight = attention.linear_qkv.weight
+        self.weight.step_fold = self
+        self.uses_ddp = False  # set when DDP registers its hook for the weight, which FSDP does not
+        self.knockings: dict[Projection, KnockingHeads] = {}
+        self.matrices: list[Any] = []
+        for projection, knocking in attention.knockings.items():
+            if knocking.variant == "linear":
+                self.knockings[projection] = knocking
+                self.matrices.append(knocking.weight)
+                knocking.weight.step_fold = self
+        self._unfolded: Tensor | None = None
+        hook = ProjectionHook(
+            attention,
+            "linear_qkv",
+            self._before_projection,
+            before=True,
+        )
+        attention.projection_hooks.append(hook)
+
+    def _before_projection(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Fold in the first microbatch of a step. DDP has gathered the weight by now."""
+        if not self.attention.training:
+            self._restore()
+        elif self._unfolded is None:
+            self._fold()
+        return inputs
+
+    @torch.no_grad()
+    def _fold(self) -> None:
+        if not self.uses_ddp:
+            raise ConfigError(
+                f"{_OPTION} requires Megatron's DistributedDataParallel. Train without FSDP, or "
+                f"remove {_OPTION}."
+            )
+        unfolded = self.weight.data
+        folded = unfolded.clone()
+        for projection, knocking in self.knockings.items():
+            matrices = knocking()  # waits for DDP's all-gather
+            matrix = matrices[0]
+            heads = self._heads(folded, projection)
+            heads.copy_(matrix.mT @ heads)
+        self.weight.data = folded
+        self._unfolded = unfolded
+        self.attention.folded_projections = tuple(self.knockings)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Compute the gradients of the weight and the matrices from that of the folded weight.
+
+        Must be called after the last microbatch, before any of these gradients is reduced.
+        """
+        if self._unfolded is None:
+            return
+        gradient = self.weight.main_grad
+        dtype = gradient.dtype
+        unfolded = self._unfolded.to(dtype)
+        group = self.attention.tp_group
+        for projection, knocking in self.knockings.items():
+            heads = self._heads(unfolded, projection)
+            head_gradients = self._heads(gradient, projection)
+            products = heads @ head_gradients.mT
+            matrix_gradient = products.sum(dim=(0, 1))
+            if group.size() > 1:
+                dist.all_reduce(matrix_gradient, group=group)
+            matrices: Any = knocking.weight
+            matrices.main_grad += matrix_gradient
+            matrix = matrices[0].to(dtype)
+            head_gradients.copy_(matrix @ head_gradients)
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._unfolded is not None:
+            self.weight.data = self._unfolded
+            self._unfolded = None
+            self.attention.folded_projections = ()
+
+    def _heads(self, rows: Tensor, projection: Projection) -> Tensor:
+        """View this rank's heads of a projection as ``[groups, heads, head_dim, hidden_size]``."""
+        layout = self.attention.split.layout
+        part = layout.parts[projection]
+        rank = get_pg_rank(self.attention.tp_group)
+        first_row = rank * len(rows)
+        offset = first_row % layout.group_rows  # not 0 if several ranks share a group
+        start = max(0, part.rows.start - offset)
+        stop = max(0, part.rows.stop - offset)
+        rows_per_group = min(len(rows), layout.group_rows)
+        groups = rows.unflatten(0, (-1, rows_per_group))
+        part_rows = groups[:, start:stop]
+        return part_rows.unflatten(1, (-1, part.features))
+
+
+def _obstacle(attention: KnockedAttention) -> str | None:
+    """Return what prevents folding in this layer, or None."""
+    config = attention.config
+    if not isinstance(attention, KHASelfAttention):
+        return "--multi-latent-attention"
+    if attention.linear_qkv.bias is not None:
+        return "--add-qkv-bias"
+    if config.fp8_param or config.fp4_param:
+        return "--fp8-param-gather or --fp4-param-gather"
+    if config.delay_wgrad_compute:
+        return "--delay-wgrad-compute"
+    if config.cuda_graph_impl != "none":
+        return f"--cuda-graph-impl {config.cuda_graph_impl}"
+    layout = attention.split.layout
+    ranks = attention.tp_group.size()
+    shares_group = layout.ranks_per_group(ranks) > 1
+    local_rows = layout.rows // ranks
+    for part in layout.parts.values():
+        if shares_group and (local_rows % part.features or part.first % part.features):
+            return f"TP size {ranks} with {layout.groups} KV heads, which splits a head's rows"
+    return None
