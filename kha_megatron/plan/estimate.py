@@ -69,14 +69,46 @@ class Estimate:
         )
 
     def _advise(self, gpu_memory: float) -> str:
+        """Return the cheapest change that makes the largest rank fit."""
+        batch_sizes = _smaller_sizes(self.setup.batch.micro_batch_size)
+        for size in batch_sizes:
+            if self._with(micro_batch_size=size).fits(gpu_memory):
+                return f"Set --micro-batch-size {size}."
         for recompute, flags in _RECOMPUTE_FLAGS.items():
-            setup = replace(self.setup, recompute=recompute)
-            if _estimate(setup, self.layout).fits(gpu_memory):
+            if self._with(recompute=recompute).fits(gpu_memory):
                 return f"Add {flags}."
+            for size in batch_sizes:
+                changed = self._with(recompute=recompute, micro_batch_size=size)
+                if changed.fits(gpu_memory):
+                    return f"Add {flags} and set --micro-batch-size {size}."
         return (
             "Use more GPUs with a larger --tensor-model-parallel-size, "
             "--pipeline-model-parallel-size or --context-parallel-size."
         )
+
+    def _with(
+        self,
+        *,
+        recompute: Recompute | None = None,
+        micro_batch_size: int | None = None,
+    ) -> "Estimate":
+        """Return the estimate of a run that differs in these settings."""
+        setup = self.setup
+        if recompute is not None:
+            setup = replace(setup, recompute=recompute)
+        if micro_batch_size is not None:
+            batch = replace(setup.batch, micro_batch_size=micro_batch_size)
+            setup = replace(setup, batch=batch)
+        return _estimate(setup, self.layout)
+
+
+def _smaller_sizes(size: int) -> list[int]:
+    """Return the sizes that remain when ``size`` is halved as often as possible."""
+    sizes = []
+    while size % 2 == 0:
+        size //= 2
+        sizes.append(size)
+    return sizes
 
 
 def estimate_run(run: Run, gpus: int) -> Estimate:

@@ -57,13 +57,20 @@ _BLACKWELL = 10
 def gpu_environment(run: Run, compute_capability: int | None) -> dict[str, str]:
     """Return the environment variables for the ranks of a run on GPUs.
 
-    Megatron requires ``CUDA_DEVICE_MAX_CONNECTIONS=1`` for tensor or context parallelism, because
-    kernels of a communication must be launched before those that it overlaps with. It does not on
-    Blackwell and newer. With FSDP or overlapped expert communication, it requires more connections.
-
     Args:
         compute_capability: Major compute capability of the GPUs, e.g. 9 for Hopper. None if it is
             unknown, which is treated like Hopper.
+    """
+    return {**GPU_ENVIRONMENT, **required_connections(run, compute_capability)}
+
+
+def required_connections(run: Run, compute_capability: int | None) -> dict[str, str]:
+    """Return ``CUDA_DEVICE_MAX_CONNECTIONS=1`` if Megatron requires it, otherwise nothing.
+
+    Megatron requires it for tensor or context parallelism, because kernels of a communication must
+    be launched before those that it overlaps with. It does not on Blackwell and newer. With FSDP or
+    overlapped expert communication, it requires more connections. Megatron also checks this on a
+    CPU, which has no compute capability.
     """
     layout = run.layout(None)
     training = run.training
@@ -71,10 +78,9 @@ def gpu_environment(run: Run, compute_capability: int | None) -> dict[str, str]:
     needs_many = has_fsdp or training.overlap_moe_expert_parallel_comm
     is_older = compute_capability is None or compute_capability < _BLACKWELL
     has_ordered_kernels = layout.tp > 1 or layout.cp > 1
-    variables = dict(GPU_ENVIRONMENT)
     if has_ordered_kernels and is_older and not needs_many:
-        variables[CONNECTIONS] = "1"
-    return variables
+        return {CONNECTIONS: "1"}
+    return {}
 
 
 def read_compute_capability() -> int | None:

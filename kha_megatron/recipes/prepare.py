@@ -22,7 +22,7 @@ from kha_megatron.data import CORPUS, check_data, check_same_tokenizer, lacks_da
 from kha_megatron.errors import CheckpointError, ConfigError, OutputError, show_value
 from kha_megatron.model.rules import check_arguments, check_attention, check_optimizer_package
 from kha_megatron.model.run import Run
-from kha_megatron.recipes.gpu import gpu_environment, read_compute_capability
+from kha_megatron.recipes.gpu import gpu_environment, read_compute_capability, required_connections
 from kha_megatron.recipes.recipe import CHECKPOINTS, INDICES, Recipe
 
 SUBMISSION = "submission.json"
@@ -398,6 +398,8 @@ def _environment(recipe: Recipe, run: Run, *, override: bool) -> dict[str, str]:
         # jobs on other machines are prepared without their GPUs
         compute_capability = None if override else read_compute_capability()
         variables = gpu_environment(run, compute_capability) | variables
+    else:
+        variables = required_connections(run, None) | variables
     if not override:
         for name in variables.keys() & os.environ.keys():
             variables[name] = os.environ[name]

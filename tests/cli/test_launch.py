@@ -95,7 +95,11 @@ def test_dry_run_needs_no_data(nemorun_home):  # noqa: F811
         (
             "table3/mla-baseline",
             [],
-            ["--tensor-model-parallel-size", "2", "--sequence-parallel"],
+            [
+                "--tensor-model-parallel-size=2",
+                "--sequence-parallel",
+                "--expert-model-parallel-size=4",
+            ],
             "Cannot estimate the memory of MLA with --tensor-model-parallel-size.",
         ),
     ],

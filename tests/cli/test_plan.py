@@ -54,6 +54,14 @@ def test_exit_code_tells_whether_it_fits(run):
     assert code == 1
     assert "about 71.8 GB of GPU memory (42.3 GB for activations)" in stdout
     assert "Add --recompute-granularity full" in stdout
+    assert "and set --micro-batch-size 1." in stdout
+    code, stdout, _ = run("plan", "dense-3.9b", "--gpus=8", "--gpu-memory=60GB")
+    assert code == 1
+    assert "Set --micro-batch-size 1." in stdout
+    code, stdout, _ = run(
+        "plan", "dense-3.9b", "--gpus=8", "--gpu-memory=60GB", "--", "--micro-batch-size", "1"
+    )
+    assert code == 0
     code, stdout, _ = run(*words, "--json")
     assert code == 1
     assert not json.loads(stdout)["fits"]
