@@ -44,8 +44,8 @@ YARN = PLAIN_ROPE | {"rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0}
         (LATENT | {"q_lora_rank": None}, {"value": "linear"}, "q_lora_rank=None.*qk_layernorm"),
         (YARN, {"value": "linear"}, "mscale_all_dim=1.0.*rope_type=rope"),
         (PLAIN_ROPE | {"rotary_percent": 0.5}, {"value": "linear"}, "rotary_percent=0.5"),
-        ({"moe_router_load_balancing_type": "sinkhorn"}, {}, "load_balancing_type='sinkhorn'"),
-        ({"moe_router_score_function": "sqrtsoftplus"}, {}, "score_function='sqrtsoftplus'"),
+        ({"moe_router_load_balancing_type": "sinkhorn"}, {}, "load_balancing_type=sinkhorn"),
+        ({"moe_router_score_function": "sqrtsoftplus"}, {}, "score_function=sqrtsoftplus"),
         ({"moe_router_score_function": "softmax"}, {}, "moe_router_enable_expert_bias=True"),
     ],
 )
