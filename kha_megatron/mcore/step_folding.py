@@ -157,8 +157,10 @@ def _obstacle(attention: KnockedAttention) -> str | None:
     config = attention.config
     if not isinstance(attention, KHASelfAttention):
         return "--multi-latent-attention"
-    if attention.linear_qkv.bias is not None:
+    if config.add_qkv_bias:
         return "--add-qkv-bias"
+    if config.add_bias_linear:
+        return "biases, which --disable-bias-linear turns off"
     if config.fp8_param or config.fp4_param:
         return "--fp8-param-gather or --fp4-param-gather"
     if config.delay_wgrad_compute:

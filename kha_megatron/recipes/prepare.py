@@ -249,7 +249,8 @@ def fit_micro_batch(recipe: Recipe, run: Run, ranks: int) -> Run:
         return run
     replicas = run.layout(ranks).dp
     if replicas == 0 or batch.global_batch_size % replicas:
-        return run  # refused later, because no micro batch size would help
+        # refused later, because no micro batch size would help
+        return run.updated(micro_batch_size=1)
     sequences = batch.global_batch_size // replicas
     size = math.gcd(sequences, batch.micro_batch_size)
     if size == batch.micro_batch_size:

@@ -117,7 +117,7 @@ def compare_or_refuse(fields):
     ("fields", "named"),
     [
         # Not supported by the architecture.
-        ({"window_size": (4, 0)}, "window_size=(4, 0)"),
+        ({"window_size": (4, 0)}, "window_size=a tuple"),
         ({"mtp_num_layers": 1}, "mtp_num_layers=1"),
         ({"rope_scaling": True}, "'rope_type': 'llama3'"),
         ({"position_embedding_type": "yarn"}, "position_embedding_type='yarn'"),

@@ -200,7 +200,7 @@ def test_megatron_accepts_the_arguments_of_every_case(ranks):
 
 def test_megatron_validates_the_arguments_of_cuda_graphs(ranks_with_engine):
     names = [name for name in BY_NAME if name.endswith("graphs")]
-    assert len(names) == 3
+    assert len(names) == 4
     (reasons,) = ranks_with_engine(refused, 1, names)
     assert reasons == dict.fromkeys(names, "")
 

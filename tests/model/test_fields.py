@@ -68,6 +68,11 @@ def test_megatron_parses_every_recipe_to_its_own_values(ranks):
     (parsed_commands,) = ranks(_parsed, 1, commands)
     for run, parsed in zip(runs, parsed_commands, strict=True):
         for name, value in run.arguments.items():
+            if name.startswith("--"):  # a flag that only Megatron knows
+                argument = name.removeprefix("--").replace("-", "_")
+                expected = type(parsed[argument])(*value) if value else True
+                assert parsed[argument] == expected, name
+                continue
             parsed_value = parsed[name]
             if isinstance(parsed_value, list):
                 parsed_value = tuple(parsed_value)
@@ -130,7 +135,7 @@ def test_minimum_rate_and_warm_up_keep_their_ratio():
     ("words", "gone"),
     [
         ("--multi-latent-attention", {"--group-query-attention", "--num-query-groups"}),
-        ("--fp16", {"--bf16"}),
+        ("--fp16", {"--bf16", "--cross-entropy-loss-fusion"}),
         ("--use-torch-fsdp2", {"--use-distributed-optimizer", "--overlap-param-gather"}),
         ("--train-samples 9", {"--train-iters"}),
         ("--train-samples 9 --train-iters 3", set()),

@@ -228,7 +228,9 @@ def test_comes_last():
 """
 
 
-def test_each_test_is_a_row_and_what_passed_is_not_repeated(runner):
+def test_each_test_is_a_row_and_what_passed_is_not_repeated(runner, monkeypatch):
+    # otherwise, the tests of the runner would take themselves for a part of this test run
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     file = runner.setting.folder / "test_it.py"
     file.write_text(SUITE)
     words = [*gpu_stages.pytest(), str(file), "--rootdir", str(file.parent), "--noconftest"]
