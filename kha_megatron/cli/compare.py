@@ -28,6 +28,7 @@ from kha_megatron.cli.options import (
 from kha_megatron.compare import trials
 from kha_megatron.compare.charts import require_matplotlib
 from kha_megatron.compare.page import render_page, summarize
+from kha_megatron.compare.pretrained import make_recipe
 from kha_megatron.compare.report import build_report
 from kha_megatron.compare.variants import parse_variants
 from kha_megatron.errors import KHAError
@@ -51,8 +52,19 @@ Variants = Annotated[
 def compare(
     megatron: MegatronArguments = None,
     recipe: Annotated[
-        str, typer.Option(help="Name of the recipe to train.", autocompletion=recipe_names)
-    ] = "quickstart",
+        str | None,
+        typer.Option(
+            help="Name of the recipe to train (default: quickstart).", autocompletion=recipe_names
+        ),
+    ] = None,
+    pretrained_checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="CKPT_OR_HF",
+            help="Start every run from this model, which must not have KHA. It replaces the model "
+            "of the recipe.",
+        ),
+    ] = None,
     variants: Variants = "baseline,kha_mlp",
     seeds: Annotated[int, typer.Option(min=1, max=1000, help="Number of runs per variant.")] = 3,
     null: Annotated[bool, typer.Option("--null", help="Also train perturbed references.")] = False,
@@ -84,6 +96,10 @@ def compare(
     the number of cores divided by the ranks per run. On GPUs, it defaults to 1, and parallel runs
     share the same GPUs. The exit code is 1 if any run fails.
 
+    With --pretrained-checkpoint, each variant is added to the model without changing its outputs
+    (see `kha-megatron convert upcycle`), so all variants start with the same loss. Unless you pass
+    a recipe, the peak learning rate is 1e-4 and a batch has 16 sequences of 1024 tokens.
+
     Examples:
       kha-megatron data prepare --vocab-size 512 --out data/python
       kha-megatron compare --recipe laptop/moe --data data/python --seeds 6 \\
@@ -92,9 +108,15 @@ def compare(
         --variants baseline,gate_output,moh_75,kha_mlp+gate_output
       kha-megatron compare --recipe laptop/dense --data data/python \\
         --variants "baseline,kv=--kha-key linear --kha-value mlp"
+      kha-megatron compare --pretrained-checkpoint Qwen3-0.6B-Base \\
+        --data data/mine --variants baseline,kha_linear,kha_mlp --null -- \\
+        --train-iters 500
     """
     require_matplotlib()
-    chosen = recipes.get_recipe(recipe)
+    chosen = None if recipe is None else recipes.get_recipe(recipe)
+    if pretrained_checkpoint is not None:
+        chosen = make_recipe(pretrained_checkpoint, chosen)
+    chosen = chosen or recipes.get_recipe("quickstart")
     default_output = Path("compare", chosen.name.replace("/", "-"))
     planned = trials.plan_comparison(
         chosen,
@@ -107,6 +129,7 @@ def compare(
         device=device,
         null=null,
         held_out_sequences=held_out,
+        pretrained=pretrained_checkpoint,
     )
     if jobs is None:
         jobs = 1

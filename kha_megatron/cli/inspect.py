@@ -10,7 +10,7 @@ from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console
 from kha_megatron.cli.attention import TOKENS, attention_tables, measure_attention, plot_attention
 from kha_megatron.cli.options import AsJSON, Device, HeadsFrom
-from kha_megatron.compare.charts import draw_matrices, require_matplotlib
+from kha_megatron.compare.charts import draw_distances, draw_matrices, require_matplotlib
 from kha_megatron.documents.reader import read_beginning
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.config import HeadsConfig
@@ -48,7 +48,8 @@ def inspect(
     Each PNG file shows one kind of matrix for all layers. As in Figure 3 of the paper, values are
     clipped to [0, 1] (except for gates). The tables have three columns per matrix: "diag" is the
     mean of the diagonal, "off" is the share of the squared Frobenius norm off the diagonal, and
-    "moved" is the distance from the initialization relative to the norm of the identity.
+    "moved" is the distance from the initialization relative to the norm of the identity, which is
+    also plotted for all layers in distance.png.
 
     If you pass --text, the model also runs on that text and you get attention statistics for each
     layer: how much attention goes to the first token (attention sink), the largest activation, the
@@ -99,6 +100,8 @@ def inspect(
             numbers.append(entry | asdict(diagnostics))
     with staged_folder(out_dir) as folder, console.log.status("Drawing"):
         draw_matrices(weights, kha, folder)
+        if numbers:
+            draw_distances(_distances(numbers), folder / "distance.png")
         if layers:
             plot_attention(layers, folder / "attention.png", title=f"{used} tokens")
     files = sorted(file.name for file in out_dir.glob("*.png"))
@@ -120,6 +123,15 @@ def inspect(
         for table in attention_tables(layers, used):
             console.out.print(table, "")
     console.log.print(f"Saved {len(files)} plots to {out_dir}: {', '.join(files)}", markup=False)
+
+
+def _distances(numbers: list[dict[str, Any]]) -> dict[str, dict[int, float | None]]:
+    """Return the distances from the initialization by layer, for each kind of matrix."""
+    distances: dict[str, dict[int, float | None]] = {}
+    for entry in numbers:
+        name = f"{entry['projection']} {entry['matrix']}"
+        distances.setdefault(name, {})[entry["layer"]] = entry["distance"]
+    return distances
 
 
 def _print_matrices(kha: HeadsConfig, numbers: list[dict[str, Any]]) -> None:

@@ -154,6 +154,31 @@ def draw_matrices(
             )
 
 
+def draw_distances(
+    distances: Mapping[str, Mapping[int, float | None]],
+    out_png: Path,
+) -> None:
+    """Plot how far each kind of matrix has moved from its initialization, by layer.
+
+    Args:
+        distances: Maps names of lines to distances by layer, relative to the norm of the identity.
+            Those that are not finite are None.
+    """
+    figure_class = require_matplotlib()
+    figure = figure_class(figsize=(6, 4), layout="constrained")
+    axis = figure.subplots()
+    axis.set(xlabel="layer", ylabel="distance from initialization")
+    axis.grid(axis="y", alpha=0.4)
+    for name, distance_by_layer in distances.items():
+        values = []
+        for distance in distance_by_layer.values():
+            values.append(math.nan if distance is None else distance)
+        axis.plot(list(distance_by_layer), values, marker=".", label=name)
+    axis.set_ylim(bottom=0)
+    axis.legend(frameon=False)
+    figure.savefig(out_png, format="png", dpi=120)
+
+
 def draw_matrix_grid(
     matrices: "Mapping[int, Tensor]",
     out_png: Path,

@@ -12,6 +12,7 @@ from kha_megatron.compare.charts import draw_matrices
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.diagnostics import diagnose
 from kha_megatron.heads.knock import MATRICES
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from kha_megatron.model.run import Run
 from kha_megatron.plan.counts import compute_flops, count_model, get_countable_model
@@ -20,8 +21,17 @@ Entry = dict[str, Any]
 """A JSON object in ``result.json``."""
 
 
-def compute_cost(run: Run, vocab_size: int | None) -> Entry:
+def compute_cost(
+    run: Run,
+    vocab_size: int | None,
+    model: ModelConfig | None = None,
+) -> Entry:
     """Compute parameter counts and training FLOPs per token.
+
+    Args:
+        run: Arguments of the run.
+        vocab_size: Vocabulary size including padding.
+        model: The model, if the arguments do not describe it.
 
     Returns:
         A dictionary with these keys:
@@ -32,7 +42,8 @@ def compute_cost(run: Run, vocab_size: int | None) -> Entry:
         - ``unfused``: why the variant cannot use fused attention kernels (None if it can)
         - ``uncounted``: error message, replaces the counts if the model is not supported
     """
-    model = replace(run, vocab_size=vocab_size).model
+    if model is None:
+        model = replace(run, vocab_size=vocab_size).model
     unfused = None
     if model is not None:
         unfused = run.kha.unfused_reason(model.head_sizes)

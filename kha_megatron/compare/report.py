@@ -138,6 +138,7 @@ def _describe_result(result: Result, reference_result: Result | None) -> Entry:
             reference_loss = metric.read(reference_result)
         entry[metric.key] = loss
         entry[metric.difference_key] = _subtract(loss, reference_loss)
+    entry["first_loss"] = result["losses"][0]
     entry["state"] = "finished"
     missing = result["losses"].count(None)
     if missing:

@@ -23,6 +23,7 @@ from typing import Any
 from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
+from kha_megatron.compare.pretrained import RESERVED, Start, plan_start
 from kha_megatron.compare.statistics import select_last
 from kha_megatron.compare.variants import NULL, SETTINGS, ModelVariant
 from kha_megatron.errors import ConfigError, DataError, OutputError
@@ -64,6 +65,7 @@ class Trial:
     folder: Path
     iterations: int
     has_held_out_loss: bool  # whether to compute the validation loss
+    start: Start | None = None  # pretrained model with the variant's mechanisms
 
     @property
     def name(self) -> str:
@@ -107,6 +109,7 @@ def plan_comparison(
     overrides: Sequence[str] = (),
     null: bool = False,
     held_out_sequences: int = 0,
+    pretrained: Path | None = None,
     **launch: Any,
 ) -> Comparison:
     """Plan all trials of a comparison and validate their arguments. Does not write any files.
@@ -119,14 +122,17 @@ def plan_comparison(
             second time with slightly perturbed initial weights.
         held_out_sequences: Number of validation sequences for evaluation after training, rounded up
             to full batches. 0 to disable.
+        pretrained: Hugging Face model or Megatron checkpoint that all trials start from. The recipe
+            is that of :func:`kha_megatron.compare.pretrained.make_recipe`.
 
     All other arguments (``data``, ``ranks`` and ``device``) are passed to
     :func:`kha_megatron.recipes.prepare_job`.
     """
     has_held_out_loss = held_out_sequences > 0
-    _refuse_reserved_flags(overrides, has_held_out_loss)
+    _refuse_reserved_flags(overrides, has_held_out_loss, pretrained)
     base = recipe.run_for(overrides)
-    if base.training.train_iters is None:
+    iterations = base.training.train_iters
+    if iterations is None:
         raise ConfigError(f"--train-iters is not set in {recipe.name}. Add `-- --train-iters N`.")
     reference, *other_variants = variants
     planned_variants = [reference]
@@ -134,6 +140,13 @@ def plan_comparison(
         null_variant = ModelVariant(NULL, reference.kha, perturbs=True)
         planned_variants.append(null_variant)
     planned_variants += other_variants
+    starts: dict[str, Start] = {}
+    if pretrained is not None:
+        run = recipe.run_for(overrides, data=launch.get("data"))
+        for variant in variants:
+            starts[variant.name] = plan_start(pretrained, variant, run, output)
+        starts[NULL] = starts[reference.name]
+        base = base.updated(starts[reference.name].words())  # with the dtype of the model
 
     shared_flags = [*overrides, *_logging_flags(base)]
     if has_held_out_loss:
@@ -141,21 +154,22 @@ def plan_comparison(
     trials = []
     for seed in range(1, seeds + 1):
         for variant in planned_variants:
-            flags = [*shared_flags]
-            flags += ["--seed", str(seed)]
-            flags += ["--kha-init-seed", str(seed)]
-            if variant.perturbs:
-                perturbation = _perturbation(base)
-                flags += ["--kha-perturb-embedding", f"{perturbation:g}"]
+            start = starts.get(variant.name)
+            kha = variant.kha
+            flags = [*shared_flags, *_seed_flags(base, variant, seed)]
+            if start is not None:
+                kha = start.kha
+                flags += start.words()
             trial = Trial(
                 variant=variant,
                 seed=seed,
-                recipe=recipe.with_heads(variant.kha),
+                recipe=recipe.with_heads(kha),
                 overrides=tuple(flags),
                 launch=launch,
                 folder=output / RUNS / f"{variant.name}-seed{seed}",
-                iterations=base.training.train_iters,
+                iterations=iterations,
                 has_held_out_loss=has_held_out_loss,
+                start=start,
             )
             trials.append(trial)
     if has_files(output) and not (output / RUNS).is_dir():
@@ -175,15 +189,27 @@ def plan_comparison(
     )
 
 
-def _refuse_reserved_flags(overrides: Sequence[str], has_held_out_loss: bool) -> None:
+def _refuse_reserved_flags(
+    overrides: Sequence[str], has_held_out_loss: bool, pretrained: Path | None
+) -> None:
     """Raise ConfigError for flags of Megatron that another option of ``compare`` sets."""
     options = dict.fromkeys(SETTINGS, "--variants")
     options |= dict.fromkeys(_SET_FOR_EACH_TRIAL, "--output and --seeds")
     if has_held_out_loss:
         options |= dict.fromkeys(_EVALUATION, "--held-out")
+    if pretrained is not None:
+        options |= dict.fromkeys(RESERVED, "compare --pretrained-checkpoint")
     for flag in parse(overrides):
         if flag in options:
             raise ConfigError(f"{flag} is set by {options[flag]}. Please remove it.")
+
+
+def _seed_flags(base: Run, variant: ModelVariant, seed: int) -> list[str]:
+    flags = ["--seed", str(seed), "--kha-init-seed", str(seed)]
+    if variant.perturbs:
+        perturbation = _perturbation(base)
+        flags += ["--kha-perturb-embedding", f"{perturbation:g}"]
+    return flags
 
 
 def _logging_flags(base: Run) -> list[str]:
@@ -261,6 +287,8 @@ def start_trial(trial: Trial) -> Job:
             shutil.rmtree(index, ignore_errors=True)
             if run_file.exists():
                 starts = json.loads(run_file.read_bytes())["starts"]
+    if trial.start is not None and last_checkpoint is None:
+        trial.start.write()
     job = prepare_job(
         trial.recipe,
         output=trial.folder,
@@ -288,6 +316,7 @@ def finish_trial(trial: Trial) -> None:
     vocab_size = checkpoint.args.get("padded_vocab_size")
     if not vocab_size:
         vocab_size = trial.recipe.run.vocab_size
+    pretrained_model = None if trial.start is None else trial.start.model
     run_file = trial.folder / RUN
     result = {
         "variant": trial.variant.name,
@@ -296,7 +325,7 @@ def finish_trial(trial: Trial) -> None:
         "losses": losses,
         "held_out": _read_held_out_loss(history, trial),
         "seconds_per_step": _read_step_time(history),
-        "cost": measure.compute_cost(trial.config, vocab_size),
+        "cost": measure.compute_cost(trial.config, vocab_size, pretrained_model),
         "device": measure.describe_device(trial.config),
         "starts": json.loads(run_file.read_bytes())["starts"],
         "matrices": measure.diagnose_matrices(checkpoint, trial.folder),

@@ -8,6 +8,18 @@ from megatron.core import mpu
 from kha_megatron.errors import ConfigError
 
 
+def perturb_after_load(models: list[torch.nn.Module], size: float, seed: int) -> None:
+    """Perturb the token embedding once the weights of a pretrained model have been loaded."""
+    handles: dict[torch.nn.Module, Any] = {}
+
+    def perturb(model: torch.nn.Module, _: Any) -> None:
+        handles.pop(model).remove()
+        perturb_embedding([model], size, seed)
+
+    for model in models:
+        handles[model] = model.register_load_state_dict_post_hook(perturb)
+
+
 @torch.no_grad()
 def perturb_embedding(models: list[Any], size: float, seed: int) -> None:
     """Multiply each weight of the token embedding by ``1 + size * N(0, 1)``, in place.

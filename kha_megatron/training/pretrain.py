@@ -34,7 +34,7 @@ from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.ownership import Ownership, claim
 from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.checkpoint.tracker import is_object_store
-from kha_megatron.errors import DataError
+from kha_megatron.errors import ConfigError, DataError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore import cpu, patches
 from kha_megatron.mcore.attention import describe_model
@@ -53,7 +53,7 @@ from kha_megatron.training.arguments import (
 )
 from kha_megatron.training.expert_load import report_expert_load
 from kha_megatron.training.first_rank import compute_on_first_rank
-from kha_megatron.training.perturbation import perturb_embedding
+from kha_megatron.training.perturbation import perturb_after_load, perturb_embedding
 from kha_megatron.training.recovery import explain_failures, protect_children, repair_tracker
 from kha_megatron.training.resume import (
     Start,
@@ -106,7 +106,12 @@ def run(program_start: float) -> None:
     vars(args).update(kha.to_entries(multi_latent=args.multi_latent_attention))
 
     upcycled_path = start.path if is_upcycled(start, parsed_args, kha) else None
-    config = _model_config(args, kha, upcycled_path)
+    config = _model_config(
+        args,
+        kha,
+        upcycled_path,
+        is_pretrained=start.is_pretrained,
+    )
     with explain_failures(args):
         pretrain(
             pretrain_cfg_container_from_args(args, config),
@@ -195,7 +200,13 @@ def _configure_saves(args: argparse.Namespace) -> None:
     keep_release(args)
 
 
-def _model_config(args: argparse.Namespace, kha: HeadsConfig, upcycled_path: str | None) -> Any:
+def _model_config(
+    args: argparse.Namespace,
+    kha: HeadsConfig,
+    upcycled_path: str | None,
+    *,
+    is_pretrained: bool,
+) -> Any:
     """Build Megatron's model config and register our hooks on the unwrapped model."""
     config = model_config(args, kha)
 
@@ -210,7 +221,7 @@ def _model_config(args: argparse.Namespace, kha: HeadsConfig, upcycled_path: str
             )
             _keep_initial_mechanisms(models)
         if args.kha_perturb_embedding:
-            perturb_embedding(models, args.kha_perturb_embedding, args.seed)
+            _perturb_embedding(models, args, is_pretrained=is_pretrained)
         if args.moe_router_enable_expert_bias:
             _balance_experts(models, args)
         check_optimizer_of_experts(models, args)
@@ -230,6 +241,23 @@ def _keep_initial_mechanisms(models: list[torch.nn.Module]) -> None:
         for module in model.modules():
             if isinstance(module, MechanismWeight):
                 module.keep_at_next_load()
+
+
+def _perturb_embedding(
+    models: list[torch.nn.Module],
+    args: argparse.Namespace,
+    *,
+    is_pretrained: bool,
+) -> None:
+    if not is_pretrained:
+        perturb_embedding(models, args.kha_perturb_embedding, args.seed)
+        return
+    if args.use_torch_fsdp2 or args.use_megatron_fsdp:
+        raise ConfigError(
+            "--kha-perturb-embedding (compare --null) does not support --pretrained-checkpoint and "
+            "FSDP together. Use --use-distributed-optimizer instead."
+        )
+    perturb_after_load(models, args.kha_perturb_embedding, args.seed)
 
 
 def _balance_experts(models: list[torch.nn.Module], args: argparse.Namespace) -> None:

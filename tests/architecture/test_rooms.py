@@ -29,7 +29,7 @@ ARROWS = {
     "conversion": {"hf", "mcore", "model", "checkpoint", "data"},
     "recipes": {"model", "checkpoint", "data"},
     "plan": {"model"},
-    "compare": {"recipes", "plan", "model", "checkpoint", "mcore"},
+    "compare": {"recipes", "plan", "model", "checkpoint", "mcore", "conversion", "data"},
     "bridge": {"hf", "mcore", "conversion", "model"},
     "serving": {"hf"},
     "testing": {"mcore", "hf", "conversion"},

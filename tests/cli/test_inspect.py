@@ -22,7 +22,10 @@ from tests.conversion.checkpoints import ITERATION, save_gpt
 
 D = 7
 LAYERS = 3
-PNGS = ["query_proj.png", "value_down.png", "value_gate.png", "value_up.png"]
+PNGS = [
+    *("distance.png", "query_proj.png"),
+    *("value_down.png", "value_gate.png", "value_up.png"),
+]
 TEXT = "def main(x):\n\treturn x + 1\n" * 20
 SIZES = MODEL | {"vocab_size": 300}
 
@@ -184,7 +187,7 @@ def test_tables_and_pictures_of_everything(run, tokenizer, text, tmp_path):
     assert code == 0
     for title in ("value heads (mlp)", "attention over", "head mechanisms"):
         assert title in stdout
-    assert "Saved 4 plots" in stderr
+    assert "Saved 5 plots" in stderr
     assert (tmp_path / "out" / "attention.png").stat().st_size > 10_000
 
 

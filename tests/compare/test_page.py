@@ -86,7 +86,9 @@ def test_the_tables_hold_the_numbers(finished):
     runs = parsed.tables["Runs"]
     assert [row[:2] for row in runs[1:3]] == [["baseline", "1"], ["kha_mlp", "1"]]
     assert len(runs) == 10
-    assert runs[2][3] == "-0.0510"
+    first_loss = results["kha_mlp", 1]["losses"][0]
+    assert runs[2][2] == f"{first_loss:.4f}"
+    assert runs[2][4] == "-0.0510"
     drawn = [name for name, _ in parsed.tags if name in ("svg", "img")]
     assert sorted(drawn) == ["img", "svg", "svg"]
     assert "of 9 runs" not in parsed.text

