@@ -100,7 +100,7 @@ def test_the_largest_rank_of_all_stages_decides(words, stage):
             "--kha-preset talking --micro-batch-size 1",
             "--recompute-modules core_attn.",
         ),
-        ("dense-3.9b", "--micro-batch-size 4", "--recompute-num-layers 1."),
+        ("dense-3.9b", "--micro-batch-size 4", "Set --micro-batch-size 2."),
         ("dense-3.9b", "--num-layers 144", "Use more GPUs with a larger --tensor"),
     ],
 )
