@@ -17,7 +17,7 @@ from tests.training.test_resume import assert_same_bytes
 SMALL = shlex.split("""
 --device cpu --num-layers 2 --hidden-size 24 --ffn-hidden-size 32 --num-attention-heads 4
 --num-query-groups 2 --kv-channels 8 --seq-length 12 --max-position-embeddings 12 --vocab-size 56
---micro-batch-size 2 --global-batch-size 4 --train-iters 5 --save-interval 2 --log-interval 1
+--micro-batch-size 1 --global-batch-size 4 --train-iters 5 --save-interval 2 --log-interval 1
 --lr 1e-2 --mock-data --num-workers 0 --no-gradient-accumulation-fusion
 --untie-embeddings-and-output-weights --save-retain-interval 2
 """)
