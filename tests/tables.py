@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-Rows = list[list[str | float]]
+Row = list[str | float]
+Rows = list[Row]
+Location = tuple[str, int | None, str]
+"""File, line and name of a test."""
 
 
 class Tables:
@@ -20,19 +23,24 @@ class Tables:
 
     def __init__(self, config: pytest.Config) -> None:
         self._files = {name: config.getoption(f"--{name}-table") for name in TABLES}
-        self._rows: dict[str, Rows] = {name: [] for name in TABLES}
+        self._rows: dict[str, list[tuple[Location, Row]]] = {name: [] for name in TABLES}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Collect the rows of a test."""
-        for name, row in report.user_properties if report.when == "teardown" else ():
-            self._rows.get(name, []).append(row)
+        if report.when != "teardown":
+            return
+        for name, row in report.user_properties:
+            if name in self._rows:
+                self._rows[name].append((report.location, row))
 
     def pytest_sessionfinish(self) -> None:
-        """Write the requested tables."""
+        """Write the requested tables, in the order of the tests."""
         for name, file in self._files.items():
             if file and self._rows[name]:
                 path = Path(file)
-                text = TABLES[name](self._rows[name]) + "\n"
+                in_order = sorted(self._rows[name], key=lambda entry: entry[0])
+                rows = [row for _, row in in_order]
+                text = TABLES[name](rows) + "\n"
                 old = path.read_text() if path.exists() else ""
                 head, mark, nodes = old.partition(NODES)
                 path.write_text(head + text if name == "nodes" else text + mark + nodes)

@@ -73,7 +73,11 @@ HELPERS = ["--async-save", "--async-strategy", "mcore", "--num-workers", "1"]
     ("stop", "megatron", "row"),
     [
         ("preempt", [], "the job is preempted, with a grace period"),
-        ("preempt", HELPERS, "the same, with `--async-save` and data loader workers"),
+        (
+            "preempt",
+            HELPERS,
+            "a job with `--async-save` and data loader workers is preempted",
+        ),
         ("scancel", HELPERS, "`scancel --signal TERM`"),
     ],
     ids=["preempted", "preempted with helper processes", "SIGTERM"],
