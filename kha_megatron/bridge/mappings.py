@@ -5,9 +5,11 @@ Wildcards in parameter names are layer index and expert index, in this order, e.
 knows about the alternatives.
 """
 
+import re
 from typing import Any
 
 import torch
+from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.param_mapping import (
     AutoMapping,
     ColumnParallelMapping,
@@ -129,6 +131,28 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
     def resolve(self, captures: tuple[str, ...]) -> "PackedMapping":
         megatron_param, hf_param = self._resolve_names(captures)
         return type(self)(megatron_param, hf_param, self._mapping, self._model)
+
+
+class HybridMappingRegistry(MegatronMappingRegistry):
+    """Mappings for a HybridModel, from those for a GPTModel.
+
+    Each layer of the GPTModel is two layers here: its attention, and then its MLP.
+    """
+
+    def megatron_to_hf_lookup(self, megatron_param_name: str) -> MegatronParamMapping[Any] | None:
+        return super().megatron_to_hf_lookup(_gpt_name(megatron_param_name))
+
+    def hf_to_megatron_lookup(self, hf_param_name: str) -> MegatronParamMapping[Any] | None:
+        raise NotImplementedError("Only Megatron names can be looked up for hybrid models.")
+
+
+def _gpt_name(hybrid_name: str) -> str:
+    """Translate a parameter name of a HybridModel to that of the same GPTModel."""
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", hybrid_name)
+    if match is None:
+        return hybrid_name.replace("decoder.final_norm.", "decoder.final_layernorm.")
+    layer = int(match[1]) // 2
+    return f"decoder.layers.{layer}.{match[2]}"
 
 
 def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:

@@ -12,9 +12,10 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, WeightConversionTask
 from megatron.bridge.models.conversion.utils import unwrap_model
 from megatron.core.models.gpt import GPTModel
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
-from kha_megatron.bridge.mappings import build_mappings
+from kha_megatron.bridge.mappings import HybridMappingRegistry, build_mappings
 from kha_megatron.bridge.provider import KHAModelProvider
 from kha_megatron.bridge.provider_fields import (
     compare_fields,
@@ -28,15 +29,13 @@ CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
 """Always float32. Megatron models do not need to have it, in which case we export zeros."""
 
 
-# The source has to be a string, because KHAForCausalLM is not part of the transformers package.
-@MegatronModelBridge.register_bridge(
-    source="KHAForCausalLM",
-    target=GPTModel,
-    provider=KHAModelProvider,
-    model_type="kha",
-)
 class KHABridge(MegatronModelBridge):
-    """Converts between ``KHAForCausalLM`` and Megatron's ``GPTModel`` with KHA."""
+    """Converts between ``KHAForCausalLM`` and Megatron's ``GPTModel`` or ``HybridModel`` with KHA.
+
+    Reads the type of the Megatron model before the parameters are mapped.
+    """
+
+    _is_hybrid = False
 
     def provider_bridge(self, hf_pretrained: Any) -> KHAModelProvider:
         config = hf_pretrained.config
@@ -62,7 +61,8 @@ class KHABridge(MegatronModelBridge):
         return config.to_dict()
 
     def mapping_registry(self) -> MegatronMappingRegistry:
-        return MegatronMappingRegistry(*build_mappings(self.hf_config))
+        registry = HybridMappingRegistry if self._is_hybrid else MegatronMappingRegistry
+        return registry(*build_mappings(self.hf_config))
 
     def build_conversion_tasks(
         self,
@@ -118,7 +118,7 @@ class KHABridge(MegatronModelBridge):
         **kwargs: Any,
     ) -> dict[str, list[Any]]:
         models = _as_list(megatron_model)
-        config = unwrap_model(models)[0].config
+        config = self._read_config(models)
         model = from_hf_config(provider_to_hf_config(config).to_dict())
         parts = list(model.qkv.parts)
         tasks = super().build_adapter_conversion_tasks(models, *args, **kwargs)
@@ -130,8 +130,14 @@ class KHABridge(MegatronModelBridge):
                 )
         return tasks
 
+    def build_export_fp8_tasks(self, hf_pretrained: Any, megatron_model: Any, **kwargs: Any) -> Any:
+        self._read_config(_as_list(megatron_model))
+        return super().build_export_fp8_tasks(hf_pretrained, megatron_model, **kwargs)
+
     def _read_config(self, megatron_model: list[Any]) -> Any:
-        config = unwrap_model(megatron_model)[0].config
+        model = unwrap_model(megatron_model)[0]
+        self._is_hybrid = isinstance(model, HybridModel)
+        config = model.config
         self._without_bias = not config.moe_router_enable_expert_bias
         return config
 
@@ -204,6 +210,16 @@ class KHABridge(MegatronModelBridge):
             if key.endswith(CORRECTION_BIAS):
                 cast_weights[key] = weight
         return cast_weights
+
+
+# The source has to be a string, because KHAForCausalLM is not part of the transformers package.
+for megatron_class in (HybridModel, GPTModel):
+    MegatronModelBridge.register_bridge(
+        source="KHAForCausalLM",
+        target=megatron_class,
+        provider=KHAModelProvider,
+        model_type="kha",
+    )(KHABridge)
 
 
 def _as_list(megatron_model: Any) -> list[Any]:

@@ -16,6 +16,7 @@ from kha_megatron.heads.registry import mechanism_types, provider_of
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.model.config import MODEL_FIELDS, ModelConfig
 from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
+from kha_megatron.model.pattern import LayerPattern
 
 _TRAINING = {
     "seq_length",
@@ -79,16 +80,37 @@ def read_heads(provider: Any) -> HeadsConfig:
     return HeadsConfig.from_entries(entries) or HeadsConfig()
 
 
+def hybrid_pattern(provider: Any) -> str:
+    """Return the ``hybrid_layer_pattern`` for the layers of a ``GPTModelProvider``."""
+    frequency = provider.moe_layer_freq
+    moe_layers = []
+    for layer in range(provider.num_layers):
+        if not provider.num_moe_experts:
+            has_experts = False
+        elif isinstance(frequency, int):
+            has_experts = layer % frequency == 0
+        else:
+            has_experts = bool(frequency[layer])
+        moe_layers.append(int(has_experts))
+    pattern = LayerPattern(
+        moe=tuple(moe_layers),
+        stages=(provider.num_layers,),
+        latent=provider.multi_latent_attention,
+        predictions=provider.mtp_num_layers or 0,
+    )
+    return str(pattern)
+
+
 def provider_to_hf_config(provider: Any) -> KHAModelConfig:
     """Convert a provider to a Hugging Face config."""
     expected = {
-        "softmax_scale": None,
-        "position_embedding_type": "rope",
-        "mtp_num_layers": None,
+        "softmax_scale": (None,),
+        "position_embedding_type": ("rope",),
+        "mtp_num_layers": (None, 0),
     }
     for name, supported in expected.items():
         value = getattr(provider, name)
-        if value != supported:
+        if value not in supported:
             raise CheckpointError(f"{name}={value!r} is not supported for kha models.")
     heads = read_heads(provider)
     model = model_from_checkpoint(_arguments(provider), heads, provider.vocab_size)
@@ -121,5 +143,5 @@ def _arguments(provider: Any) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not provider.share_embeddings_and_output_weights,
         "max_position_embeddings": provider.seq_length,
         "rotary_seq_len_interpolation_factor": provider.seq_len_interpolation_factor,
-        "use_rope_scaling": provider.rope_scaling,
+        "use_rope_scaling": getattr(provider, "rope_scaling", False),
     }

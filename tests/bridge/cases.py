@@ -46,6 +46,7 @@ def build(
     layout: dict[str, Any] | None = None,
     *,
     load: bool = True,
+    hybrid: bool = False,
     **overrides: Any,
 ) -> tuple[Any, list[torch.nn.Module]]:
     """Return the AutoBridge of a directory and this rank's model, built as in a recipe."""
@@ -55,6 +56,8 @@ def build(
     models.initialize(**{k: v for k, v in layout.items() if k != "sequence_parallel"})
     auto = auto_bridge(folder)
     provider = auto.to_megatron_provider(load_weights=load)
+    if hybrid:
+        provider = provider.to_hybrid()
     for name, value in (IMPLEMENTATIONS[implementation] | layout | overrides).items():
         setattr(provider, name, value)
     with quiet():

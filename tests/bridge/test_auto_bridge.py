@@ -10,11 +10,20 @@ from tests.bridge.models import CONFIGS, SIZES, described, tokens
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+HYBRID = {"hybrid": True}
 PADDED = {"make_vocab_size_divisible_by": 8}
 
 
+def build(folder, implementation, layout, **overrides):
+    """Build a model. ``layout`` may also contain ``hybrid``."""
+    layout = dict(layout)
+    hybrid = layout.pop("hybrid", False)
+    return cases.build(folder, implementation, layout, hybrid=hybrid, **overrides)
+
+
 def round_trip(folder, target, implementation, layout, overrides):
-    cases.write(*cases.build(folder, implementation, layout, **overrides), target)
+    auto, model = build(folder, implementation, layout, **overrides)
+    cases.write(auto, model, target)
 
 
 ROUND_TRIPS = [
@@ -29,6 +38,12 @@ ROUND_TRIPS = [
     ("sigmoid", "te", 2, EP2),
     ("sigmoid", "local", 2, EP2),
     ("softmax", "local", 2, TP2 | EP2),
+    ("dense", "local", 1, HYBRID),
+    ("gated_heads", "local", 2, PP2 | HYBRID),
+    ("tied", "te", 2, PP2 | HYBRID),
+    ("sigmoid", "te", 2, TP2 | HYBRID | {"sequence_parallel": True}),
+    ("softmax", "local", 2, TP2 | EP2 | HYBRID),
+    ("moh", "te", 1, HYBRID),
 ]
 
 
@@ -48,7 +63,7 @@ def test_round_trip_is_equal(bridge_ranks, folders, tmp_path, name, implementati
 
 
 def loaded_logits(folder, implementation, layout):
-    _, model = cases.build(
+    _, model = build(
         folder,
         implementation,
         layout,
@@ -66,6 +81,10 @@ def loaded_logits(folder, implementation, layout):
         *((name, "te", 2, TP2) for name in ("gated_heads", "moh")),
         ("sigmoid", "local", 2, EP2),
         ("sigmoid", "te", 2, EP2),
+        *((name, "te", 1, HYBRID) for name in ("dense", "sigmoid", "talking")),
+        ("gated_heads", "local", 2, TP2 | HYBRID),
+        ("moh", "local", 2, TP2 | HYBRID),
+        ("softmax", "local", 2, EP2 | HYBRID),
     ],
     ids=str,
 )

@@ -114,9 +114,9 @@ def test_correction_biases_stay_float32(bridge_ranks, folders, tmp_path):
     assert others == {torch.bfloat16}
 
 
-def through_a_checkpoint(folder, megatron, target, config_only):
+def through_a_checkpoint(folder, megatron, target, config_only, hybrid):
     """Write a Megatron checkpoint with Bridge, load it into a new model and export that."""
-    auto, model = cases.build(folder, "te")
+    auto, model = cases.build(folder, "te", hybrid=hybrid)
     from megatron.bridge import AutoBridge
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -132,12 +132,14 @@ def through_a_checkpoint(folder, megatron, target, config_only):
 
 
 @pytest.mark.parametrize(
-    ("name", "kha", "config_only"),
+    ("name", "kha", "config_only", "hybrid"),
     [
-        ("sigmoid", "value=mlp", False),
-        ("gated", "value=mlp gate(output=element)", True),
+        ("sigmoid", "value=mlp", False, False),
+        ("sigmoid", "value=mlp", True, True),
+        ("gated", "value=mlp gate(output=element)", True, False),
         # The configuration has the scale of the auxiliary loss.
-        ("moh", "value=linear moh(shared=1, active=(2, 3, 1, 2))", False),
+        ("moh", "value=linear moh(shared=1, active=(2, 3, 1, 2))", False, False),
+        ("moh", "value=linear moh(shared=1, active=(2, 3, 1, 2))", False, True),
     ],
 )
 def test_round_trip_through_a_megatron_checkpoint(
@@ -147,12 +149,14 @@ def test_round_trip_through_a_megatron_checkpoint(
     name,
     kha,
     config_only,
+    hybrid,
 ):
     target = str(tmp_path / "out")
     megatron = str(tmp_path / "megatron")
     source = folders[name]
-    built = bridge_ranks(through_a_checkpoint, 1, source, megatron, target, config_only)[0]
-    assert built == ("KHAModelProvider", kha)
+    arguments = (source, megatron, target, config_only, hybrid)
+    built = bridge_ranks(through_a_checkpoint, 1, *arguments)[0]
+    assert built == ("KHAHybridModelProvider" if hybrid else "KHAModelProvider", kha)
     before = cases.tensors(source)
     after = cases.tensors(target)
     assert before.keys() == after.keys()
@@ -186,9 +190,9 @@ def test_adapters_on_additional_rows_are_refused(bridge_ranks, folders, tmp_path
     assert "(query, gate_output, key, value)" in message
 
 
-def with_adapters(folder, target, implementation, layout, targets, length=7):
+def with_adapters(folder, target, implementation, layout, targets, length=7, hybrid=False):
     """Export a model with adapters that change the outputs. Return its logits."""
-    auto, model = cases.build(folder, implementation, layout, parallel_output=False)
+    auto, model = cases.build(folder, implementation, layout, hybrid=hybrid, parallel_output=False)
     from megatron.bridge.peft.lora import LoRA
 
     with cases.quiet():
@@ -242,3 +246,50 @@ def test_adapters_that_gather_the_input_are_refused(bridge_ranks, folders, tmp_p
     args = (folders["moh"], str(tmp_path / "out"), "te", layout, ["linear_qkv"])
     with pytest.raises(RankError, match="target_modules"):
         bridge_ranks(with_adapters, 2, *args, length=6)
+
+
+def trained_with_lora(folder, target, hybrid):
+    """Train adapters for one step and export. Return what was trained, and the model's logits."""
+    auto, model = cases.build(folder, "local", hybrid=hybrid)
+    from kha_megatron.bridge.lora import KHALoRA
+    from tests.distributed import models
+
+    lora = KHALoRA(target_modules=["linear_qkv", "linear_proj"], dim=2)
+    with cases.quiet():
+        model = lora(model, training=True)
+    lora.set_params_to_save(model)
+    before = {name: weight.detach().clone() for name, weight in model[0].named_parameters()}
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=10)
+    ids, positions, mask = models.batch()
+    for _ in range(2):  # the gradients of linear_in are zero in the first step
+        optimizer.zero_grad()
+        model[0](ids % 51, positions, mask, labels=ids % 51).mean().backward()
+        optimizer.step()
+    trained = set()
+    for name, weight in model[0].named_parameters():
+        if not torch.equal(weight, before[name]):
+            trained.add(name)
+    saved = {name for name in before if lora.adapter_key_filter(name)}
+    model[0].eval()
+    logits = cases.logits(model, tokens()).numpy()
+    cases.write(auto, model, target)
+    return trained, saved, logits
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_lora_also_trains_the_shared_matrices(bridge_ranks, folders, tmp_path, hybrid):
+    target = str(tmp_path / "out")
+    found = bridge_ranks(trained_with_lora, 1, folders["dense"], target, hybrid)[0]
+    trained, saved, logits = found
+    names = set()
+    for layer in range(4):
+        attention = f"decoder.layers.{2 * layer if hybrid else layer}.self_attention"
+        for matrix in ("knock_query", "knock_key", "knock_value"):
+            names.add(f"{attention}.{matrix}.weight")
+        for linear in ("linear_qkv", "linear_proj"):
+            names.add(f"{attention}.{linear}.adapter.linear_in.weight")
+            names.add(f"{attention}.{linear}.adapter.linear_out.weight")
+    assert trained == saved == names
+    expected = cases.hf_logits(target, tokens())
+    assert (cases.hf_logits(folders["dense"], tokens()) - expected).abs().max() > 0.1
+    torch.testing.assert_close(torch.from_numpy(logits)[..., :51], expected, rtol=0, atol=1e-5)

@@ -14,8 +14,9 @@ def no_package(name):
 
 def test_without_megatron_bridge(monkeypatch):
     monkeypatch.setattr(metadata, "version", no_package)
-    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[bridge\]'"):
-        bridge.register_bridge()
+    for arguments in ((), ({"some": "settings"},)):
+        with pytest.raises(MissingDependencyError, match=r"pip install '\.\[bridge\]'"):
+            bridge.register_bridge(*arguments)
 
 
 @pytest.mark.parametrize("version", ["0.5.1", "0.60.0"])

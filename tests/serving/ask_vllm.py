@@ -3,7 +3,8 @@
 Runs in an environment with vLLM and without Megatron. A job has
 
 - ``folder``, ``engine`` and ``adapter``: the model, arguments of ``vllm.LLM``, a LoRA directory;
-- ``prompts``: lists of token ids, requested together ``rounds`` times.
+- ``prompts``: lists of token ids, requested together ``rounds`` times;
+- ``reload``: a directory with other weights, which are loaded between two rounds.
 
 An answer has ``tokens`` and ``logprobs`` of each round and prompt, ``prompt_logprobs`` of the first
 round (vLLM ignores adapters there), the ``cached`` tokens of the last round; or an ``error``.
@@ -30,7 +31,26 @@ def main(jobs, answers):
         gc.collect()
 
 
-def ask(folder, prompts, engine, rounds=1, adapter=None):
+class Reload:
+    """Loads the tensors of a directory into a running model, one after another."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __call__(self, model):
+        model.load_weights(self.tensors())
+
+    def tensors(self):
+        from safetensors import safe_open
+
+        for file in sorted(Path(self.folder).glob("*.safetensors")):
+            with safe_open(file, "pt") as opened:
+                names = opened.keys()
+                for name in names:
+                    yield name, opened.get_tensor(name)
+
+
+def ask(folder, prompts, engine, rounds=1, adapter=None, reload=None):
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.lora.request import LoRARequest
@@ -50,6 +70,9 @@ def ask(folder, prompts, engine, rounds=1, adapter=None):
     try:
         results = []
         for index in range(rounds):
+            if index and reload:
+                llm.apply_model(Reload(reload))
+                llm.reset_prefix_cache()
             asked = SamplingParams(
                 temperature=0,
                 max_tokens=TOKENS,

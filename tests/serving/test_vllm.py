@@ -125,6 +125,8 @@ REFUSED = {
 }
 BACKEND = ("each", "gates", "softmax_sum", "folded", "folded_one_key")
 """Models that also run in vLLM's Transformers backend."""
+RELOADED = ("each", "gates", "groups", "folded")
+"""Models whose weights are also replaced in a running engine, as in reinforcement learning."""
 LENGTHS = (5, 17, 33, 64, 3, 90, 41, 150)
 
 
@@ -151,6 +153,13 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("vllm")
     settings = SERVED | {name: refused for name, (refused, _) in REFUSED.items()}
     return {name: str(make(root / name, given)) for name, given in settings.items()}
+
+
+@pytest.fixture(scope="module")
+def updated_folders(tmp_path_factory):
+    """Return directories with other weights of the models in ``RELOADED``."""
+    root = tmp_path_factory.mktemp("updated")
+    return {name: str(make(root / name, SERVED[name], seed=1)) for name in RELOADED}
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +280,7 @@ def truths(folders, prompts):
 
 
 @pytest.fixture(scope="module")
-def answers(folders, prompts, adapters, tmp_path_factory):
+def answers(folders, updated_folders, prompts, adapters, tmp_path_factory):
     """Answer all jobs in one process of vLLM, because its import takes longest."""
 
     def job(name, rounds=1, adapter=None, **engine):
@@ -291,6 +300,8 @@ def answers(folders, prompts, adapters, tmp_path_factory):
     converted = tmp_path_factory.mktemp("converted") / "folded"
     to_hf.plan_export(Path(folders["softmax"]), fold=True).write(converted)
     jobs["converted"] = job("softmax") | {"folder": str(converted)}
+    for name in RELOADED:
+        jobs["reloaded", name] = job(name, rounds=2) | {"reload": updated_folders[name]}
     jobs |= {("refused", name): job(name) for name in REFUSED}
     jobs |= {("backend", name): job(name, **backend) for name in BACKEND}
     jobs |= {("backend refused", name): job(name, **backend) for name in REFUSED}
@@ -311,6 +322,16 @@ def test_tokens_and_log_probabilities_are_those_of_transformers(job, name, answe
     check(answers[job], truths[name])
     if job == "prefix caching":
         assert answers[job]["cached"] >= 5 * 32  # complete blocks of the longer prompts
+
+
+@pytest.mark.parametrize("name", RELOADED)
+def test_weights_of_a_running_engine_are_replaced(name, answers, truths, updated_folders, prompts):
+    answer = answers["reloaded", name]
+    assert "error" not in answer, answer["error"]
+    for index, truth in enumerate((truths[name], expected(updated_folders[name], prompts))):
+        assert answer["tokens"][index] == truth["tokens"]
+        assert max_error(answer["logprobs"][index], truth["logprobs"]) < TOLERANCE
+    assert answer["tokens"][0] != answer["tokens"][1]
 
 
 def test_adapter_of_the_attention(answers, truths, adapters, prompts):
