@@ -344,7 +344,7 @@ def prepare(
     texts = select_sources(
         files,
         reader,
-        given=sources,
+        sources=sources,
         skipped=skipped,
         advance=checking,
     )
