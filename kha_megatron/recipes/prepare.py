@@ -215,7 +215,7 @@ def prepare_job(
     if dry_run and lacks_data(run.arguments):
         announce("No training data given. To run this job, add --data DIR (or -- --mock-data).")
     else:
-        check_data(run.arguments, look=not remote)
+        check_data(run.arguments, read_files=not remote)
     if not remote:
         check_optimizer_package(run.training.optimizer)
         if not dry_run:
