@@ -13,11 +13,18 @@ LINE_PREFIX = "[${role_name}${rank}]:"
 """Template for torchrun's prefix of each line. By default, it contains the local rank, which does
 not identify a rank in a log of several nodes."""
 
+INVALID_INPUT = 2
+"""Exit code of ranks with invalid arguments or files."""
+
 _RANK_PREFIX = re.compile(r"^\[[^\]]*\d+\]:")
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 _ROOT_CAUSE_FIELD = re.compile(r"\s*(time|host|rank|exitcode)\s*:\s*(.*)")
 _LOCAL_RANK = re.compile(r"(\d+) \(local_rank: (\d+)\)")
 _MAX_LINE_BYTES = 1 << 16
+_TYPICAL_LINE_BYTES = 512
+"""Lines at the end of a log are read on the assumption that they are not longer on average."""
+_REPORT_LINES = 1000
+"""How many lines of torchrun's log are searched for its report, which is at the end."""
 
 
 @dataclass(frozen=True)
@@ -55,23 +62,23 @@ class _RootCause:
     exit_code: int
 
 
-def find_failure(launcher: Path, ranks: Path) -> Failure:
+def find_failure(torchrun_logs: Path, rank_logs: Path) -> Failure:
     """Find the failed rank of a local run.
 
     Args:
-        launcher: Directory with torchrun's own ``stdout.log`` and ``stderr.log``.
-        ranks: torchrun's ``--log-dir``, containing ``<run>/attempt_<n>/<local rank>/``.
+        torchrun_logs: Directory with torchrun's own ``stdout.log`` and ``stderr.log``.
+        rank_logs: torchrun's ``--log-dir``, containing ``<run>/attempt_<n>/<local rank>/``.
     """
-    report = launcher / "stderr.log"
-    cause = _find_root_cause(_last_lines(report, 1000))
+    report = torchrun_logs / "stderr.log"
+    cause = _find_root_cause(_last_lines(report, _REPORT_LINES))
     if cause is None:
         return Failure(None, None, report, _last_lines(report))
-    attempts = sorted(ranks.glob(f"*/attempt_*/{cause.local_rank}"))
-    folder = attempts[-1] if attempts else launcher
+    attempts = sorted(rank_logs.glob(f"*/attempt_*/{cause.local_rank}"))
+    folder = attempts[-1] if attempts else torchrun_logs
     log = folder / "stderr.log"
-    stdout = folder / "stdout.log"
-    if not _last_lines(log, 1) and _last_lines(stdout, 1):
-        log = stdout
+    stdout_log = folder / "stdout.log"
+    if not _last_lines(log, 1) and _last_lines(stdout_log, 1):
+        log = stdout_log
     lines = _without_usage(_last_lines(log), cause.exit_code)
     return Failure(cause.rank, cause.exit_code, log, lines)
 
@@ -130,7 +137,7 @@ def _parse_cause(fields: dict[str, str]) -> _RootCause | None:
     rank = int(ranks[1])
     local_rank = int(ranks[2])
     exit_code = int(exit_code_match[0])
-    if exit_code == 2:  # for invalid input, only the first rank of a node prints the error
+    if exit_code == INVALID_INPUT:  # only the first rank of a node prints the error
         rank -= local_rank
         local_rank = 0
     return _RootCause(
@@ -150,8 +157,8 @@ def _read_lines(log: Path) -> Iterator[str]:
 
 
 def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
-    """Drop the usage text that argparse prints before an error (exit code 2)."""
-    if exit_code != 2:
+    """Drop the usage text that argparse prints before an error."""
+    if exit_code != INVALID_INPUT:
         return lines
     start = 0
     for index, line in enumerate(lines):
@@ -163,7 +170,7 @@ def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
 def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
     try:
         with log.open("rb") as file:
-            start = log.stat().st_size - 512 * count
+            start = log.stat().st_size - _TYPICAL_LINE_BYTES * count
             file.seek(max(0, start))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
