@@ -19,7 +19,7 @@ INVALID_INPUT = 2
 _RANK_PREFIX = re.compile(r"^\[[^\]]*\d+\]:")
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 _ROOT_CAUSE_FIELD = re.compile(r"\s*(time|host|rank|exitcode)\s*:\s*(.*)")
-_LOCAL_RANK = re.compile(r"(\d+) \(local_rank: (\d+)\)")
+_RANK_FIELD = re.compile(r"(\d+) \(local_rank: (\d+)\)")
 _MAX_LINE_BYTES = 1 << 16
 _TYPICAL_LINE_BYTES = 512
 """Lines at the end of a log are read on the assumption that they are not longer on average."""
@@ -72,15 +72,19 @@ def find_failure(torchrun_logs: Path, rank_logs: Path) -> Failure:
     report = torchrun_logs / "stderr.log"
     cause = _find_root_cause(_last_lines(report, _REPORT_LINES))
     if cause is None:
-        return Failure(None, None, report, _last_lines(report))
+        return _unknown_failure(report)
     attempts = sorted(rank_logs.glob(f"*/attempt_*/{cause.local_rank}"))
     folder = attempts[-1] if attempts else torchrun_logs
     log = folder / "stderr.log"
     stdout_log = folder / "stdout.log"
     if not _last_lines(log, 1) and _last_lines(stdout_log, 1):
         log = stdout_log
-    lines = _without_usage(_last_lines(log), cause.exit_code)
-    return Failure(cause.rank, cause.exit_code, log, lines)
+    return Failure(
+        rank=cause.rank,
+        exit_code=cause.exit_code,
+        log=log,
+        lines=_without_usage(_last_lines(log), cause.exit_code),
+    )
 
 
 def find_failure_in_log(log: Path) -> Failure:
@@ -91,15 +95,25 @@ def find_failure_in_log(log: Path) -> Failure:
     """
     cause = _find_root_cause(_read_lines(log))
     if cause is None:
-        return Failure(None, None, log, _last_lines(log))
+        return _unknown_failure(log)
     prefix = f"[default{cause.rank}]:"
     lines_of_rank: deque[str] = deque(maxlen=TAIL_LINES)
     for line in _read_lines(log):
         if line.startswith(prefix):
             lines_of_rank.append(line)
-    lines = _without_prefixes(lines_of_rank) or _last_lines(log)
-    lines = _without_usage(lines, cause.exit_code)
-    return Failure(cause.rank, cause.exit_code, log, lines, cause.host)
+    last_lines = _without_prefixes(lines_of_rank) or _last_lines(log)
+    return Failure(
+        rank=cause.rank,
+        exit_code=cause.exit_code,
+        log=log,
+        lines=_without_usage(last_lines, cause.exit_code),
+        host=cause.host,
+    )
+
+
+def _unknown_failure(log: Path) -> Failure:
+    """Return the failure of a job whose log does not tell which rank failed."""
+    return Failure(rank=None, exit_code=None, log=log, lines=_last_lines(log))
 
 
 def _find_root_cause(lines: Iterable[str]) -> _RootCause | None:
@@ -112,6 +126,7 @@ def _find_root_cause(lines: Iterable[str]) -> _RootCause | None:
 
 
 def _parse_reports(lines: Iterable[str]) -> Iterator[_RootCause]:
+    """Yield the failure in each report. Reports consist of lines such as ``time : 2026-01-01``."""
     fields: dict[str, str] | None = None  # of the current report
     for line in lines:
         if _ROOT_CAUSE in line:
@@ -130,12 +145,13 @@ def _parse_reports(lines: Iterable[str]) -> Iterator[_RootCause]:
 
 
 def _parse_cause(fields: dict[str, str]) -> _RootCause | None:
-    ranks = _LOCAL_RANK.match(fields.get("rank", ""))
+    """Parse the fields of a report. Returns None if they are incomplete."""
+    rank_match = _RANK_FIELD.match(fields.get("rank", ""))
     exit_code_match = re.match(r"-?\d+", fields["exitcode"])
-    if ranks is None or exit_code_match is None:
+    if rank_match is None or exit_code_match is None:
         return None
-    rank = int(ranks[1])
-    local_rank = int(ranks[2])
+    rank = int(rank_match[1])
+    local_rank = int(rank_match[2])
     exit_code = int(exit_code_match[0])
     if exit_code == INVALID_INPUT:  # only the first rank of a node prints the error
         rank -= local_rank
@@ -168,6 +184,7 @@ def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
 
 
 def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
+    """Return the last lines of a log, without prefixes. Empty if the file does not exist."""
     try:
         with log.open("rb") as file:
             start = log.stat().st_size - _TYPICAL_LINE_BYTES * count
