@@ -324,12 +324,11 @@ def prepare(
         DataError: If there is no text, or if a source or the tokenizer cannot be read.
         OutputError: If we cannot write to ``out``.
     """
+    default_exclude: Sequence[str] = DEFAULT_EXCLUDE
     if sources is None:
         sources = [standard_library()]
         globs = globs or ("*.py",)
         default_exclude = (*DEFAULT_EXCLUDE, *_TESTS_OF_PYTHON)
-    else:
-        default_exclude = DEFAULT_EXCLUDE
     if exclude is None:
         exclude = default_exclude
     if workers is None:
