@@ -147,9 +147,10 @@ class DataReport:
     def _check_types(cls, values: Mapping[str, Any]) -> None:
         """Raise TypeError unless all required integers and strings are there."""
         for item in fields(cls):
-            if item.type not in (int, str):
+            expected_type: Any = item.type
+            if expected_type not in (int, str):
                 continue
-            if not isinstance(values.get(item.name), item.type):
+            if not isinstance(values.get(item.name), expected_type):
                 raise TypeError(f"{item.name} is missing or has the wrong type")
 
 
