@@ -44,13 +44,15 @@ if TYPE_CHECKING:
 CORPUS = "corpus"
 TOKENIZER = "tokenizer"
 REPORT = "data.json"
-_FORMAT = 1  # version of data.json
+_FORMAT = 1
+"""Version of the format of ``data.json``."""
 
 BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 """Megatron arguments that take dataset prefixes."""
 
-PARTS = ("training", "validation", "test")
-USUAL = ("969,30,1", "99,1,0")
+SPLIT_NAMES = ("training", "validation", "test")
+"""The sets that ``--split`` has weights for, in this order."""
+COMMON_SPLITS = ("969,30,1", "99,1,0")
 """Megatron's default for ``--split``, and the value in its examples."""
 
 _HEADER = struct.Struct("<9sQBQ")
@@ -58,6 +60,8 @@ _HEADER = struct.Struct("<9sQBQ")
 
 DEFAULT_VOCAB_SIZE = 4096
 DEFAULT_EXCLUDE = ("__pycache__", "site-packages", "dist-packages")
+_TESTS_OF_PYTHON = ("test", "tests", "idle_test")
+"""Directories of Python's standard library with tests, which are not used as training data."""
 DEFAULT_SAMPLE_BYTES = 64 << 20
 """How much text to train a tokenizer on. The merges hardly change with more text."""
 DEFAULT_MAX_FILE_BYTES = 1 << 20
@@ -67,9 +71,16 @@ _PREPARE = "Prepare the data with `kha-megatron data prepare`."
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "merges.txt", "*tokens*.json", "chat_template*")
 """Glob patterns. A repository of a model can contain Git LFS pointers in place of its weights."""
 
-_TRAINER_PIECE = 1 << 16  # bytes; the trainer keeps 256 pieces in memory
-_LONGEST = 1 << 7  # characters; training would take hours with much longer words
-_LONG_WORD = re.compile(rf"\S{{{_LONGEST}}}")
+_TRAINER_LIMIT = 1 << 16
+"""Maximum size in bytes of a text for the tokenizer's trainer, which keeps 256 in memory."""
+_MAX_WORD_LENGTH = 1 << 7
+"""Words with more characters are split. Otherwise, training a tokenizer would take hours."""
+_LONG_WORD = re.compile(rf"\S{{{_MAX_WORD_LENGTH}}}")
+
+_MIN_DOCUMENT_BYTES = 4
+"""Size of the longest UTF-8 characters."""
+_MAX_DOCUMENT_BYTES = 1 << 30
+"""A document of 2**31 tokens overflows Megatron's index, and a token can be a single byte."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +138,20 @@ class DataReport:
             values = json.loads(content)
             if values.pop("format") != _FORMAT:
                 raise ValueError(f"expected format {_FORMAT}")
-            for item in fields(cls):
-                value = values.get(item.name)
-                for expected_type in (int, str):
-                    if item.type is expected_type and not isinstance(value, expected_type):
-                        raise TypeError(f"{item.name} is missing or has the wrong type")
+            cls._check_types(values)
             return cls(**values)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DataError(f"Could not read {folder / REPORT} ({error}). {_PREPARE}") from error
+
+    @classmethod
+    def _check_types(cls, values: Mapping[str, Any]) -> None:
+        """Raise TypeError unless all required integers and strings are there."""
+        for item in fields(cls):
+            expected_type: Any = item.type
+            if expected_type not in (int, str):
+                continue
+            if not isinstance(values.get(item.name), expected_type):
+                raise TypeError(f"{item.name} is missing or has the wrong type")
 
 
 def verify(folder: Path, on_progress: "OnProgress" = lambda step: None) -> DataReport:
@@ -203,7 +220,7 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerFast":
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], list[int]]:
     """Return the IDs of the special tokens that a tokenizer adds before and after each text."""
     encoded = tokenizer(string.ascii_letters, return_special_tokens_mask=True)
-    ids = encoded["input_ids"]
+    token_ids = encoded["input_ids"]
     positions_of_text = []
     for position, is_special in enumerate(encoded["special_tokens_mask"]):
         if not is_special:
@@ -212,7 +229,7 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> tuple[list[int], lis
         raise DataError("The tokenizer has no tokens for ASCII letters. Pass another one.")
     start = positions_of_text[0]
     end = positions_of_text[-1] + 1
-    return ids[:start], ids[end:]
+    return token_ids[:start], token_ids[end:]
 
 
 def vocabulary_size(tokenizer: "PreTrainedTokenizerFast") -> int:
@@ -308,109 +325,114 @@ def prepare(
         DataError: If there is no text, or if a source or the tokenizer cannot be read.
         OutputError: If we cannot write to ``out``.
     """
-    if exclude is None:
-        exclude = DEFAULT_EXCLUDE
-        if sources is None:
-            exclude = (*DEFAULT_EXCLUDE, "test", "tests", "idle_test")
+    default_exclude: Sequence[str] = DEFAULT_EXCLUDE
     if sources is None:
         sources = [standard_library()]
         globs = globs or ("*.py",)
+        default_exclude = (*DEFAULT_EXCLUDE, *_TESTS_OF_PYTHON)
+    if exclude is None:
+        exclude = default_exclude
     if workers is None:
         workers = len(os.sched_getaffinity(0))
     sources = [Path(source).absolute() for source in sources]
     out = Path(os.path.realpath(out))
     if vocab_size is not None and tokenizer:
         raise ConfigError("You passed both --vocab-size and --tokenizer; use only one of them.")
-    if not 4 <= max_file_bytes <= 1 << 30:  # the longest character; 2**31 tokens overflow
-        raise ConfigError(f"--max-file-bytes must be from 4 to {1 << 30}, got {max_file_bytes}.")
+    if not _MIN_DOCUMENT_BYTES <= max_file_bytes <= _MAX_DOCUMENT_BYTES:
+        raise ConfigError(
+            f"--max-file-bytes must be from {_MIN_DOCUMENT_BYTES} to {_MAX_DOCUMENT_BYTES}, got "
+            f"{max_file_bytes}."
+        )
     for source in sources:
         if not os.path.exists(source):
             raise DataError(f"--from {printable(source)}: no such file or directory.")
     output_files = (f"{CORPUS}.*", TOKENIZER, REPORT)
     check_output_folder(out, overwrite=overwrite, mark=REPORT, only=output_files)
-    fast = load_tokenizer(Path(tokenizer)) if tokenizer else None
+    used_tokenizer = None
+    tokenizer_name = "trained"
+    if tokenizer:
+        used_tokenizer = load_tokenizer(Path(tokenizer))
+        tokenizer_name = printable(Path(tokenizer).absolute())
 
     skipped = empty_skipped()
-    files = find_files(
+    sizes = find_files(
         sources,
         globs=globs,
         exclude=exclude,
         output=out,
         skipped=skipped,
     )
-    total_size = sum(files.values())
-    checking = _meter(on_progress, "checking", total_size)
     reader = Reader(max_file_bytes, json_key)
     texts = select_sources(
-        files,
+        sizes,
         reader,
-        given=sources,
+        sources=sources,
         skipped=skipped,
-        advance=checking,
+        advance=_meter(on_progress, "checking", sum(sizes.values())),
     )
-    names = [printable(source) for source in sources]
+    source_names = [printable(source) for source in sources]
     if not texts:
         reasons = _count_reasons(skipped)
-        raise DataError(f"No UTF-8 text found in {', '.join(names)} ({reasons}).")
-    size_of_text = sum(file.bytes for file in texts)
+        raise DataError(f"No UTF-8 text found in {', '.join(source_names)} ({reasons}).")
+    text_bytes = sum(text.bytes for text in texts)
     on_progress(Progress("loading Megatron"))
     indexed_dataset_module()  # so that a broken installation fails early
 
     with staged_folder(out) as staged:
-        sampled = None
-        if fast is None:
-            fast, sampled = _train_tokenizer(
-                texts,
-                json_key,
-                vocab_size or DEFAULT_VOCAB_SIZE,
-                tokenizer_sample,
-                on_progress,
-            )
-        fast.save_pretrained(str(staged / TOKENIZER))
-        tokenizing = _meter(on_progress, "tokenizing", size_of_text)
+        requested_size = None
+        sample_bytes = None
+        if used_tokenizer is None:
+            requested_size = vocab_size or DEFAULT_VOCAB_SIZE
+            sample = _TokenizerSample(texts, json_key, tokenizer_sample, on_progress)
+            used_tokenizer = _train_tokenizer(sample, requested_size)
+            sample_bytes = sample.bytes
+        used_tokenizer.save_pretrained(str(staged / TOKENIZER))
         corpus_fields = _write_corpus(
             staged / CORPUS,
-            texts,
-            fast,
+            _read_documents(texts, reader),
+            used_tokenizer,
             workers,
-            reader,
-            tokenizing,
+            advance=_meter(on_progress, "tokenizing", text_bytes),
         )
-        sizes = {}
+        file_bytes = {}
         for file in sorted(staged.glob(f"{CORPUS}.*")):
-            sizes[file.name] = file.stat().st_size
+            file_bytes[file.name] = file.stat().st_size
         report = DataReport(
-            sources=names,
+            sources=source_names,
             globs=list(globs or ("*",)),
             exclude=list(exclude),
             json_key=json_key,
             max_file_bytes=max_file_bytes,
             files=len(texts),
-            split_files=sum(file.is_split for file in texts),
-            bytes=size_of_text,
+            split_files=sum(text.is_split for text in texts),
+            bytes=text_bytes,
             **corpus_fields,
-            file_bytes=sizes,
-            file_sha256=_hash_files(staged, sizes, on_progress),
-            tokenizer=printable(Path(tokenizer).absolute()) if tokenizer else "trained",
-            tokenizer_sample_bytes=sampled,
-            vocab_size=vocabulary_size(fast),
-            vocab_size_asked=None if tokenizer else vocab_size or DEFAULT_VOCAB_SIZE,
-            vocab_sha256=vocabulary_hash(fast.get_vocab()),
-            eod_token=fast.eos_token,
-            eod_id=fast.eos_token_id,
+            file_bytes=file_bytes,
+            file_sha256=_hash_files(staged, file_bytes, on_progress),
+            tokenizer=tokenizer_name,
+            tokenizer_sample_bytes=sample_bytes,
+            vocab_size=vocabulary_size(used_tokenizer),
+            vocab_size_asked=requested_size,
+            vocab_sha256=vocabulary_hash(used_tokenizer.get_vocab()),
+            eod_token=used_tokenizer.eos_token,
+            eod_id=used_tokenizer.eos_token_id,
             skipped=skipped,
-            versions={
-                "python": platform.python_version(),
-                "kha-megatron": kha_megatron.__version__,
-                "megatron-core": installed_version(),
-                "tokenizers": version_of("tokenizers"),
-                "transformers": version_of("transformers"),
-            },
+            versions=_installed_versions(),
         )
         content = json.dumps(report.to_dict(), indent=2)
         report_file = staged / REPORT
         report_file.write_text(f"{content}\n")
     return report
+
+
+def _installed_versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        "kha-megatron": kha_megatron.__version__,
+        "megatron-core": installed_version(),
+        "tokenizers": version_of("tokenizers"),
+        "transformers": version_of("transformers"),
+    }
 
 
 def _count_reasons(skipped: Skipped) -> str:
@@ -443,46 +465,59 @@ def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
     return advance
 
 
-def _train_tokenizer(
-    texts: Sequence[Source],
-    json_key: str,
-    vocab_size: int,
-    sample: int,
-    on_progress: OnProgress,
-) -> "tuple[PreTrainedTokenizerFast, int]":
-    """Train a byte-level BPE tokenizer on a sample of about ``sample`` bytes.
+class _TokenizerSample:
+    """Yields a sample of text to train a tokenizer on, which is spread evenly over all files.
 
-    Returns the tokenizer and the actual size of the sample.
+    Args:
+        max_bytes: Approximate size of the sample.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
-    stop = threading.Event()
-    total = sum(file.bytes for file in texts)
-    share = min(1.0, sample / total)
-    reader = Reader(_TRAINER_PIECE, json_key)
-    advance = _meter(on_progress, "training tokenizer", total)
-    passed = 0
-    taken = 0
+    def __init__(
+        self,
+        texts: Sequence[Source],
+        json_key: str,
+        max_bytes: int,
+        on_progress: OnProgress,
+    ) -> None:
+        total_bytes = sum(text.bytes for text in texts)
+        self.texts = texts
+        self.reader = Reader(_TRAINER_LIMIT, json_key)
+        self.fraction = min(1.0, max_bytes / total_bytes)
+        self.on_progress = on_progress
+        self.advance = _meter(on_progress, "training tokenizer", total_bytes)
+        self.bytes = 0
+        """Size of the text that has been sampled so far."""
+        self.stop = threading.Event()
+        """Set this to interrupt the iteration from another thread."""
 
-    def pieces() -> Iterator[str]:
-        nonlocal passed, taken
-        for file in texts:
-            for text in reader.read(file):
-                if stop.is_set():
+    def __iter__(self) -> Iterator[str]:
+        bytes_read = 0
+        for source in self.texts:
+            for text in self.reader.read(source):
+                if self.stop.is_set():
                     raise KeyboardInterrupt
                 size = len(text.encode())
-                passed += size
-                if taken >= share * passed:
-                    continue
-                taken += size
-                if _LONG_WORD.search(text):
-                    for start in range(0, len(text), _LONGEST):
-                        yield text[start : start + _LONGEST]
-                else:
-                    yield text
-            advance(file.bytes)
-        on_progress(Progress("merging pairs"))
+                bytes_read += size
+                if self.bytes < self.fraction * bytes_read:
+                    self.bytes += size
+                    yield from _split_long_words(text)
+            self.advance(source.bytes)
+        self.on_progress(Progress("merging pairs"))
+
+
+def _split_long_words(text: str) -> Iterator[str]:
+    """Yield a text unchanged, or in pieces if it contains a very long word."""
+    if not _LONG_WORD.search(text):
+        yield text
+        return
+    for start in range(0, len(text), _MAX_WORD_LENGTH):
+        yield text[start : start + _MAX_WORD_LENGTH]
+
+
+def _train_tokenizer(sample: _TokenizerSample, vocab_size: int) -> "PreTrainedTokenizerFast":
+    """Train a byte-level BPE tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -497,17 +532,16 @@ def _train_tokenizer(
     # run in a thread, because the main thread cannot handle Ctrl-C inside the library
     with ThreadPoolExecutor(1) as pool:
         try:
-            training = pool.submit(tokenizer.train_from_iterator, pieces(), trainer)
+            training = pool.submit(tokenizer.train_from_iterator, iter(sample), trainer)
             training.result()
         finally:
-            stop.set()
-    fast = PreTrainedTokenizerFast(
+            sample.stop.set()
+    return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_DOCUMENT,
         eos_token=END_OF_DOCUMENT,
         clean_up_tokenization_spaces=False,  # it would remove spaces when decoding
     )
-    return fast, taken
 
 
 class _Document(NamedTuple):
@@ -531,58 +565,70 @@ def _read_documents(texts: Sequence[Source], reader: Reader) -> Iterator[_Docume
             yield _Document(text, ends_file=is_last)
 
 
-def _write_corpus(
-    prefix: Path,
-    texts: Sequence[Source],
-    tokenizer: "PreTrainedTokenizerFast",
-    workers: int,
-    reader: Reader,
-    advance: Callable[[int, int], None],
-) -> dict[str, Any]:
-    """Tokenize all documents and write ``{prefix}.bin`` and ``{prefix}.idx``.
+class _Encoder:
+    """Tokenizes documents.
 
     Each document gets the special tokens that the tokenizer adds (e.g. BOS), like in Megatron's
     ``preprocess_data.py``, and ends with an EOS token. If the text itself contains special tokens
     (e.g. ``<|endoftext|>``), they are tokenized like any other text.
-
-    Returns:
-        Some of the fields of :class:`DataReport`.
     """
-    import numpy as np
-    from tokenizers import Tokenizer
 
-    datasets = indexed_dataset_module()
-    dtype = datasets.DType.optimal_dtype(vocabulary_size(tokenizer))
-    plain = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    plain.no_truncation()  # a tokenizer.json may ask for truncation and padding
-    plain.no_padding()
-    plain.encode_special_tokens = True
-    first_ids, last_ids = special_tokens(tokenizer)
-    if last_ids[-1:] != [tokenizer.eos_token_id]:
-        last_ids.append(tokenizer.eos_token_id)
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", dtype: Any) -> None:
+        from tokenizers import Tokenizer
 
-    def encode(document: _Document) -> _EncodedDocument:
-        (encoded,) = plain.encode_batch_fast([document.text], add_special_tokens=False)
-        (decoded,) = plain.decode_batch([encoded.ids], skip_special_tokens=False)
-        token_ids = [*first_ids, *encoded.ids, *last_ids]
+        self.dtype = dtype
+        self.tokenizer = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self.tokenizer.no_truncation()  # a tokenizer.json may ask for truncation and padding
+        self.tokenizer.no_padding()
+        self.tokenizer.encode_special_tokens = True
+        self.first_ids, self.last_ids = special_tokens(tokenizer)
+        if self.last_ids[-1:] != [tokenizer.eos_token_id]:
+            self.last_ids.append(tokenizer.eos_token_id)
+
+    def encode(self, document: _Document) -> _EncodedDocument:
+        """Tokenize a document. Can be called from several threads."""
+        import numpy as np
+
+        (encoded,) = self.tokenizer.encode_batch_fast([document.text], add_special_tokens=False)
+        (decoded,) = self.tokenizer.decode_batch([encoded.ids], skip_special_tokens=False)
+        token_ids = [*self.first_ids, *encoded.ids, *self.last_ids]
         return _EncodedDocument(
-            token_ids=np.array(token_ids, dtype=dtype),
+            token_ids=np.array(token_ids, dtype=self.dtype),
             is_altered=decoded != document.text,
             bytes=len(document.text.encode()),
             ends_file=document.ends_file,
         )
 
+
+def _write_corpus(
+    prefix: Path,
+    documents: Iterator[_Document],
+    tokenizer: "PreTrainedTokenizerFast",
+    workers: int,
+    *,
+    advance: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Tokenize all documents and write ``{prefix}.bin`` and ``{prefix}.idx``.
+
+    Returns:
+        Some of the fields of :class:`DataReport`.
+    """
+    import numpy as np
+
+    datasets = indexed_dataset_module()
+    dtype = datasets.DType.optimal_dtype(vocabulary_size(tokenizer))
+    encoder = _Encoder(tokenizer, dtype)
     builder = datasets.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     tokens = 0
-    altered = 0
+    altered_documents = 0
     pool = ThreadPoolExecutor(workers)  # the library releases Python's lock
     try:
-        for batch in batched(_read_documents(texts, reader), 4 * workers):
-            for document in pool.map(encode, batch):
+        for batch in batched(documents, 4 * workers):
+            for document in pool.map(encoder.encode, batch):
                 length = len(document.token_ids)
                 builder.add_document(document.token_ids, [length])
                 tokens += length
-                altered += document.is_altered
+                altered_documents += document.is_altered
                 advance(document.bytes, int(document.ends_file))
     finally:
         pool.shutdown(cancel_futures=True)
@@ -591,10 +637,10 @@ def _write_corpus(
     return {
         "documents": len(builder.sequence_lengths),
         "tokens": tokens,
-        "altered_documents": altered,
+        "altered_documents": altered_documents,
         "dtype": np.dtype(dtype).name,
-        "tokens_before": tokenizer.convert_ids_to_tokens(first_ids),
-        "tokens_after": tokenizer.convert_ids_to_tokens(last_ids),
+        "tokens_before": tokenizer.convert_ids_to_tokens(encoder.first_ids),
+        "tokens_after": tokenizer.convert_ids_to_tokens(encoder.last_ids),
     }
 
 
@@ -610,12 +656,12 @@ def _argument_name(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
+def check_data(arguments: Mapping[str, Any], *, read_files: bool = True) -> None:
     """Check the data arguments before training starts.
 
     Args:
         arguments: Megatron's arguments by name.
-        look: Set to False if the files are not accessible from this machine.
+        read_files: Set to False if the files are not accessible from this machine.
 
     Raises:
         DataError: If files are missing, a split is empty or the tokenizer does not match.
@@ -629,9 +675,9 @@ def check_data(arguments: Mapping[str, Any], *, look: bool = True) -> None:
             "No training data given. Pass --data-path PREFIX or --mock-data, or --data DIR to "
             "`kha-megatron launch`. Prepare the data with `kha-megatron data prepare`."
         )
-    if not look:
+    if not read_files:
         return
-    split = arguments.get("split") or USUAL[0]
+    split = arguments.get("split") or COMMON_SPLITS[0]
     for flag in BLENDS:
         blend = arguments.get(_argument_name(flag)) or ()
         for prefix in _prefixes(blend):
@@ -650,28 +696,32 @@ def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:
     if prefix.name != CORPUS or not has_report:
         return  # written by other tools, which do not record their tokenizer
     report = DataReport.read(folder)
-    fact = f"{prefix} was tokenized with a vocabulary of {report.vocab_size} tokens"
+    description = f"{prefix} was tokenized with a vocabulary of {report.vocab_size} tokens"
     tokenizer_type = arguments.get("tokenizer_type")
     tokenizer_model = arguments.get("tokenizer_model")
     if tokenizer_type == "NullTokenizer":
         size = arguments.get("vocab_size") or 0
         if size < report.vocab_size:
-            raise DataError(f"{fact}. Pass --vocab-size {report.vocab_size} instead of {size}.")
+            raise DataError(
+                f"{description}. Pass --vocab-size {report.vocab_size} instead of {size}."
+            )
+    elif tokenizer_type == "HuggingFaceTokenizer" and tokenizer_model:
+        _check_vocabulary(folder / TOKENIZER, tokenizer_model, description)
+
+
+def _check_vocabulary(data_tokenizer: Path, tokenizer_model: str, description: str) -> None:
+    """Raise DataError unless a model's tokenizer contains all tokens of the data's tokenizer."""
+    model_tokenizer = Path(tokenizer_model)
+    is_same = model_tokenizer.resolve() == data_tokenizer.resolve()
+    if is_same or not model_tokenizer.is_dir():
         return
-    if tokenizer_type != "HuggingFaceTokenizer" or not tokenizer_model:
-        return
-    used_tokenizer = Path(tokenizer_model)
-    data_tokenizer = folder / TOKENIZER
-    is_same = used_tokenizer.resolve() == data_tokenizer.resolve()
-    if is_same or not used_tokenizer.is_dir():
-        return
-    used_vocabulary = load_tokenizer(used_tokenizer).get_vocab()
+    model_vocabulary = load_tokenizer(model_tokenizer).get_vocab()
     data_vocabulary = load_tokenizer(data_tokenizer).get_vocab()
-    if not data_vocabulary.items() <= used_vocabulary.items():
+    if not data_vocabulary.items() <= model_vocabulary.items():
         raise DataError(
-            f"{fact}, but the {len(used_vocabulary)} tokens of --tokenizer-model {tokenizer_model} "
-            f"have other ids. Pass --tokenizer-model {data_tokenizer}, or prepare the data again "
-            f"with --tokenizer {tokenizer_model}."
+            f"{description}, but the {len(model_vocabulary)} tokens of --tokenizer-model "
+            f"{tokenizer_model} have other ids. Pass --tokenizer-model {data_tokenizer}, or "
+            f"prepare the data again with --tokenizer {tokenizer_model}."
         )
 
 
@@ -681,17 +731,9 @@ def check_same_tokenizer(
     arguments: Mapping[str, Any],
 ) -> None:
     """Raise DataError if a run is resumed with another tokenizer (extra tokens are fine)."""
-    directories = []
-    for settings in (saved, arguments):
-        model = settings.get("tokenizer_model")
-        if not isinstance(model, str):
-            return
-        # unlike Path.is_file(), this accepts any text
-        if not os.path.isfile(os.path.join(model, "tokenizer.json")):
-            return
-        directories.append(Path(model))
-    saved_tokenizer, tokenizer = directories
-    if saved_tokenizer.samefile(tokenizer):
+    saved_tokenizer = _tokenizer_directory(saved)
+    tokenizer = _tokenizer_directory(arguments)
+    if saved_tokenizer is None or tokenizer is None or saved_tokenizer.samefile(tokenizer):
         return
     saved_vocabulary = load_tokenizer(saved_tokenizer).get_vocab()
     vocabulary = load_tokenizer(tokenizer).get_vocab()
@@ -702,7 +744,19 @@ def check_same_tokenizer(
         )
 
 
+def _tokenizer_directory(arguments: Mapping[str, Any]) -> Path | None:
+    """Return the directory in ``--tokenizer-model``, if it contains a fast tokenizer."""
+    directory = arguments.get("tokenizer_model")
+    if not isinstance(directory, str):
+        return None
+    # unlike Path.is_file(), this accepts any text
+    if not os.path.isfile(os.path.join(directory, "tokenizer.json")):
+        return None
+    return Path(directory)
+
+
 def lacks_vocabulary(arguments: Mapping[str, Any]) -> bool:
+    """Return whether ``--mock-data`` is used without anything that sets a vocabulary size."""
     if not arguments.get("mock_data"):
         return False
     if arguments.get("tokenizer_type") not in (None, "NullTokenizer"):
@@ -743,7 +797,7 @@ def documents_of(split: str, documents: int) -> list[int | None]:
     """
     numbers = re.findall(r"\d+\.?\d*|\.\d+", split)
     weights = [float(number) for number in numbers]
-    missing = len(PARTS) - len(weights)
+    missing = len(SPLIT_NAMES) - len(weights)
     total = sum(weights)
     if missing < 0 or not 0 < total < math.inf:
         raise ConfigError(f"--split must consist of one to three weights, got {split!r}.")
@@ -763,10 +817,11 @@ def documents_of(split: str, documents: int) -> list[int | None]:
 
 def check_split(split: str, documents: int, name: str) -> None:
     """Raise DataError if a set in ``split`` would be empty despite its positive weight."""
+    counts = documents_of(split, documents)
     empty = []
-    for part, count in zip(PARTS, documents_of(split, documents), strict=True):
+    for name_of_set, count in zip(SPLIT_NAMES, counts, strict=True):
         if count == 0:
-            empty.append(part)
+            empty.append(name_of_set)
     if empty:
         raise DataError(
             f"--split {split} leaves no document for {' and '.join(empty)} (number of documents in "

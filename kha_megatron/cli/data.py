@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Workers, parse_size
 from kha_megatron.cli.running import Commands
-from kha_megatron.data import USUAL, check_split
+from kha_megatron.data import COMMON_SPLITS, check_split
 from kha_megatron.errors import DataError
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def progress() -> Iterator[Callable[["Step"], None]]:
 def describe_limitations(report: "DataReport") -> list[str]:
     """Return warnings about prepared data, e.g. a smaller vocabulary than requested."""
     lines = []
-    for split in USUAL:
+    for split in COMMON_SPLITS:
         try:
             check_split(split, report.documents, "the corpus")
         except DataError as error:

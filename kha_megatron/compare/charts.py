@@ -26,6 +26,12 @@ def require_matplotlib() -> Any:
     return Figure
 
 
+_SETTLING_FRACTION = 0.1
+"""The loss is very high in this fraction of the iterations, which the y axis does not cover."""
+_MARGIN = 0.05
+"""Empty space above and below the lines, as a fraction of their range."""
+
+
 @dataclass(frozen=True)
 class Point:
     x: float
@@ -54,12 +60,13 @@ def draw_line_chart(
     *,
     title: str,
     y_label: str,
-    zero: bool = False,
+    zero_line: bool = False,
 ) -> str:
     """Draw a line chart and return it as an ``<svg>`` element.
 
     The title is not visible. We use it as a label for screen readers and as a seed for element ids,
-    so do not use the same title twice on a page. With ``zero=True``, a dashed line is drawn at y=0.
+    so do not use the same title twice on a page. With ``zero_line=True``, a dashed line is drawn at
+    y=0.
     """
     figure_class = require_matplotlib()
     from matplotlib import rc_context
@@ -69,16 +76,16 @@ def draw_line_chart(
         axis = figure.subplots()
         axis.set(xlabel="iteration", ylabel=y_label)
         axis.grid(axis="y", alpha=0.4)
-        if zero:
+        if zero_line:
             axis.axhline(0, color="black", linewidth=1, linestyle="--")
         for line in lines:
             _draw_line(axis, line)
-        axis.set_ylim(*_y_range(lines, zero))
+        axis.set_ylim(*_y_range(lines, includes_zero=zero_line))
         axis.legend(frameon=False)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    _, _, svg = file.getvalue().partition("<svg")
-    return f'<svg role="img" aria-label="{escape(title)}"{svg}'
+    _xml_header, _, attributes_and_content = file.getvalue().partition("<svg")
+    return f'<svg role="img" aria-label="{escape(title)}"{attributes_and_content}'
 
 
 def _draw_line(axis: Any, line: Line) -> None:
@@ -103,29 +110,31 @@ def _draw_line(axis: Any, line: Line) -> None:
         )
 
 
-def _y_range(lines: Sequence[Line], zero: bool) -> tuple[float, float]:
-    # The loss is very high in the beginning, so skip the first 10% of the iterations. Wide error
-    # bands can increase the range by a factor of 3 at most.
+def _y_range(lines: Sequence[Line], *, includes_zero: bool) -> tuple[float, float]:
+    """Return the limits of the y axis.
+
+    Wide error bands can increase the range of the lines by a factor of 3 at most.
+    """
     points: list[Point] = []
     for line in lines:
         points += line.points
-    last = max(point.x for point in points)
-    means = [0.0] if zero else []
-    lows = []
-    highs = []
-    for point in points:
-        if point.x >= last / 10:
-            means.append(point.y)
-            lows.append(point.low)
-            highs.append(point.high)
+    last_iteration = max(point.x for point in points)
+    settled = [point for point in points if point.x >= _SETTLING_FRACTION * last_iteration]
+
+    means = [point.y for point in settled]
+    if includes_zero:
+        means.append(0.0)
     lowest_mean = min(means)
     highest_mean = max(means)
     span = highest_mean - lowest_mean
     if span == 0:
         span = abs(highest_mean) or 1.0
-    low = max(min(lows), lowest_mean - span)
-    high = min(max(highs), highest_mean + span)
-    margin = 0.05 * span
+
+    lowest_band = min(point.low for point in settled)
+    highest_band = max(point.high for point in settled)
+    low = max(lowest_band, lowest_mean - span)
+    high = min(highest_band, highest_mean + span)
+    margin = _MARGIN * span
     return min(low, lowest_mean) - margin, max(high, highest_mean) + margin
 
 
@@ -205,12 +214,12 @@ def draw_matrix_grid(
     if diverging:
         high = _largest_finite_value(matrices) or 1.0
         low = -high
-        colours = colormaps["RdBu_r"]
+        colormap = colormaps["RdBu_r"]
     else:
         high = 1.0
         low = 0.0
-        colours = colormaps["viridis"]
-    colours = colours.with_extremes(bad="magenta")
+        colormap = colormaps["viridis"]
+    colormap = colormap.with_extremes(bad="magenta")
     axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
@@ -218,7 +227,7 @@ def draw_matrix_grid(
         matrix = matrices[layer].float()
         is_invalid = ~matrix.isfinite()
         values = matrix.masked_fill(is_invalid, math.nan).numpy()
-        image = axis.imshow(values, cmap=colours, vmin=low, vmax=high)
+        image = axis.imshow(values, cmap=colormap, vmin=low, vmax=high)
         axis.set_title(f"layer {layer}", fontsize=8)
     height_of_colorbar = min(1.0, 3 / rows)
     figure.colorbar(image, ax=axes, shrink=height_of_colorbar)

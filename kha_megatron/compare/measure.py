@@ -1,6 +1,7 @@
 """Cost and diagnostics of a trained variant."""
 
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.compare.charts import draw_matrices
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.diagnostics import diagnose
-from kha_megatron.heads.knock import MATRICES
+from kha_megatron.heads.knock import Variant
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from kha_megatron.model.run import Run
@@ -19,6 +20,9 @@ from kha_megatron.plan.counts import compute_flops, count_model, get_countable_m
 
 Entry = dict[str, Any]
 """A JSON object in ``result.json``."""
+
+_TRAINING_FACTOR = 3
+"""Training takes three times the FLOPs of a forward pass: the backward pass takes two."""
 
 
 def compute_cost(
@@ -60,9 +64,9 @@ def compute_cost(
         "total": counts.total,
         "active": counts.active,
         "kha": counts.kha,
-        "flops": 3 * flops.forward / length,
-        "kha_flops": 3 * flops.kha / length,
-        "spared_flops": 3 * skippable / length,
+        "flops": _TRAINING_FACTOR * flops.forward / length,
+        "kha_flops": _TRAINING_FACTOR * flops.kha / length,
+        "spared_flops": _TRAINING_FACTOR * skippable / length,
     }
 
 
@@ -89,14 +93,11 @@ def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[Entr
     draw_matrices(weights, kha, folder)
     entries = []
     for projection, variant in kha.variants.items():
-        layers_by_matrix: dict[str, list[Entry]] = {}
+        weight_by_layer = {}
         for (layer, weight_projection), weight in sorted(weights.items()):
-            if weight_projection != projection:
-                continue
-            diagnostics_of_layer = diagnose(weight, variant)
-            for matrix, diagnostics in zip(MATRICES[variant], diagnostics_of_layer, strict=True):
-                entry = {"layer": layer} | asdict(diagnostics)
-                layers_by_matrix.setdefault(matrix, []).append(entry)
+            if weight_projection == projection:
+                weight_by_layer[layer] = weight
+        layers_by_matrix = _diagnose_layers(weight_by_layer, variant)
         for matrix, layers in layers_by_matrix.items():
             entry = {
                 "projection": projection,
@@ -107,3 +108,20 @@ def diagnose_matrices(checkpoint: MegatronCheckpoint, folder: Path) -> list[Entr
             }
             entries.append(entry)
     return entries
+
+
+def _diagnose_layers(
+    weight_by_layer: Mapping[int, torch.Tensor],
+    variant: Variant,
+) -> dict[str, list[Entry]]:
+    """Return the diagnostics of each layer by the name of the matrix, e.g. ``up``.
+
+    Args:
+        weight_by_layer: Each weight has shape (num_matrices, head_dim, head_dim).
+    """
+    layers_by_matrix: dict[str, list[Entry]] = {}
+    for layer, weight in weight_by_layer.items():
+        for diagnostics in diagnose(weight, variant):
+            entry = {"layer": layer} | asdict(diagnostics)
+            layers_by_matrix.setdefault(diagnostics.matrix, []).append(entry)
+    return layers_by_matrix

@@ -39,7 +39,7 @@ def render_page(report: Mapping[str, Any], pictures: Mapping[str, bytes]) -> str
             difference_lines,
             title=title,
             y_label="ΔL",
-            zero=True,
+            zero_line=True,
         )
     trained = [variant for variant in report["variants"] if variant["seeds"]]
     template = files("kha_megatron.compare").joinpath("page.html").read_text()

@@ -29,34 +29,33 @@ if TYPE_CHECKING:
     from kha_megatron.conversion.to_megatron import MegatronPlan
 
 STARTS = "starts"
+"""Subdirectory of the output directory with the initial checkpoint of each variant."""
 RESERVED = ("--pretrained-checkpoint", "--use-checkpoint-args", "--finetune", "--kha-upcycle")
 """Megatron arguments that ``compare --pretrained-checkpoint`` sets or that contradict it."""
 _TRAINING_FIELDS = ("fp8", "fp8_recipe", "transformer_impl", "moe_token_dispatcher_type")
 """Fields of ModelConfig that a recipe may set for a pretrained model."""
 _DIVISOR = "make_vocab_size_divisible_by"
 
-_CONTINUE = Recipe(
+_DEFAULT_RECIPE = Recipe(
     name="pretrained",
     description="continued pre-training",
     ranks=1,
     run=Run.from_values(
-        **TRAINING
-        | {
-            "lr": 1e-4,
-            "min_lr": 1e-5,
-            "lr_warmup_fraction": 0.05,
-            "seq_length": 1024,
-            "micro_batch_size": 1,
-            "global_batch_size": 16,
-            "split": "95,5,0",
-        },
+        **TRAINING,
+        lr=1e-4,
+        min_lr=1e-5,
+        lr_warmup_fraction=0.05,
+        seq_length=1024,
+        micro_batch_size=1,
+        global_batch_size=16,
+        split="95,5,0",
     ),
     environment={"OMP_NUM_THREADS": "1"},  # parallel runs on a CPU would compete for its cores
 )
 
 
 @dataclass(frozen=True)
-class Start:
+class InitialCheckpoint:
     """The checkpoint that the trials of a variant start from."""
 
     plan: "MegatronPlan"
@@ -108,29 +107,30 @@ def make_recipe(path: Path, recipe: Recipe | None) -> Recipe:
         recipe: Recipe for the optimizer, batch and layout. Its model is ignored. By default, all
             layers are trained with a peak learning rate of 1e-4.
     """
-    chosen = recipe or replace(_CONTINUE, name=path.resolve().name)
-    dropped = set()
+    model_name = path.resolve().name
+    base_recipe = recipe or replace(_DEFAULT_RECIPE, name=model_name)
+    dropped_arguments = set()
     for field in declared_fields(ModelConfig):
         if field.name not in _TRAINING_FIELDS:
-            dropped.add(field.argument)
+            dropped_arguments.add(field.argument)
     arguments = {}
-    for name, argument in chosen.run.explicit.items():
-        if name not in dropped:
+    for name, argument in base_recipe.run.explicit.items():
+        if name not in dropped_arguments:
             arguments[name] = argument
     return replace(
-        chosen,
-        description=f"{path.resolve().name}, {_CONTINUE.description}",
+        base_recipe,
+        description=f"{model_name}, {_DEFAULT_RECIPE.description}",
         run=Run(explicit=arguments),
     )
 
 
-def plan_start(
+def plan_initial_checkpoint(
     path: Path,
     variant: ModelVariant,
     run: Run,
     output: Path,
-) -> Start:
-    """Plan the start of a variant. Nothing is written yet.
+) -> InitialCheckpoint:
+    """Plan the initial checkpoint of a variant. Nothing is written yet.
 
     Args:
         path: Hugging Face model or Megatron checkpoint without KHA.
@@ -142,17 +142,18 @@ def plan_start(
         CheckpointError: If the model already has head mechanisms, or the variant cannot be added
             without changing its outputs.
         DataError: If the data was prepared with another tokenizer.
-        OutputError: If there is a start that was made from another model.
+        OutputError: If there is an initial checkpoint that was made from another model.
     """
     from kha_megatron.conversion.sources import open_source  # imports transformers
     from kha_megatron.conversion.to_megatron import plan_import
 
     adds_mechanisms = bool(variant.kha.mechanisms or variant.kha.attention)
     source = open_source(path)
-    trained = source.model.kha
-    if trained.without_output_gate().mechanisms or trained.attention:
+    pretrained_kha = source.model.kha
+    if pretrained_kha.without_output_gate().mechanisms or pretrained_kha.attention:
         raise CheckpointError(
-            f"{path} already uses {trained}. --pretrained-checkpoint requires a model without KHA."
+            f"{path} already uses {pretrained_kha}. --pretrained-checkpoint requires a model "
+            "without KHA."
         )
     check_same_tokenizer(path, {"tokenizer_model": source.tokenizer.origin}, run.arguments)
     try:
@@ -166,6 +167,6 @@ def plan_start(
         raise CheckpointError(
             f"Variant {variant.name} cannot start from {path}: {error}"
         ) from error
-    start = Start(plan, output / STARTS / variant.name)
-    start.check()
-    return start
+    initial_checkpoint = InitialCheckpoint(plan, output / STARTS / variant.name)
+    initial_checkpoint.check()
+    return initial_checkpoint

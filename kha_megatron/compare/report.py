@@ -16,12 +16,11 @@ from kha_megatron.compare.statistics import (
     estimate,
     estimate_noise,
 )
-from kha_megatron.compare.trials import Comparison
+from kha_megatron.compare.trials import Comparison, Trial
 from kha_megatron.compare.variants import NULL
 from kha_megatron.mcore.compat import version_of
 
 _PACKAGES = ("kha-megatron", "megatron-core", "torch", "transformer-engine", "nemo-run")
-
 
 Result = Mapping[str, Any]
 """Content of a trial's ``result.json``."""
@@ -38,9 +37,11 @@ class _Metric:
     """A loss of each trial that the report compares between variants."""
 
     key: str
+    """Key of the loss in the entries of trials and variants."""
     difference_key: str
-    """Key for the difference from the reference."""
+    """Key of its difference from the reference."""
     read: Callable[[Result], float | None]
+    """Return the loss of a trial. None if it was not measured."""
 
 
 def _read_final_loss(result: Result) -> float:
@@ -58,7 +59,9 @@ _METRICS = (
 
 NO_EFFECT = "no effect: every loss is equal"
 """Verdict for a variant with the losses of the reference in every iteration and for all seeds."""
-_LEAST_EQUAL_LOSSES = 3
+_MIN_EQUAL_LOSSES = 3
+"""Fewer equal losses do not show that a variant has no effect. KHA starts as the identity, so that
+the first losses of a trial can be equal to those of the reference."""
 
 
 def build_report(
@@ -78,28 +81,16 @@ def build_report(
     """
     failures = failures or {}
     reference = comparison.variants[0].name
-    trials = []
+    trial_entries = []
     for trial in comparison.trials:
-        result = results.get((trial.variant.name, trial.seed))
-        entry: Entry = {"variant": trial.variant.name, "seed": trial.seed}
-        if result is None:
-            entry["state"] = failures.get(trial.name, "not trained yet")
-        else:
-            reference_result = None
-            if trial.variant.name != reference:
-                reference_result = results.get((reference, trial.seed))
-            entry |= _describe_result(result, reference_result)
-        trials.append(entry)
-    floors = {}
-    for metric in _METRICS:
-        null_differences = _collect_numbers(trials, NULL, metric.difference_key)
-        if null_differences:
-            floors[metric.key] = estimate_noise(null_differences)
-    variants = []
+        entry = _describe_trial(trial, reference, results, failures)
+        trial_entries.append(entry)
+    floors = _estimate_floors(trial_entries)
+    variant_entries = []
     for variant in comparison.variants:
         entry = {"name": variant.name, "knocks": str(variant.kha)}
-        entry |= _describe_variant(variant.name, results, reference, trials, floors)
-        variants.append(entry)
+        entry |= _describe_variant(variant.name, reference, results, trial_entries, floors)
+        variant_entries.append(entry)
     devices = {result["device"] for result in results.values()}
     return {
         "recipe": comparison.recipe.name,
@@ -111,8 +102,8 @@ def build_report(
         "floor": floors,
         "finished": len(results),
         "planned": len(comparison.trials),
-        "variants": variants,
-        "runs": trials,
+        "variants": variant_entries,
+        "runs": trial_entries,
         "devices": sorted(devices),
         "command": list(command),
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -127,6 +118,23 @@ def _installed_versions() -> dict[str, str]:
         if version:
             versions[package] = version
     return versions
+
+
+def _describe_trial(
+    trial: Trial,
+    reference: str,
+    results: Results,
+    failures: Mapping[str, str],
+) -> Entry:
+    entry: Entry = {"variant": trial.variant.name, "seed": trial.seed}
+    result = results.get((trial.variant.name, trial.seed))
+    if result is None:
+        entry["state"] = failures.get(trial.name, "not trained yet")
+        return entry
+    reference_result = None
+    if trial.variant.name != reference:
+        reference_result = results.get((reference, trial.seed))
+    return entry | _describe_result(result, reference_result)
 
 
 def _describe_result(result: Result, reference_result: Result | None) -> Entry:
@@ -149,6 +157,16 @@ def _describe_result(result: Result, reference_result: Result | None) -> Entry:
     return entry
 
 
+def _estimate_floors(trial_entries: Sequence[Entry]) -> dict[str, dict[str, float]]:
+    """Return the noise of each metric, which is measured by the null trials (if any)."""
+    floors = {}
+    for metric in _METRICS:
+        null_differences = _collect_numbers(trial_entries, NULL, metric.difference_key)
+        if null_differences:
+            floors[metric.key] = estimate_noise(null_differences)
+    return floors
+
+
 def _subtract(loss: float | None, reference_loss: float | None) -> float | None:
     if loss is None or reference_loss is None:
         return None
@@ -156,16 +174,16 @@ def _subtract(loss: float | None, reference_loss: float | None) -> float | None:
 
 
 def _collect_numbers(
-    trials: Sequence[Entry],
+    trial_entries: Sequence[Entry],
     variant: str,
     key: str,
 ) -> list[float]:
     """Return a number of all trials of a variant that have it."""
     numbers = []
-    for trial in trials:
-        if trial["variant"] != variant:
+    for entry in trial_entries:
+        if entry["variant"] != variant:
             continue
-        number = trial.get(key)
+        number = entry.get(key)
         if number is not None:
             numbers.append(number)
     return numbers
@@ -173,13 +191,13 @@ def _collect_numbers(
 
 def _describe_variant(
     name: str,
-    results: Results,
     reference: str,
-    trials: Sequence[Entry],
+    results: Results,
+    trial_entries: Sequence[Entry],
     floors: Mapping[str, Mapping[str, float]],
 ) -> Entry:
     finished = []
-    for (variant, _), result in sorted(results.items()):
+    for (variant, _seed), result in sorted(results.items()):
         if variant == name:
             finished.append(result)
     entry: Entry = {"seeds": len(finished)}
@@ -187,26 +205,26 @@ def _describe_variant(
         return entry
     entry |= _describe_spikes(finished)
     entry |= _describe_speed(finished)
-    histories = [result["losses"] for result in finished]
-    entry["curve"] = _average_curves(histories)
-    first = finished[0]
-    entry["cost"] = first["cost"]
-    entry["matrices"] = first["matrices"]
-    entry["matrices_of"] = f"{name}-seed{first['seed']}"
+    entry["curve"] = _average_curves([result["losses"] for result in finished])
+    first_result = finished[0]
+    entry["cost"] = first_result["cost"]
+    entry["matrices"] = first_result["matrices"]
+    entry["matrices_of"] = f"{name}-seed{first_result['seed']}"
     differences = []
     if name != reference:
         differences = _differences_from(reference, finished, results)
     if differences:
         entry["delta_curve"] = _average_curves(differences)
+    has_no_effect = name != NULL and _have_no_effect(differences)
     for metric in _METRICS:
-        losses = _collect_numbers(trials, name, metric.key)
+        losses = _collect_numbers(trial_entries, name, metric.key)
         if losses:
             entry[metric.key] = asdict(estimate(losses))
-        deltas = _collect_numbers(trials, name, metric.difference_key)
+        deltas = _collect_numbers(trial_entries, name, metric.difference_key)
         if deltas:
             delta = estimate(deltas)
             verdict = find_verdict(name, delta, floors.get(metric.key))
-            if name != NULL and _have_no_effect(differences):
+            if has_no_effect:
                 verdict = NO_EFFECT
             entry[metric.difference_key] = asdict(delta) | {"verdict": verdict}
     return entry
@@ -256,10 +274,14 @@ def _differences_from(
 
 
 def _have_no_effect(histories: Sequence[Losses]) -> bool:
-    """Whether all losses equal those of the reference. The first ones may, at the identity."""
+    """Return True if all losses of all seeds are equal to those of the reference.
+
+    Args:
+        histories: Differences from the losses of the reference, by seed.
+    """
     for differences in histories:
         known = [difference for difference in differences if difference is not None]
-        if len(known) < _LEAST_EQUAL_LOSSES or any(known):
+        if len(known) < _MIN_EQUAL_LOSSES or any(known):
             return False
     return bool(histories)
 
@@ -273,6 +295,13 @@ def _find_spikes(result: Result) -> list[Spike]:
 
 
 def find_verdict(name: str, delta: Estimate, floor: Mapping[str, float] | None) -> str:
+    """Return what a difference from the reference shows.
+
+    Args:
+        name: Name of the variant.
+        delta: Mean difference over seeds.
+        floor: Noise of this metric from :func:`estimate_noise`, if there are null trials.
+    """
     if name == NULL:
         return "the floor"
     if delta.half_width is None:

@@ -6,7 +6,7 @@ threshold, see ``kha-megatron spikes --help`` for details.
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -39,47 +39,68 @@ class Spike:
         return None if self.end is None else self.end - self.start
 
 
+@dataclass(frozen=True)
+class _SpikeStart:
+    spike: Spike
+    recovery_level: float
+    """The spike ends when the loss falls below this."""
+
+
 def find_spikes(
     history: Iterable[tuple[int, float]], definition: SpikeDefinition | None = None
 ) -> list[Spike]:
     """Find loss spikes in a sequence of (iteration, loss) pairs."""
     definition = definition or SpikeDefinition()
-    recent: deque[float] = deque(maxlen=definition.window)
+    recent_losses: deque[float] = deque(maxlen=definition.window)  # outside of spikes
     spikes = []
-    spike: Spike | None = None
-    recovered_below = 0.0
+    spike: Spike | None = None  # that has not ended yet
+    recovery_level = 0.0
     for iteration, loss in history:
-        if spike is not None:
+        if spike is None:
+            start = _find_start(iteration, loss, recent_losses, definition)
+            if start is not None:
+                spike = start.spike
+                recovery_level = start.recovery_level
+            elif math.isfinite(loss):
+                recent_losses.append(loss)
+        elif math.isfinite(loss) and loss < recovery_level:
+            spikes.append(replace(spike, end=iteration))
+            spike = None
+            recent_losses.append(loss)
+        else:
             height = _subtract_level(loss, spike.level)
-            if math.isfinite(loss) and loss < recovered_below:
-                spikes.append(replace(spike, end=iteration))
-                spike = None
-                recent.append(loss)
-            elif height > spike.height:
+            if height > spike.height:
                 spike = replace(spike, peak=iteration, height=height)
-            continue
-        if len(recent) >= definition.warmup:
-            level = median(recent)
-            height = _subtract_level(loss, level)
-            threshold = definition.margin
-            if height > threshold:  # the noise is slow to compute
-                noise = _estimate_noise(recent, level)
-                threshold = max(threshold, definition.deviations * noise)
-            if height > threshold:
-                spike = Spike(
-                    start=iteration,
-                    peak=iteration,
-                    end=None,
-                    level=level,
-                    height=height,
-                )
-                recovered_below = level + threshold / 2
-                continue
-        if math.isfinite(loss):
-            recent.append(loss)
     if spike is not None:
         spikes.append(spike)
     return spikes
+
+
+def _find_start(
+    iteration: int,
+    loss: float,
+    recent_losses: Sequence[float],
+    definition: SpikeDefinition,
+) -> _SpikeStart | None:
+    """Return the spike that starts in an iteration, or None if its loss is normal."""
+    if len(recent_losses) < definition.warmup:
+        return None
+    level = median(recent_losses)
+    height = _subtract_level(loss, level)
+    if height <= definition.margin:  # most losses, for which we do not need the noise
+        return None
+    noise = _estimate_noise(recent_losses, level)
+    threshold = max(definition.margin, definition.deviations * noise)
+    if height <= threshold:
+        return None
+    spike = Spike(
+        start=iteration,
+        peak=iteration,
+        end=None,
+        level=level,
+        height=height,
+    )
+    return _SpikeStart(spike, recovery_level=level + threshold / 2)
 
 
 def _subtract_level(loss: float, level: float) -> float:

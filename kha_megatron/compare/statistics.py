@@ -58,33 +58,34 @@ def estimate_noise(differences: Sequence[float]) -> dict[str, float]:
     }
 
 
-def t_quantile(freedom: int) -> float:
+def t_quantile(degrees_of_freedom: int) -> float:
     """Two-sided 95% quantile of the t distribution, e.g. 12.71 for 1 degree of freedom."""
     low = 0.0
     high = math.pi / 2
     for _ in range(60):  # bisection to float64 precision
         middle = (low + high) / 2
-        if _within(middle, freedom) < CONFIDENCE:
+        if _probability_within(middle, degrees_of_freedom) < CONFIDENCE:
             low = middle
         else:
             high = middle
-    return math.sqrt(freedom) * math.tan(low)
+    return math.sqrt(degrees_of_freedom) * math.tan(low)
 
 
-def _within(angle: float, freedom: int) -> float:
-    """Probability that a t-distributed variable lies within +-sqrt(freedom) * tan(angle).
+def _probability_within(angle: float, degrees_of_freedom: int) -> float:
+    """Probability that a t-distributed variable lies within +-sqrt(n) * tan(angle).
 
-    The angle is in radians. See Abramowitz and Stegun, equations 26.7.3 and 26.7.4.
+    The angle is in radians, and n is the number of degrees of freedom. See Abramowitz and Stegun,
+    equations 26.7.3 (odd n) and 26.7.4 (even n): with c = cos(angle), the series is
+    c + 2/3 c^3 + (2 * 4) / (3 * 5) c^5 + ... or 1 + 1/2 c^2 + (1 * 3) / (2 * 4) c^4 + ...
     """
-    is_odd = freedom % 2 == 1
+    is_odd = degrees_of_freedom % 2 == 1
     cosine = math.cos(angle)
     term = cosine if is_odd else 1.0
-    first = 2 if is_odd else 1
+    first_numerator = 2 if is_odd else 1
     series = 0.0
-    for k in range(first, freedom, 2):
+    for numerator in range(first_numerator, degrees_of_freedom, 2):
         series += term
-        factor = cosine**2 * k / (k + 1)
-        term *= factor
+        term *= cosine**2 * numerator / (numerator + 1)
     series *= math.sin(angle)
     if not is_odd:
         return series

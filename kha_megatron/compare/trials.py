@@ -23,7 +23,11 @@ from typing import Any
 from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
-from kha_megatron.compare.pretrained import RESERVED, Start, plan_start
+from kha_megatron.compare.pretrained import (
+    RESERVED,
+    InitialCheckpoint,
+    plan_initial_checkpoint,
+)
 from kha_megatron.compare.statistics import select_last
 from kha_megatron.compare.variants import NULL, SETTINGS, ModelVariant
 from kha_megatron.errors import ConfigError, DataError, OutputError
@@ -38,6 +42,7 @@ RESULT = "result.json"
 _INDEX = "index"
 """Dataset index. Each trial has its own, so that parallel trials cannot overwrite it."""
 _MIN_CHECKPOINTS = 4
+"""A trial saves at least this many checkpoints, so that an interruption loses little."""
 _SET_FOR_EACH_TRIAL = (
     "--save",
     "--load",
@@ -48,7 +53,9 @@ _SET_FOR_EACH_TRIAL = (
     "--kha-init-seed",
     "--kha-perturb-embedding",
 )
+"""Flags that a comparison sets."""
 _EVALUATION = ("--eval-iters", "--eval-interval", "--full-validation")
+"""Flags that a comparison with a held-out loss sets."""
 _PERTURBATION_BF16 = 2**-8
 _PERTURBATION_FP16 = 2**-11
 _PERTURBATION_FP32 = 1e-6
@@ -59,13 +66,18 @@ _PERTURBATION_FP32 = 1e-6
 class Trial:
     variant: ModelVariant
     seed: int
-    recipe: Recipe  # with the variant's KHA config
+    recipe: Recipe
+    """Recipe with the variant's head mechanisms."""
     overrides: tuple[str, ...]
-    launch: Mapping[str, Any]  # data, ranks and device of prepare_job
+    """Flags of Megatron that override the recipe."""
+    job_options: Mapping[str, Any]
+    """Options of :func:`prepare_job`: data, ranks and device."""
     folder: Path
     iterations: int
-    has_held_out_loss: bool  # whether to compute the validation loss
-    start: Start | None = None  # pretrained model with the variant's mechanisms
+    has_held_out_loss: bool
+    """Whether the validation loss is computed after training."""
+    initial_checkpoint: InitialCheckpoint | None = None
+    """Pretrained model with the variant's head mechanisms. None to start from random weights."""
 
     @property
     def name(self) -> str:
@@ -75,10 +87,10 @@ class Trial:
     @cached_property
     def config(self) -> Run:
         """Run configuration, except that output directories are not set yet."""
-        settings: dict[str, Any] = {"data": self.launch.get("data")}
-        if self.launch.get("device"):
-            settings["device"] = self.launch["device"]
-        return self.recipe.run_for(self.overrides, **settings)
+        options: dict[str, Any] = {"data": self.job_options.get("data")}
+        if self.job_options.get("device"):
+            options["device"] = self.job_options["device"]
+        return self.recipe.run_for(self.overrides, **options)
 
     @property
     def result(self) -> dict[str, Any] | None:
@@ -97,7 +109,8 @@ class Comparison:
     variants: tuple[ModelVariant, ...]
     seeds: tuple[int, ...]
     folder: Path
-    trials: tuple[Trial, ...]  # in the order they are trained, i.e. seed by seed
+    trials: tuple[Trial, ...]
+    """Trials in the order they are trained, i.e. seed by seed."""
 
 
 def plan_comparison(
@@ -110,7 +123,7 @@ def plan_comparison(
     null: bool = False,
     held_out_sequences: int = 0,
     pretrained: Path | None = None,
-    **launch: Any,
+    **job_options: Any,
 ) -> Comparison:
     """Plan all trials of a comparison and validate their arguments. Does not write any files.
 
@@ -130,46 +143,47 @@ def plan_comparison(
     """
     has_held_out_loss = held_out_sequences > 0
     _refuse_reserved_flags(overrides, has_held_out_loss, pretrained)
-    base = recipe.run_for(overrides)
-    iterations = base.training.train_iters
+    run = recipe.run_for(overrides)
+    iterations = run.training.train_iters
     if iterations is None:
         raise ConfigError(f"--train-iters is not set in {recipe.name}. Add `-- --train-iters N`.")
-    reference, *other_variants = variants
-    planned_variants = [reference]
-    if null:
-        null_variant = ModelVariant(NULL, reference.kha, perturbs=True)
-        planned_variants.append(null_variant)
-    planned_variants += other_variants
-    starts: dict[str, Start] = {}
+    planned_variants = _add_null_variant(variants) if null else list(variants)
+    initial_checkpoints: dict[str, InitialCheckpoint] = {}
     if pretrained is not None:
-        run = recipe.run_for(overrides, data=launch.get("data"))
+        run_with_data = recipe.run_for(overrides, data=job_options.get("data"))
         for variant in variants:
-            starts[variant.name] = plan_start(pretrained, variant, run, output)
-        starts[NULL] = starts[reference.name]
-        base = base.updated(starts[reference.name].words())  # with the dtype of the model
+            initial_checkpoints[variant.name] = plan_initial_checkpoint(
+                pretrained,
+                variant,
+                run_with_data,
+                output,
+            )
+        reference_checkpoint = initial_checkpoints[variants[0].name]
+        initial_checkpoints[NULL] = reference_checkpoint
+        run = run.updated(reference_checkpoint.words())  # with the dtype of the model
 
-    shared_flags = [*overrides, *_logging_flags(base)]
+    shared_flags = [*overrides, *_logging_flags(run)]
     if has_held_out_loss:
-        shared_flags += _evaluation_flags(base, held_out_sequences)
+        shared_flags += _evaluation_flags(run, held_out_sequences)
     trials = []
     for seed in range(1, seeds + 1):
         for variant in planned_variants:
-            start = starts.get(variant.name)
             kha = variant.kha
-            flags = [*shared_flags, *_seed_flags(base, variant, seed)]
-            if start is not None:
-                kha = start.kha
-                flags += start.words()
+            flags = [*shared_flags, *_seed_flags(run, variant, seed)]
+            initial_checkpoint = initial_checkpoints.get(variant.name)
+            if initial_checkpoint is not None:
+                kha = initial_checkpoint.kha
+                flags += initial_checkpoint.words()
             trial = Trial(
                 variant=variant,
                 seed=seed,
                 recipe=recipe.with_heads(kha),
                 overrides=tuple(flags),
-                launch=launch,
+                job_options=job_options,
                 folder=output / RUNS / f"{variant.name}-seed{seed}",
                 iterations=iterations,
                 has_held_out_loss=has_held_out_loss,
-                start=start,
+                initial_checkpoint=initial_checkpoint,
             )
             trials.append(trial)
     if has_files(output) and not (output / RUNS).is_dir():
@@ -177,9 +191,9 @@ def plan_comparison(
             f"{output} was not written by `kha-megatron compare`. Choose another --output."
         )
     for trial in trials:
-        if trial.seed == 1:
-            prepare_job(trial.recipe, overrides=trial.overrides, **launch)
-        _check_arguments(trial)
+        if trial.seed == 1:  # other seeds have the same arguments
+            prepare_job(trial.recipe, overrides=trial.overrides, **job_options)
+        _check_same_arguments(trial)
     return Comparison(
         recipe=recipe,
         variants=tuple(planned_variants),
@@ -189,32 +203,39 @@ def plan_comparison(
     )
 
 
+def _add_null_variant(variants: Sequence[ModelVariant]) -> list[ModelVariant]:
+    """Insert a perturbed copy of the reference after the reference."""
+    reference, *other_variants = variants
+    null_variant = ModelVariant(NULL, reference.kha, perturbs=True)
+    return [reference, null_variant, *other_variants]
+
+
 def _refuse_reserved_flags(
     overrides: Sequence[str], has_held_out_loss: bool, pretrained: Path | None
 ) -> None:
     """Raise ConfigError for flags of Megatron that another option of ``compare`` sets."""
-    options = dict.fromkeys(SETTINGS, "--variants")
-    options |= dict.fromkeys(_SET_FOR_EACH_TRIAL, "--output and --seeds")
+    option_by_flag = dict.fromkeys(SETTINGS, "--variants")
+    option_by_flag |= dict.fromkeys(_SET_FOR_EACH_TRIAL, "--output and --seeds")
     if has_held_out_loss:
-        options |= dict.fromkeys(_EVALUATION, "--held-out")
+        option_by_flag |= dict.fromkeys(_EVALUATION, "--held-out")
     if pretrained is not None:
-        options |= dict.fromkeys(RESERVED, "compare --pretrained-checkpoint")
+        option_by_flag |= dict.fromkeys(RESERVED, "compare --pretrained-checkpoint")
     for flag in parse(overrides):
-        if flag in options:
-            raise ConfigError(f"{flag} is set by {options[flag]}. Please remove it.")
+        if flag in option_by_flag:
+            raise ConfigError(f"{flag} is set by {option_by_flag[flag]}. Please remove it.")
 
 
-def _seed_flags(base: Run, variant: ModelVariant, seed: int) -> list[str]:
+def _seed_flags(run: Run, variant: ModelVariant, seed: int) -> list[str]:
     flags = ["--seed", str(seed), "--kha-init-seed", str(seed)]
     if variant.perturbs:
-        perturbation = _perturbation(base)
+        perturbation = _perturbation(run)
         flags += ["--kha-perturb-embedding", f"{perturbation:g}"]
     return flags
 
 
-def _logging_flags(base: Run) -> list[str]:
-    iterations = base.training.train_iters or 0
-    recipe_interval = base.training.save_interval or iterations
+def _logging_flags(run: Run) -> list[str]:
+    iterations = run.training.train_iters or 0
+    recipe_interval = run.training.save_interval or iterations
     longest_interval = math.ceil(iterations / _MIN_CHECKPOINTS)
     interval = min(recipe_interval, longest_interval)
     return [
@@ -224,27 +245,27 @@ def _logging_flags(base: Run) -> list[str]:
     ]
 
 
-def _evaluation_flags(base: Run, sequences: int) -> list[str]:
+def _evaluation_flags(run: Run, sequences: int) -> list[str]:
     """Return flags to evaluate once, at the end of training."""
-    if base.batch is None or not base.batch.global_batch_size:
+    if run.batch is None or not run.batch.global_batch_size:
         raise ConfigError("--held-out requires `-- --global-batch-size N`.")
-    batches = math.ceil(sequences / base.batch.global_batch_size)
-    iterations = base.training.train_iters or 0
+    batches = math.ceil(sequences / run.batch.global_batch_size)
+    iterations = run.training.train_iters or 0
     return [
         *("--eval-iters", str(batches)),
         *("--eval-interval", str(iterations + 1)),
     ]
 
 
-def _perturbation(base: Run) -> float:
-    if base.training.bf16:
+def _perturbation(run: Run) -> float:
+    if run.training.bf16:
         return _PERTURBATION_BF16
-    if base.training.fp16:
+    if run.training.fp16:
         return _PERTURBATION_FP16
     return _PERTURBATION_FP32
 
 
-def _check_arguments(trial: Trial) -> None:
+def _check_same_arguments(trial: Trial) -> None:
     """Make sure a trial is not resumed with different arguments."""
     file = trial.folder / RUN
     if not file.exists():
@@ -277,7 +298,7 @@ def start_trial(trial: Trial) -> Job:
     """
     run_file = trial.folder / RUN
     index = (trial.folder / _INDEX).absolute()
-    starts = 0
+    previous_starts = 0
     with owned(trial.folder / CHECKPOINTS):
         last_checkpoint = newest(trial.folder / CHECKPOINTS)
         # clean up, because the previous job may have been killed while writing
@@ -286,18 +307,18 @@ def start_trial(trial: Trial) -> Job:
         else:
             shutil.rmtree(index, ignore_errors=True)
             if run_file.exists():
-                starts = json.loads(run_file.read_bytes())["starts"]
-    if trial.start is not None and last_checkpoint is None:
-        trial.start.write()
+                previous_starts = json.loads(run_file.read_bytes())["starts"]
+    if trial.initial_checkpoint is not None and last_checkpoint is None:
+        trial.initial_checkpoint.write()
     job = prepare_job(
         trial.recipe,
         output=trial.folder,
         overrides=(*trial.overrides, "--data-cache-path", str(index)),
         resume=last_checkpoint is not None,
-        **trial.launch,
+        **trial.job_options,
     )
     trial.folder.mkdir(parents=True, exist_ok=True)
-    content = {"starts": starts + 1, "arguments": trial.config.flags}
+    content = {"starts": previous_starts + 1, "arguments": trial.config.flags}
     write_json(run_file, content)
     return job
 
@@ -316,7 +337,9 @@ def finish_trial(trial: Trial) -> None:
     vocab_size = checkpoint.args.get("padded_vocab_size")
     if not vocab_size:
         vocab_size = trial.recipe.run.vocab_size
-    pretrained_model = None if trial.start is None else trial.start.model
+    pretrained_model = None
+    if trial.initial_checkpoint is not None:
+        pretrained_model = trial.initial_checkpoint.model
     run_file = trial.folder / RUN
     result = {
         "variant": trial.variant.name,
@@ -330,13 +353,18 @@ def finish_trial(trial: Trial) -> None:
         "starts": json.loads(run_file.read_bytes())["starts"],
         "matrices": measure.diagnose_matrices(checkpoint, trial.folder),
     }
-    for folder in checkpoint.path.parent.iterdir():
+    _delete_unneeded_files(trial, last_checkpoint=checkpoint.path)
+    write_json(trial.folder / RESULT, result)
+
+
+def _delete_unneeded_files(trial: Trial, *, last_checkpoint: Path) -> None:
+    """Delete the dataset index and all checkpoints but the last one."""
+    for folder in last_checkpoint.parent.iterdir():
         is_checkpoint = iteration_of(folder) is not None
-        if is_checkpoint and folder != checkpoint.path:
+        if is_checkpoint and folder != last_checkpoint:
             shutil.rmtree(folder)
     index = trial.folder / _INDEX
     shutil.rmtree(index, ignore_errors=True)
-    write_json(trial.folder / RESULT, result)
 
 
 def _read_step_time(history: History) -> float | None:

@@ -3,6 +3,7 @@
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,13 +32,14 @@ SKIPPED: dict[str, str] = {
 }
 """Why a file can be skipped. The keys are used in ``data.json``."""
 
-_METADATA = (
+_METADATA_NAMES = (
     *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
     "cache-*.arrow",  # results of Dataset.map
 )
 """Files that the ``datasets`` library writes next to the data."""
 
-_EXAMPLES = 5  # paths that a report names for each reason
+_MAX_EXAMPLES = 5
+"""Number of paths that a report names for each reason."""
 
 Skipped = dict[str, dict[str, Any]]
 """Maps each key of :data:`SKIPPED` to ``{"count": n, "examples": [...]}``."""
@@ -73,15 +75,21 @@ def find_files(
         output=os.path.realpath(output),
         skipped=skipped,
     )
-    files: dict[Path, int] = {}
+    sizes: dict[Path, int] = {}
     for source in sources:
-        found_files = list(search.walk(source))
-        files |= _without_metadata(
-            found_files,
-            skips_text=globs is None,
-            skipped=skipped,
-        )
-    return files
+        files = list(search.walk(source))
+        formats = _find_formats(files)
+        ignored: set[Path] = set()
+        if formats.have_rows and globs is None:
+            ignored.update(formats.text, formats.single_values)
+        elif formats.single_value_error is not None:
+            raise formats.single_value_error
+        for path in sorted(ignored):
+            _record_skipped(skipped, "metadata", path)
+        for file in files:
+            if file.path not in ignored:
+                sizes[file.path] = file.size
+    return sizes
 
 
 class _File(NamedTuple):
@@ -104,46 +112,51 @@ class _Search:
         self.output = output
         self.skipped = skipped
         self.seen: set[str] = set()
+        """Real paths of all files and directories that were found."""
 
     def walk(self, source: Path) -> Iterator[_File]:
+        """Yield all files in ``source``, which can be a file or a directory."""
         stack = [source]
         while stack:
             path = stack.pop()
+            is_source = path == source
             try:
                 status = path.stat()
             except (OSError, ValueError) as error:
-                self._skip_missing(path, error, path == source)
+                self._skip_missing(path, error, is_source)
                 continue
             is_folder = stat.S_ISDIR(status.st_mode)
-            is_source = path == source
-            real = os.path.realpath(path)
-            reason = self._reason_to_skip(path, real, is_folder, is_source)
-            if reason:
-                skip(self.skipped, reason, path)
-            elif is_folder:
-                self.seen.add(real)
+            real_path = os.path.realpath(path)
+            reason = self._reason_to_skip(path, real_path, is_folder, is_source)
+            if reason is not None:
+                _record_skipped(self.skipped, reason, path)
+                continue
+            if is_folder:
+                self.seen.add(real_path)
                 stack += reversed(_children(path))
-            elif not stat.S_ISREG(status.st_mode):  # opening a pipe or device could wait forever
-                skip(self.skipped, "unreadable", path)
-            else:
-                self.seen.add(real)
+            elif stat.S_ISREG(status.st_mode):
+                self.seen.add(real_path)
                 yield _File(path, status.st_size)
+            else:  # opening a pipe or device could wait forever
+                _record_skipped(self.skipped, "unreadable", path)
 
     def _reason_to_skip(
         self,
         path: Path,
-        real: str,
+        real_path: str,
         is_folder: bool,
         is_source: bool,
     ) -> str | None:
-        if real == self.output:
+        """Return a key of :data:`SKIPPED`, or None if the path is not skipped."""
+        if real_path == self.output:
             return "excluded"
-        reason = None
         if not is_source:
             reason = self._reason_of_name(path.name, is_folder)
-        if reason is None and real in self.seen:
-            reason = "repeated"
-        return reason
+            if reason is not None:
+                return reason
+        if real_path in self.seen:
+            return "repeated"
+        return None
 
     def _reason_of_name(self, name: str, is_folder: bool) -> str | None:
         if name.startswith("."):
@@ -154,7 +167,7 @@ class _Search:
             return None
         if not _matches(name, self.globs):
             return "other_name"
-        if _matches(name, _METADATA):
+        if _matches(name, _METADATA_NAMES):
             return "metadata"
         return None
 
@@ -168,7 +181,7 @@ class _Search:
                 f"{printable(path)} cannot be opened ({in_one_line(error)}). Download the dataset "
                 "again. " + how_to_skip(path.name)
             ) from error
-        skip(self.skipped, reason or "unreadable", path)
+        _record_skipped(self.skipped, reason or "unreadable", path)
 
 
 def _children(folder: Path) -> list[Path]:
@@ -191,87 +204,117 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _without_metadata(
-    files: Sequence[_File],
-    skips_text: bool,
-    skipped: Skipped,
-) -> dict[Path, int]:
-    """Check the formats of files and, if ``skips_text`` is set, skip text next to rows."""
-    text: list[Path] = []
-    single_values: dict[Path, SingleValueError] = {}
-    has_rows = False
+@dataclass
+class _Formats:
+    """Formats of the files in a source."""
+
+    have_rows: bool = False
+    """Whether there is a JSON Lines, Parquet or Arrow file that is not empty."""
+    text: list[Path] = field(default_factory=list)
+    single_values: list[Path] = field(default_factory=list)
+    """JSON files with a single value. Next to files with rows, these are metadata."""
+    single_value_error: SingleValueError | None = None
+    """Why the first of ``single_values`` cannot be read as data."""
+
+
+def _find_formats(files: Sequence[_File]) -> _Formats:
+    """Find the formats of files. Raises DataError if a format is not supported."""
+    formats = _Formats()
     for file in files:
         try:
-            if find_format(file.path) is Format.TEXT:
-                text.append(file.path)
-            elif file.size:
-                has_rows = True
+            file_format = find_format(file.path)
         except SingleValueError as error:
-            single_values[file.path] = error
+            formats.single_values.append(file.path)
+            formats.single_value_error = formats.single_value_error or error
         except OSError as error:
             raise _unreadable(file.path, error) from error
-    metadata: set[Path] = set()
-    if has_rows and skips_text:
-        metadata = {*text, *single_values}
-    elif single_values:
-        raise next(iter(single_values.values()))
-    for path in sorted(metadata):
-        skip(skipped, "metadata", path)
-    sizes = {}
-    for file in files:
-        if file.path not in metadata:
-            sizes[file.path] = file.size
-    return sizes
+        else:
+            if file_format is Format.TEXT:
+                formats.text.append(file.path)
+            elif file.size:
+                formats.have_rows = True
+    return formats
 
 
 def select_sources(
     sizes: dict[Path, int],
     reader: Reader,
     *,
-    given: Sequence[Path],
+    sources: Sequence[Path],
     skipped: Skipped,
     advance: Callable[[int], None],
 ) -> list[Source]:
     """Read all files once and return those with text, in the same order.
 
-    Other files are added to ``skipped``. ``advance`` is called with the size of each file.
+    Args:
+        sizes: Files and their sizes, as returned by :func:`find_files`.
+        sources: What the user passed: files and directories.
+        skipped: Files and documents without text are added to it.
+        advance: Called with the size of each file.
 
     Raises:
-        DataError: If a file is damaged or cannot be read, or if one of the ``given`` files is not
+        DataError: If a file is damaged or cannot be read, or if one of the ``sources`` is not
             UTF-8. Binary files in a directory are skipped.
     """
     selected = []
     for path, size in sizes.items():
-        total = 0
-        documents = 0
-        empty = 0
-        is_split = False
         try:
-            for document in reader.documents(path):
-                if document.text:
-                    documents += 1
-                else:
-                    empty += 1
-                total += len(document.text.encode())
-                is_split |= document.continues
+            statistics = _read_statistics(path, reader)
         except UnicodeDecodeError as error:
-            if path in given or begins_as_text(path):
+            if path in sources or begins_as_text(path):
                 raise DataError(
                     f"{printable(path)} is not UTF-8 ({in_one_line(error)}). Convert or repair it. "
                     + how_to_skip(path.name)
                 ) from error
-            skip(skipped, "not_utf8", path)
+            _record_skipped(skipped, "not_utf8", path)
         except OSError as error:
             raise _unreadable(path, error) from error
         else:
-            if documents:
-                selected.append(Source(path, total, documents, is_split))
-            elif not empty:
-                skip(skipped, "empty", path)
-            for _ in range(empty):
-                skip(skipped, "empty", path)
+            if statistics.documents:
+                source = Source(
+                    path,
+                    statistics.bytes,
+                    statistics.documents,
+                    statistics.is_split,
+                )
+                selected.append(source)
+            _record_empty(skipped, path, statistics)
         advance(size)
     return selected
+
+
+@dataclass
+class _Statistics:
+    """Statistics of the documents in a file."""
+
+    bytes: int = 0
+    """Size of the text in UTF-8."""
+    documents: int = 0
+    """Number of documents with text."""
+    empty_documents: int = 0
+    is_split: bool = False
+    """Whether any document was longer than the limit."""
+
+
+def _read_statistics(path: Path, reader: Reader) -> _Statistics:
+    statistics = _Statistics()
+    for document in reader.documents(path):
+        if document.text:
+            statistics.documents += 1
+        else:
+            statistics.empty_documents += 1
+        statistics.bytes += len(document.text.encode())
+        statistics.is_split |= document.continues
+    return statistics
+
+
+def _record_empty(skipped: Skipped, path: Path, statistics: _Statistics) -> None:
+    """Count each empty document, and a file without any document."""
+    count = statistics.empty_documents
+    if statistics.documents == 0 and count == 0:
+        count = 1
+    for _ in range(count):
+        _record_skipped(skipped, "empty", path)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
@@ -281,8 +324,8 @@ def _unreadable(path: Path, error: OSError) -> DataError:
     )
 
 
-def skip(skipped: Skipped, reason: str, path: Path) -> None:
+def _record_skipped(skipped: Skipped, reason: str, path: Path) -> None:
     entry = skipped[reason]
     entry["count"] += 1
-    if len(entry["examples"]) < _EXAMPLES:
+    if len(entry["examples"]) < _MAX_EXAMPLES:
         entry["examples"].append(printable(path))

@@ -43,9 +43,13 @@ UNSUPPORTED = {
 
 _COMPRESSED = (".gz", ".zst")
 _MAGIC = {b"PAR1": ".parquet", b"ARROW1": ".arrow"}
+"""The first bytes of files, with the suffix that they should have."""
 _ARRAY_OF_OBJECTS = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*[{\]]")
-_BEGINNING = 1 << 20  # bytes; how much of a file is read to recognize its format
-_BEGINNING_OF_TEXT = 1 << 13  # bytes
+"""A JSON array that is empty or contains objects, after an optional byte order mark."""
+_BEGINNING_BYTES = 1 << 20
+"""How much of a file is read to recognize its format."""
+_TEXT_CHECK_BYTES = 1 << 13
+"""How much of a file is read to distinguish text from binary data."""
 
 
 class SingleValueError(DataError):
@@ -61,13 +65,9 @@ def find_format(path: Path) -> Format:
     """
     suffix = data_suffix(path)
     last_suffix = path.suffix.lower()
-    for name in (suffix, last_suffix):
-        if name in UNSUPPORTED:
-            pattern = f"*{path.suffix}" if name == last_suffix else path.name
-            raise DataError(
-                f"{printable(path)}: {name} files are not supported. {UNSUPPORTED[name]}. "
-                + how_to_skip(pattern)
-            )
+    if suffix in UNSUPPORTED:
+        is_compressed = suffix != last_suffix
+        raise _unsupported(path, suffix, path.name if is_compressed else f"*{path.suffix}")
     refuse_lfs_pointer(path, DataError)
     if suffix == ".json":
         return _format_of_json(path)
@@ -79,6 +79,13 @@ def find_format(path: Path) -> Format:
             f"{printable(path)}: compressed {suffix} files are not supported. Decompress it."
         )
     return _SUFFIXES[suffix]
+
+
+def _unsupported(path: Path, suffix: str, pattern: str) -> DataError:
+    return DataError(
+        f"{printable(path)}: {suffix} files are not supported. {UNSUPPORTED[suffix]}. "
+        + how_to_skip(pattern)
+    )
 
 
 def is_named_as_rows(path: Path) -> bool:
@@ -95,34 +102,34 @@ def data_suffix(path: Path) -> str:
 
 
 def _format_of_json(path: Path) -> Format:
+    """Check that a ``.json`` file contains JSON Lines. The first line decides."""
     with open_file(path) as stream:
-        beginning = stream.read(_BEGINNING)
-        is_whole_file = len(beginning) < _BEGINNING
-        if _ARRAY_OF_OBJECTS.match(beginning):
-            raise DataError(
-                f"{printable(path)} contains a JSON array. Write one JSON object per line, e.g. "
-                "with `jq -c '.[]'`."
-            )
+        beginning = stream.read(_BEGINNING_BYTES)
+        is_whole_file = len(beginning) < _BEGINNING_BYTES
         first_line, newline, _ = beginning.lstrip().partition(b"\n")
-        if not newline and not is_whole_file:
+        is_array = _ARRAY_OF_OBJECTS.match(beginning) is not None
+        if not newline and not is_whole_file and not is_array:
             first_line += stream.readline()
-    if not beginning.strip() or isinstance(_parse(first_line), dict):
+    if is_array:
+        raise DataError(
+            f"{printable(path)} contains a JSON array. Write one JSON object per line, e.g. "
+            "with `jq -c '.[]'`."
+        )
+    is_blank = not beginning.strip()
+    if is_blank or isinstance(_parse(first_line), dict):
         return Format.JSON_LINES
-    is_single_value = is_whole_file and _parse(beginning) is not None
-    raise (SingleValueError if is_single_value else DataError)(
+    mistake = (
         f"{printable(path)} does not contain JSON Lines. Write one JSON object per line, e.g. with "
-        "`jq -c .`. " + how_to_skip("*.json" if is_single_value else path.name)
+        "`jq -c .`."
     )
+    if is_whole_file and _parse(beginning) is not None:
+        raise SingleValueError(f"{mistake} {how_to_skip('*.json')}")
+    raise DataError(f"{mistake} {how_to_skip(path.name)}")
 
 
 def _refuse_rows_with_another_name(path: Path) -> None:
     """Raise DataError if the rows of a dataset would be read as text because of a file's name."""
-    with open_file(path) as stream:
-        beginning = stream.read(_BEGINNING)
-    suffix = ".jsonl" if _begins_with_two_objects(beginning) else None
-    for magic, suffix_of_magic in _MAGIC.items():
-        if beginning.startswith(magic):
-            suffix = suffix_of_magic
+    suffix = _suffix_of_rows(path)
     if suffix is not None:
         format_name = _SUFFIXES[suffix].value
         raise DataError(
@@ -131,12 +138,24 @@ def _refuse_rows_with_another_name(path: Path) -> None:
         )
 
 
+def _suffix_of_rows(path: Path) -> str | None:
+    """Return the suffix that a file with rows should have, or None if it seems to be text."""
+    with open_file(path) as stream:
+        beginning = stream.read(_BEGINNING_BYTES)
+    for magic, suffix in _MAGIC.items():
+        if beginning.startswith(magic):
+            return suffix
+    if _begins_with_two_objects(beginning):
+        return ".jsonl"
+    return None
+
+
 def _begins_with_two_objects(beginning: bytes) -> bool:
     """Return True if the first two lines are JSON objects."""
     if not beginning.startswith(b"{"):
         return False
-    first_line, newline, rest = beginning.partition(b"\n")
-    second_line, _, _ = rest.partition(b"\n")
+    first_line, newline, next_lines = beginning.partition(b"\n")
+    second_line, _, _ = next_lines.partition(b"\n")
     if not newline:
         return False
     is_first_object = isinstance(_parse(first_line), dict)
@@ -160,8 +179,8 @@ def _parse(content: bytes) -> Any:
 def begins_as_text(path: Path) -> bool:
     """Return False if a file is binary, or text in another encoding than UTF-8."""
     with open_file(path) as stream:
-        beginning = stream.read(_BEGINNING_OF_TEXT)
-    is_whole_file = len(beginning) < _BEGINNING_OF_TEXT
+        beginning = stream.read(_TEXT_CHECK_BYTES)
+    is_whole_file = len(beginning) < _TEXT_CHECK_BYTES
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
         decoder.decode(beginning, final=is_whole_file)

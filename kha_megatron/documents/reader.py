@@ -9,7 +9,8 @@ from kha_megatron.documents.formats import Format, find_format, open_file, print
 from kha_megatron.documents.rows import read_rows
 from kha_megatron.errors import DataError
 
-_BYTES_PER_TOKEN = 64  # for read_beginning
+_BYTES_PER_TOKEN = 64
+"""How many bytes :func:`read_beginning` reads for each token. Tokens are shorter on average."""
 
 
 class Source(NamedTuple):
@@ -87,10 +88,11 @@ def split_text(stream: IO[bytes], limit: int) -> Iterator[bytes]:
 
     Prefers to split after a newline. If a line is too long, we split it between two characters.
     """
-    rest = b""
+    unfinished = b""  # what has been read, but does not belong to a chunk yet
     while True:
-        missing = limit + 1 - len(rest)
-        block = rest + stream.read(missing)
+        # one more byte than fits shows whether this is the last chunk
+        missing = limit + 1 - len(unfinished)
+        block = unfinished + stream.read(missing)
         if len(block) <= limit:
             if block:
                 yield block
@@ -99,7 +101,7 @@ def split_text(stream: IO[bytes], limit: int) -> Iterator[bytes]:
         if end == 0:
             end = _end_of_character(block, limit)
         yield block[:end]
-        rest = block[end:]
+        unfinished = block[end:]
 
 
 def _end_of_character(block: bytes, limit: int) -> int:

@@ -13,6 +13,7 @@ _BATCH_ROWS = 1024
 _ROWS_WITHOUT_FIELD = 10_000
 """If the first rows do not have the field, reading stops after this number of rows."""
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
+"""Last bytes of Arrow's streaming format: the marker of a message, and its length 0."""
 
 
 def read_rows(path: Path, file_format: Format, key: str) -> Iterator[str | None]:
@@ -104,9 +105,9 @@ def _read_parquet(pyarrow: Any, path: Path, file: IO[bytes], key: str) -> Iterat
 
 def _read_arrow(pyarrow: Any, path: Path, file: IO[bytes], key: str) -> Iterator[Any]:
     """Read Arrow's streaming format (used by ``Dataset.save_to_disk``) or its file format."""
-    is_stream = file.read(6) != b"ARROW1"
+    is_file_format = file.read(6) == b"ARROW1"
     file.seek(0)
-    if not is_stream:
+    if is_file_format:
         reader = pyarrow.ipc.open_file(file)
         _check_column(pyarrow.types, path, reader.schema, key)
         for number in range(reader.num_record_batches):

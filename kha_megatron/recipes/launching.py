@@ -28,7 +28,7 @@ from kha_megatron.recipes.processes import (
 TASK = "train"
 """Name of the NeMo-Run task. Its script is called ``train.sh``."""
 
-_FINISHED = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
+_FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN")
 _POLL_SECONDS = 1.0
 
 
@@ -67,17 +67,18 @@ class LaunchResult:
 
 def dry_run(job: Job) -> Command:
     """Return the torchrun command that :func:`launch_job` would run."""
-    with create_experiment(job, _executor(job, launch_id="dry-run")) as experiment:
+    executor = _create_executor(job, launch_id="dry-run")
+    with create_experiment(job, executor) as experiment:
         experiment.dryrun(log=False)
         request = experiment.jobs[0]._dryrun_info.request
-    (replica,) = request.role_params[TASK]
-    *torchrun, _script = replica.args  # replace NeMo-Run's temporary script by its command
-    environment = dict(replica.env)
+    (process,) = request.role_params[TASK]
+    *torchrun, _script = process.args  # replace NeMo-Run's temporary script by its command
+    environment = dict(process.env)
     environment.pop(LAUNCH_VARIABLE, None)
     return Command(
         words=(*torchrun, *job.command),
         environment=environment,
-        folder=Path(replica.cwd or os.getcwd()),
+        folder=Path(process.cwd or os.getcwd()),
     )
 
 
@@ -101,7 +102,7 @@ def launch_job(
         OutputError: If another process uses the output directory.
     """
     launch_id = uuid.uuid4().hex
-    executor = _executor(job, launch_id=launch_id)
+    executor = _create_executor(job, launch_id=launch_id)
     last_step = None
     # exit the guard first, because the experiment waits for the ranks when it is closed
     with (
@@ -112,17 +113,17 @@ def launch_job(
     ):
         start = time.monotonic()
         experiment.run()
-        info = experiment.status(return_dict=True)[TASK]
-        logs = Path(info["local_dir"], "nemo_run", info["job_id"])
-        launcher = logs / TASK / "0"
+        task_status = experiment.status(return_dict=True)[TASK]
+        logs = Path(task_status["local_dir"], "nemo_run", task_status["job_id"])
+        torchrun_logs = logs / TASK / "0"  # index of the replica, of which there is one
         rank_logs = logs / "torchelastic" / TASK
-        log = launcher / "combined.log"
+        log = torchrun_logs / "combined.log"
         announce(f"Writing the log of all ranks of {job.output or job.recipe.name} to {log}")
-        for step in _follow(experiment, launcher / "stdout.log", launch_id, stop):
+        for step in _follow_steps(experiment, torchrun_logs / "stdout.log", launch_id, stop):
             last_step = step
             if on_step is not None:
                 on_step(step)
-        status = _status(experiment, launch_id).lower()
+        status = _read_state(experiment, launch_id).lower()
         seconds = time.monotonic() - start
     return LaunchResult(
         status=status,
@@ -130,7 +131,7 @@ def launch_job(
         log=log,
         rank_logs=rank_logs,
         last_step=last_step,
-        failure=None if status == "succeeded" else find_failure(launcher, rank_logs),
+        failure=None if status == "succeeded" else find_failure(torchrun_logs, rank_logs),
         stopped_at=job.stopped_at,
     )
 
@@ -163,10 +164,11 @@ def create_experiment(job: Job, executor: Any, *, chain: int = 1) -> Iterator[An
     ) as experiment:
         # Script(path=..., args=...) would be quoted for a shell, which the local executor lacks
         script = run.Script(inline=job.script, entrypoint="bash")
-        before: list[str] = []
+        dependencies: list[str] = []
         for number in range(1, chain + 1):
             name = TASK if chain == 1 else f"{TASK}-{number}"
-            before = [experiment.add(script, name=name, dependencies=before)]
+            task_id = experiment.add(script, name=name, dependencies=dependencies)
+            dependencies = [task_id]
         folder = experiment.jobs[0].executor.job_dir
         if shlex.quote(folder) != folder:
             raise ConfigError(
@@ -176,7 +178,7 @@ def create_experiment(job: Job, executor: Any, *, chain: int = 1) -> Iterator[An
         yield experiment
 
 
-def _executor(job: Job, *, launch_id: str) -> Any:
+def _create_executor(job: Job, *, launch_id: str) -> Any:
     binaries = str(Path(sys.executable).parent)
     return import_nemo_run().LocalExecutor(
         launcher="torchrun",
@@ -185,31 +187,32 @@ def _executor(job: Job, *, launch_id: str) -> Any:
     )
 
 
-def _follow(
+def _follow_steps(
     experiment: Any,
     log: Path,
     launch_id: str,
     stop: threading.Event | None,
 ) -> Iterator[Step]:
+    """Yield training steps as they are logged, until the task has finished."""
     with log.open("rb") as file:
-        finished = False
-        while not finished:
-            # query the status before reading, so that no line is missed
-            finished = _status(experiment, launch_id) in _FINISHED
+        is_finished = False
+        while not is_finished:
+            # query the state before reading, so that no line is missed
+            is_finished = _read_state(experiment, launch_id) in _FINAL_STATES
             yield from parse_steps(read_new_lines(file))
             if stop is not None and stop.is_set():
                 raise KeyboardInterrupt
-            if not finished:
+            if not is_finished:
                 time.sleep(_POLL_SECONDS)
 
 
-def _status(experiment: Any, launch_id: str) -> str:
+def _read_state(experiment: Any, launch_id: str) -> str:
     """Return the state of the task, e.g. RUNNING or SUCCEEDED.
 
     We cannot rely on NeMo-Run's exit code because it is 0 even for failed jobs. If all processes
     are gone but there is no final state, the state is UNKNOWN.
     """
     state = experiment.status(return_dict=True)[TASK]["status"].name
-    if state not in (*_FINISHED, "RUNNING") and not find_processes(launch_id):
+    if state not in (*_FINAL_STATES, "RUNNING") and not find_processes(launch_id):
         return "UNKNOWN"
     return state

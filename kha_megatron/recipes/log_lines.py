@@ -33,7 +33,7 @@ class Step:
     """A training step in Megatron's log. Loss and time are averages since the previous one."""
 
     iteration: int
-    total: int
+    total: int  # number of iterations of the run
     samples: int | None  # samples consumed so far
     seconds: float | None  # seconds per iteration
     loss: float | None  # None if all iterations were skipped
@@ -42,6 +42,7 @@ class Step:
 class LogLine(NamedTuple):
     iteration: int
     total: int
+    """Number of iterations of the run."""
     metrics: dict[str, float]
 
 
@@ -50,8 +51,8 @@ def parse_line(line: str) -> LogLine | None:
     match = _LINE.search(line)
     if match is None:
         return None
-    iteration, total, text = match.groups()
-    *fields, _ = text.split("|")  # output of another rank may follow the last bar
+    iteration, total, metrics_text = match.groups()
+    *fields, _ = metrics_text.split("|")  # output of another rank may follow the last bar
     metrics = {}
     for field in fields:
         name, _, value = field.partition(": ")
@@ -66,18 +67,18 @@ def parse_line(line: str) -> LogLine | None:
 
 
 def parse_step(line: str) -> Step | None:
-    """Same as :func:`parse_line`, but returns a :class:`Step`."""
-    parsed = parse_line(line)
-    if parsed is None:
+    """Parse the step in a line of Megatron's training log. Returns None for other lines."""
+    log_line = parse_line(line)
+    if log_line is None:
         return None
-    samples = parsed.metrics.get("consumed samples")
-    milliseconds = parsed.metrics.get("elapsed time per iteration (ms)")
+    samples = log_line.metrics.get("consumed samples")
+    milliseconds = log_line.metrics.get("elapsed time per iteration (ms)")
     return Step(
-        iteration=parsed.iteration,
-        total=parsed.total,
+        iteration=log_line.iteration,
+        total=log_line.total,
         samples=None if samples is None else int(samples),
         seconds=None if milliseconds is None else milliseconds / 1000,
-        loss=parsed.metrics.get(LOSS),
+        loss=log_line.metrics.get(LOSS),
     )
 
 
@@ -89,6 +90,7 @@ def parse_steps(lines: Iterable[str]) -> Iterator[Step]:
 
 
 def read_steps(log: Path) -> list[Step]:
+    """Read all training steps from Megatron's log."""
     with log.open("rb") as file:
         return list(parse_steps(read_new_lines(file)))
 
@@ -101,7 +103,7 @@ def compute_tokens_per_second(steps: Sequence[Step], seq_length: int) -> float |
     for step in steps:
         if step.samples is None or not step.seconds:
             continue
-        if previous is not None:
+        if previous is not None:  # the logged time is an average over all iterations since then
             samples += step.samples - (previous.samples or 0)
             seconds += (step.iteration - previous.iteration) * step.seconds
         previous = step
@@ -131,18 +133,18 @@ def read_log(path: Path) -> History:
     Raises:
         DataError: If the file contains no training log lines.
     """
-    latest: dict[str, dict[int, float]] = {}
+    values_by_metric: dict[str, dict[int, float]] = {}
     with Path(path).open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
-            parsed = parse_line(line)
-            if parsed is None:
+            log_line = parse_line(line)
+            if log_line is None:
                 continue
-            for name, value in parsed.metrics.items():
-                values = latest.setdefault(name, {})
-                values[parsed.iteration] = value
-    if not latest:
+            for name, value in log_line.metrics.items():
+                values = values_by_metric.setdefault(name, {})
+                values[log_line.iteration] = value
+    if not values_by_metric:
         raise DataError(f"No training log lines ('iteration 1/ 10 | ...') found in {path}.")
-    return {name: sorted(values.items()) for name, values in latest.items()}
+    return _sort_by_iteration(values_by_metric)
 
 
 def read_history(tensorboard_dir: Path) -> History:
@@ -162,7 +164,7 @@ def read_history(tensorboard_dir: Path) -> History:
             f"No TensorBoard event files (events.out.tfevents.*) found in {tensorboard_dir}. Was "
             "the run started with --tensorboard-dir?"
         )
-    merged: dict[str, dict[int, float]] = {}
+    values_by_metric: dict[str, dict[int, float]] = {}
     for file in files:
         events = EventAccumulator(str(file), size_guidance={"scalars": 0})
         events.Reload()
@@ -172,5 +174,9 @@ def read_history(tensorboard_dir: Path) -> History:
             first_values: dict[int, float] = {}
             for event in events.Scalars(name):
                 first_values.setdefault(event.step, event.value)
-            merged.setdefault(name, {}).update(first_values)
-    return {name: sorted(values.items()) for name, values in merged.items()}
+            values_by_metric.setdefault(name, {}).update(first_values)
+    return _sort_by_iteration(values_by_metric)
+
+
+def _sort_by_iteration(values_by_metric: dict[str, dict[int, float]]) -> History:
+    return {name: sorted(values.items()) for name, values in values_by_metric.items()}

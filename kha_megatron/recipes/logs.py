@@ -13,11 +13,18 @@ LINE_PREFIX = "[${role_name}${rank}]:"
 """Template for torchrun's prefix of each line. By default, it contains the local rank, which does
 not identify a rank in a log of several nodes."""
 
+INVALID_INPUT = 2
+"""Exit code of ranks with invalid arguments or files."""
+
 _RANK_PREFIX = re.compile(r"^\[[^\]]*\d+\]:")
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 _ROOT_CAUSE_FIELD = re.compile(r"\s*(time|host|rank|exitcode)\s*:\s*(.*)")
-_LOCAL_RANK = re.compile(r"(\d+) \(local_rank: (\d+)\)")
+_RANK_FIELD = re.compile(r"(\d+) \(local_rank: (\d+)\)")
 _MAX_LINE_BYTES = 1 << 16
+_TYPICAL_LINE_BYTES = 512
+"""Lines at the end of a log are read on the assumption that they are not longer on average."""
+_REPORT_LINES = 1000
+"""How many lines of torchrun's log are searched for its report, which is at the end."""
 
 
 @dataclass(frozen=True)
@@ -55,25 +62,29 @@ class _RootCause:
     exit_code: int
 
 
-def find_failure(launcher: Path, ranks: Path) -> Failure:
+def find_failure(torchrun_logs: Path, rank_logs: Path) -> Failure:
     """Find the failed rank of a local run.
 
     Args:
-        launcher: Directory with torchrun's own ``stdout.log`` and ``stderr.log``.
-        ranks: torchrun's ``--log-dir``, containing ``<run>/attempt_<n>/<local rank>/``.
+        torchrun_logs: Directory with torchrun's own ``stdout.log`` and ``stderr.log``.
+        rank_logs: torchrun's ``--log-dir``, containing ``<run>/attempt_<n>/<local rank>/``.
     """
-    report = launcher / "stderr.log"
-    cause = _find_root_cause(_last_lines(report, 1000))
+    report = torchrun_logs / "stderr.log"
+    cause = _find_root_cause(_last_lines(report, _REPORT_LINES))
     if cause is None:
-        return Failure(None, None, report, _last_lines(report))
-    attempts = sorted(ranks.glob(f"*/attempt_*/{cause.local_rank}"))
-    folder = attempts[-1] if attempts else launcher
+        return _unknown_failure(report)
+    attempts = sorted(rank_logs.glob(f"*/attempt_*/{cause.local_rank}"))
+    folder = attempts[-1] if attempts else torchrun_logs
     log = folder / "stderr.log"
-    stdout = folder / "stdout.log"
-    if not _last_lines(log, 1) and _last_lines(stdout, 1):
-        log = stdout
-    lines = _without_usage(_last_lines(log), cause.exit_code)
-    return Failure(cause.rank, cause.exit_code, log, lines)
+    stdout_log = folder / "stdout.log"
+    if not _last_lines(log, 1) and _last_lines(stdout_log, 1):
+        log = stdout_log
+    return Failure(
+        rank=cause.rank,
+        exit_code=cause.exit_code,
+        log=log,
+        lines=_without_usage(_last_lines(log), cause.exit_code),
+    )
 
 
 def find_failure_in_log(log: Path) -> Failure:
@@ -84,15 +95,25 @@ def find_failure_in_log(log: Path) -> Failure:
     """
     cause = _find_root_cause(_read_lines(log))
     if cause is None:
-        return Failure(None, None, log, _last_lines(log))
+        return _unknown_failure(log)
     prefix = f"[default{cause.rank}]:"
     lines_of_rank: deque[str] = deque(maxlen=TAIL_LINES)
     for line in _read_lines(log):
         if line.startswith(prefix):
             lines_of_rank.append(line)
-    lines = _without_prefixes(lines_of_rank) or _last_lines(log)
-    lines = _without_usage(lines, cause.exit_code)
-    return Failure(cause.rank, cause.exit_code, log, lines, cause.host)
+    last_lines = _without_prefixes(lines_of_rank) or _last_lines(log)
+    return Failure(
+        rank=cause.rank,
+        exit_code=cause.exit_code,
+        log=log,
+        lines=_without_usage(last_lines, cause.exit_code),
+        host=cause.host,
+    )
+
+
+def _unknown_failure(log: Path) -> Failure:
+    """Return the failure of a job whose log does not tell which rank failed."""
+    return Failure(rank=None, exit_code=None, log=log, lines=_last_lines(log))
 
 
 def _find_root_cause(lines: Iterable[str]) -> _RootCause | None:
@@ -105,6 +126,7 @@ def _find_root_cause(lines: Iterable[str]) -> _RootCause | None:
 
 
 def _parse_reports(lines: Iterable[str]) -> Iterator[_RootCause]:
+    """Yield the failure in each report. Reports consist of lines such as ``time : 2026-01-01``."""
     fields: dict[str, str] | None = None  # of the current report
     for line in lines:
         if _ROOT_CAUSE in line:
@@ -123,14 +145,15 @@ def _parse_reports(lines: Iterable[str]) -> Iterator[_RootCause]:
 
 
 def _parse_cause(fields: dict[str, str]) -> _RootCause | None:
-    ranks = _LOCAL_RANK.match(fields.get("rank", ""))
+    """Parse the fields of a report. Returns None if they are incomplete."""
+    rank_match = _RANK_FIELD.match(fields.get("rank", ""))
     exit_code_match = re.match(r"-?\d+", fields["exitcode"])
-    if ranks is None or exit_code_match is None:
+    if rank_match is None or exit_code_match is None:
         return None
-    rank = int(ranks[1])
-    local_rank = int(ranks[2])
+    rank = int(rank_match[1])
+    local_rank = int(rank_match[2])
     exit_code = int(exit_code_match[0])
-    if exit_code == 2:  # for invalid input, only the first rank of a node prints the error
+    if exit_code == INVALID_INPUT:  # only the first rank of a node prints the error
         rank -= local_rank
         local_rank = 0
     return _RootCause(
@@ -150,8 +173,8 @@ def _read_lines(log: Path) -> Iterator[str]:
 
 
 def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
-    """Drop the usage text that argparse prints before an error (exit code 2)."""
-    if exit_code != 2:
+    """Drop the usage text that argparse prints before an error."""
+    if exit_code != INVALID_INPUT:
         return lines
     start = 0
     for index, line in enumerate(lines):
@@ -161,9 +184,10 @@ def _without_usage(lines: tuple[str, ...], exit_code: int) -> tuple[str, ...]:
 
 
 def _last_lines(log: Path, count: int = TAIL_LINES) -> tuple[str, ...]:
+    """Return the last lines of a log, without prefixes. Empty if the file does not exist."""
     try:
         with log.open("rb") as file:
-            start = log.stat().st_size - 512 * count
+            start = log.stat().st_size - _TYPICAL_LINE_BYTES * count
             file.seek(max(0, start))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:

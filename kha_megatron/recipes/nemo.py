@@ -46,7 +46,7 @@ def partial(
         megatron: Megatron and ``--kha-*`` arguments, e.g. ``"--lr 1e-3 --kha-value mlp"``.
         resume: Resume from the last checkpoint in ``output``.
     """
-    local = isinstance(executor, run.LocalExecutor)
+    is_local = isinstance(executor, run.LocalExecutor)
     slurm = _slurm_options(executor) if isinstance(executor, run.SlurmExecutor) else None
     chosen = get_recipe(recipe)
     job = prepare_job(
@@ -57,13 +57,13 @@ def partial(
         ranks=executor.nnodes() * executor.nproc_per_node(),
         resume=resume,
         slurm=slurm,
-        remote=not local,
+        remote=not is_local,
     )
     if slurm is not None:
         add_protection(executor, slurm)
     executor.launcher = executor.launcher or run.Torchrun()
     executor.env_vars = {**job.environment, **executor.env_vars}
-    if local:
+    if is_local:
         executor.env_vars.setdefault("PATH", str(Path(sys.executable).parent))  # for torchrun
     return run.Partial(run_rank, command=list(job.command[1:]))
 

@@ -56,126 +56,218 @@ TRAINING: dict[str, Any] = {
 
 _KEPT_CHECKPOINTS = 10
 """Number of checkpoints that a run keeps, besides the newest one."""
+_LEARNING_RATE_DIGITS = 10
+"""Decimal places of computed learning rates, so that the command line has 7.5e-05 instead of
+7.500000000000001e-05."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Schedule:
     """Training length and learning rate schedule. Defaults are from section 4.1."""
 
-    tokens: str  # training tokens, e.g. ``75B`` or ``1T``
-    length: int  # sequence length
-    rate: float  # peak learning rate
-    last: float = 0.1  # final learning rate, as a fraction of the peak
-    batch: int = 512  # global batch size (sequences)
+    tokens: str
+    """Number of training tokens, e.g. ``75B`` or ``1T``."""
+    sequence_length: int
+    peak_rate: float
+    """Peak learning rate."""
+    final_fraction: float = 0.1
+    """Final learning rate, as a fraction of the peak."""
+    global_batch: int = 512
+    """Global batch size in sequences."""
     warm_up: Mapping[str, Any] = MappingProxyType({"lr_warmup_fraction": 0.05})
+    """Megatron arguments for the warm-up of the learning rate."""
 
-    def arguments(self) -> dict[str, Any]:
+    @property
+    def final_rate(self) -> float:
+        """Learning rate at the end of training."""
+        return round(self.peak_rate * self.final_fraction, _LEARNING_RATE_DIGITS)
+
+    @property
+    def iterations(self) -> int:
+        """Number of training steps, rounded up."""
         number = int(self.tokens[:-1])
         unit = _UNITS[self.tokens[-1]]
-        tokens_per_batch = self.batch * self.length
-        iterations = math.ceil(number * unit / tokens_per_batch)
-        interval = iterations // _KEPT_CHECKPOINTS
+        tokens_per_batch = self.global_batch * self.sequence_length
+        return math.ceil(number * unit / tokens_per_batch)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return Megatron's arguments for this schedule."""
+        save_interval = self.iterations // _KEPT_CHECKPOINTS
         return {
-            "seq_length": self.length,
-            "max_position_embeddings": self.length,
-            "train_iters": iterations,
-            "save_interval": interval,
-            "save_retain_interval": interval,
-            "lr": self.rate,
-            "min_lr": round(self.rate * self.last, 10),
+            "seq_length": self.sequence_length,
+            "max_position_embeddings": self.sequence_length,
+            "train_iters": self.iterations,
+            "save_interval": save_interval,
+            "save_retain_interval": save_interval,
+            "lr": self.peak_rate,
+            "min_lr": self.final_rate,
             **self.warm_up,
-            "global_batch_size": self.batch,
+            "global_batch_size": self.global_batch,
         }
 
 
-SCHEDULE_75B = Schedule("75B", 4096, 7.5e-4)  # Tables 1 and 2
-SCHEDULE_100B = Schedule("100B", 4096, 7.5e-4)  # Tables 3 and 5
-SCHEDULE_1T = Schedule("1T", 8192, 4.78e-4)  # section 4.3 and Table 4
+SCHEDULE_75B = Schedule(tokens="75B", sequence_length=4096, peak_rate=7.5e-4)
+"""Training of the models in Tables 1 and 2."""
+SCHEDULE_100B = Schedule(tokens="100B", sequence_length=4096, peak_rate=7.5e-4)
+"""Training of the models in Tables 3 and 5."""
+SCHEDULE_1T = Schedule(tokens="1T", sequence_length=8192, peak_rate=4.78e-4)
+"""Training of the model in section 4.3 and Table 4."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Experts of each MoE layer."""
+
+    total: int
+    per_token: int
+    """Number of experts that the router selects for a token (top-k)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSize:
     """Dimensions of a model, as in Table 5, and the largest micro batch that fits in memory."""
 
     layers: int
     hidden: int
-    ffn: int  # intermediate size of the MLP (of each expert for MoE)
-    experts: tuple[int, int] | None = None  # ``(num_experts, top_k)`` for MoE models
-    total: str = ""  # published parameters of the baseline (Table 5, section 4.1)
-    active: str = ""
+    ffn: int
+    """Intermediate size of the MLP (of each expert for MoE)."""
+    experts: Experts | None = None
+    """None for dense models."""
+    total_parameters: str = ""
+    """Published parameters of the baseline, e.g. ``6.6B`` (Table 5, section 4.1)."""
+    active_parameters: str = ""
     micro_batch: int = 1
     """Micro batch size (sequences) for 8 GPUs with 80 GB. See ``kha-megatron plan --all``. It is
     the same for all head mechanisms that are compared in a table, unless one needs more memory."""
 
     @property
     def parameters(self) -> dict[str, str | float]:
-        return {"total": self.total, "active": self.active}
+        """The published parameters, as in :attr:`Recipe.paper`."""
+        return {"total": self.total_parameters, "active": self.active_parameters}
 
 
 MODEL_SIZES: Mapping[str, ModelSize] = {
-    "moe-a0.44b-2.3b": ModelSize(12, 1152, 768, (64, 4), "2.3B", "0.44B", 8),
-    "moe-a0.8b-6.6b": ModelSize(18, 1536, 1152, (64, 4), "6.6B", "880M", 4),  # 880M is from Table 3
-    "moe-a1.6b-14.6b": ModelSize(23, 2048, 1536, (64, 4), "14.6B", "1.6B", 2),
-    "dense-0.6b": ModelSize(24, 1024, 3072, None, "0.61B", "0.61B", 4),
-    "dense-1.7b": ModelSize(24, 2048, 6144, None, "1.68B", "1.68B", 4),
-    "dense-3.9b": ModelSize(36, 2560, 9728, None, "3.94B", "3.94B", 2),
-    "moe-a1b-6.1b": ModelSize(18, 2048, 384, (128, 8), "6.1B", "1.01B", 2),
+    "moe-a0.44b-2.3b": ModelSize(
+        layers=12,
+        hidden=1152,
+        ffn=768,
+        experts=Experts(total=64, per_token=4),
+        total_parameters="2.3B",
+        active_parameters="0.44B",
+        micro_batch=8,
+    ),
+    "moe-a0.8b-6.6b": ModelSize(
+        layers=18,
+        hidden=1536,
+        ffn=1152,
+        experts=Experts(total=64, per_token=4),
+        total_parameters="6.6B",
+        active_parameters="880M",  # from Table 3
+        micro_batch=4,
+    ),
+    "moe-a1.6b-14.6b": ModelSize(
+        layers=23,
+        hidden=2048,
+        ffn=1536,
+        experts=Experts(total=64, per_token=4),
+        total_parameters="14.6B",
+        active_parameters="1.6B",
+        micro_batch=2,
+    ),
+    "dense-0.6b": ModelSize(
+        layers=24,
+        hidden=1024,
+        ffn=3072,
+        total_parameters="0.61B",
+        active_parameters="0.61B",
+        micro_batch=4,
+    ),
+    "dense-1.7b": ModelSize(
+        layers=24,
+        hidden=2048,
+        ffn=6144,
+        total_parameters="1.68B",
+        active_parameters="1.68B",
+        micro_batch=4,
+    ),
+    "dense-3.9b": ModelSize(
+        layers=36,
+        hidden=2560,
+        ffn=9728,
+        total_parameters="3.94B",
+        active_parameters="3.94B",
+        micro_batch=2,
+    ),
+    "moe-a1b-6.1b": ModelSize(
+        layers=18,
+        hidden=2048,
+        ffn=384,
+        experts=Experts(total=128, per_token=8),
+        total_parameters="6.1B",
+        active_parameters="1.01B",
+        micro_batch=2,
+    ),
 }
 
 
 @dataclass(frozen=True)
 class HeadVariant:
-    """Head mechanisms of a recipe: a preset, plus other arguments, which override it."""
+    """Head mechanisms of a recipe."""
 
     description: str
     preset: str = "baseline"
+    """Name of a preset of :class:`HeadsConfig`."""
     heads: Mapping[str, Any] = field(default_factory=dict)
+    """Other Megatron arguments, which override the preset."""
 
 
 VARIANTS: Mapping[str, HeadVariant] = {
     "baseline": HeadVariant("no KHA"),
-    "mlp": HeadVariant("KHA-MLP on v", "kha_mlp"),
-    "linear": HeadVariant("KHA-Linear on q, k and v", "kha_linear"),
+    "mlp": HeadVariant("KHA-MLP on v", preset="kha_mlp"),
+    "linear": HeadVariant("KHA-Linear on q, k and v", preset="kha_linear"),
 }
 
 
-def grouped_query(heads: int, groups: int) -> dict[str, Any]:
-    """Megatron arguments for GQA with ``heads`` query heads and ``groups`` KV heads."""
-    return {"num_attention_heads": heads, "group_query_attention": True, "num_query_groups": groups}
+def grouped_query(*, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Return Megatron's arguments for GQA with ``heads`` query heads."""
+    return {
+        "num_attention_heads": heads,
+        "group_query_attention": True,
+        "num_query_groups": kv_heads,
+    }
 
 
-@dataclass(frozen=True)
+def _default_attention() -> dict[str, Any]:
+    return grouped_query(heads=32, kv_heads=4)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Baseline:
     """Model and training schedule. Combine it with a :class:`HeadVariant` to get a recipe."""
 
     description: str
-    shape: ModelSize
+    size: ModelSize
     schedule: Schedule
-    attention: dict[str, Any] = field(default_factory=lambda: grouped_query(32, 4))
-    """Megatron arguments for attention, plus any other overrides."""
+    overrides: dict[str, Any] = field(default_factory=_default_attention)
+    """Megatron arguments of the attention, which override :data:`ATTENTION`, and of the layout."""
     vocab_size: int = VOCAB_SIZE
     note: str = ""
 
-    def recipe(self, name: str, variant: HeadVariant, **paper: str | float) -> Recipe:
-        """Build the recipe for a variant. ``paper`` contains published results, if any."""
-        shape = self.shape
+    def make_recipe(self, name: str, variant: HeadVariant, **paper: str | float) -> Recipe:
+        """Build the recipe for a variant.
+
+        Args:
+            paper: Published results, if any. See :attr:`Recipe.paper`.
+        """
         values: dict[str, Any] = {
-            "num_layers": shape.layers,
-            "hidden_size": shape.hidden,
-            "ffn_hidden_size": shape.ffn,
+            **self._model_arguments(),
+            **TRAINING,
+            **GPU_TRAINING,
+            **self.schedule.arguments(),
+            "micro_batch_size": self.size.micro_batch,
+            "kha_preset": variant.preset,
+            **variant.heads,
         }
-        values |= ATTENTION | self.attention
-        if shape.experts is not None:
-            values |= ROUTING | {
-                "num_experts": shape.experts[0],
-                "moe_router_topk": shape.experts[1],
-                "moe_ffn_hidden_size": shape.ffn,
-                "moe_router_bias_update_rms": True,
-                **GPU_EXPERTS,
-            }
-        values |= {**TRAINING, **GPU_TRAINING, **self.schedule.arguments()}
-        values["micro_batch_size"] = shape.micro_batch
-        values |= {"kha_preset": variant.preset, **variant.heads}
         return Recipe(
             name=name,
             description=f"{self.description}, {variant.description}, {self.schedule.tokens} tokens",
@@ -185,26 +277,46 @@ class Baseline:
             note=self.note,
         )
 
+    def _model_arguments(self) -> dict[str, Any]:
+        arguments: dict[str, Any] = {
+            "num_layers": self.size.layers,
+            "hidden_size": self.size.hidden,
+            "ffn_hidden_size": self.size.ffn,
+            **ATTENTION,
+            **self.overrides,
+        }
+        if self.size.experts is not None:
+            arguments |= {
+                **ROUTING,
+                "num_experts": self.size.experts.total,
+                "moe_router_topk": self.size.experts.per_token,
+                "moe_ffn_hidden_size": self.size.ffn,
+                "moe_router_bias_update_rms": True,
+                **GPU_EXPERTS,
+            }
+        return arguments
 
-def _recipe(name: str) -> Recipe:
+
+def _main_recipe(name: str) -> Recipe:
     """Build the main recipe for a model size: KHA-MLP for MoE, KHA-Linear for dense models."""
-    shape = MODEL_SIZES[name]
-    description = "the paper's dense model"
-    variant = VARIANTS["linear"]
-    if shape.experts:
-        experts, experts_per_token = shape.experts
-        description = f"the paper's MoE, {experts_per_token} of {experts} experts"
+    size = MODEL_SIZES[name]
+    if size.experts is None:
+        description = "the paper's dense model"
+        variant = VARIANTS["linear"]
+    else:
+        per_token = size.experts.per_token
+        description = f"the paper's MoE, {per_token} of {size.experts.total} experts"
         variant = VARIANTS["mlp"]
     schedule = SCHEDULE_1T if name == "moe-a1b-6.1b" else SCHEDULE_100B
-    base = Baseline(description, shape, schedule)
-    return base.recipe(name, variant, **shape.parameters)
+    baseline = Baseline(description=description, size=size, schedule=schedule)
+    return baseline.make_recipe(name, variant, **size.parameters)
 
 
-PAPER = tuple(map(_recipe, MODEL_SIZES))
+PAPER = tuple(_main_recipe(name) for name in MODEL_SIZES)
 
 EQUATION_12 = Baseline(
-    "one layer of the worked example of eq. 12",
-    ModelSize(1, 1024, 3072, micro_batch=8),
-    replace(SCHEDULE_100B, length=2048),
-    grouped_query(32, 32) | {"kv_channels": 32},
-).recipe("equation12", VARIANTS["mlp"])
+    description="one layer of the worked example of eq. 12",
+    size=ModelSize(layers=1, hidden=1024, ffn=3072, micro_batch=8),
+    schedule=replace(SCHEDULE_100B, sequence_length=2048),
+    overrides=grouped_query(heads=32, kv_heads=32) | {"kv_channels": 32},
+).make_recipe("equation12", VARIANTS["mlp"])

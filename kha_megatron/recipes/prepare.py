@@ -29,18 +29,23 @@ SUBMISSION = "submission.json"
 """File in the output directory that records the Slurm job IDs."""
 
 _MICRO_BATCH = "micro_batch_size"
-_OTHER_CHECKPOINT = (
+_OTHER_CHECKPOINT_ARGUMENTS = (
     *("kha_upcycle", "use_checkpoint_args"),
     *("--ckpt-step", "--non-persistent-ckpt-type"),
 )
 """Skip our checks of the checkpoint if any of these is set."""
-_NODE_LOCAL = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
+_NODE_LOCAL_DIRECTORIES = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
 """Directories that nodes of a cluster do not share."""
-_SCHEDULE = ("lr", "min_lr", "lr_decay_style", "train_iters", "global_batch_size")
-_OTHER_SCHEDULE = re.compile(
+_SCHEDULE_ARGUMENTS = ("lr", "min_lr", "lr_decay_style", "train_iters", "global_batch_size")
+_REPLACES_SCHEDULE = re.compile(
     "--(override|use-checkpoint)-opt[-_]param-scheduler|--finetune|--no-load-optim"
 )
 """Skip our check of the learning rate schedule if any of these is set."""
+
+_MINUTES_PER_DAY = 24 * 60
+_MAX_SAVING_MINUTES = 15
+_MAX_SAVING_FRACTION = 0.1
+"""How much of a time limit is reserved for saving a checkpoint: the smaller one of these two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +76,7 @@ class Slurm:
     def arguments(self) -> dict[str, Any]:
         """Return Megatron arguments that make the run save and exit in time.
 
-        It exits before the time limit, and after SIGTERM, which Slurm sends before a preemption. We
-        reserve 10% of the time limit for saving the checkpoint, but no more than 15 minutes.
+        It exits before the time limit, and after SIGTERM, which Slurm sends before a preemption.
 
         Raises:
             ConfigError: If ``time`` is malformed.
@@ -81,12 +85,13 @@ class Slurm:
         if match is None:
             raise ConfigError(f"--time must be HH:MM:SS or DAYS-HH:MM:SS, got {self.time!r}.")
         days, hours, minutes, seconds = map(int, match.groups(default="0"))
-        limit = days * 1440 + hours * 60 + minutes + seconds / 60
-        reserved = min(15, math.ceil(limit / 10))
-        duration = int(limit - reserved)
+        limit_minutes = days * _MINUTES_PER_DAY + hours * 60 + minutes + seconds / 60
+        saving_minutes = math.ceil(limit_minutes * _MAX_SAVING_FRACTION)
+        saving_minutes = min(_MAX_SAVING_MINUTES, saving_minutes)
+        training_minutes = int(limit_minutes - saving_minutes)
         arguments: dict[str, Any] = {"exit_signal_handler": True}
-        if duration >= 1:
-            arguments["exit_duration_in_mins"] = duration
+        if training_minutes >= 1:
+            arguments["exit_duration_in_mins"] = training_minutes
         return arguments
 
 
@@ -167,19 +172,73 @@ def prepare_job(
     values: dict[str, Any] = {}
     if device:
         values["device"] = device
-    restarts = remote or slurm is not None
     if slurm is not None:
         values |= slurm.arguments()
         ranks = slurm.nodes * slurm.gpus
-        remote = remote or slurm.image is not None
     elif ranks is None:
         ranks = recipe.ranks
-    if remote:
+    restarts = remote or slurm is not None
+    lacks_local_files = remote or (slurm is not None and slurm.image is not None)
+    if lacks_local_files:
         _check_is_absolute("--data", data)
         _check_is_absolute("--output", output)
 
     run = recipe.run_for(overrides, data=data, output=output, **values)
     run = fit_micro_batch(recipe, run, ranks)
+    load = run.training.load  # that the user passed, before defaults are filled in
+    _check_resuming(run, slurm, resume=resume, restarts=restarts)
+    defaults = _default_arguments(
+        run,
+        data,
+        output,
+        loads_own_checkpoint=restarts or resume,
+        lacks_local_files=lacks_local_files,
+    )
+    run = run.with_defaults(**defaults).as_hybrid()
+    for word in run.dropped:
+        announce(f"Dropping {word} (recipe {recipe.name})")
+    check_attention(run.arguments, run.kha)
+    check_arguments(run.arguments, ranks, run.kha)
+    if dry_run and lacks_data(run.arguments):
+        announce("No training data given. To run this job, add --data DIR (or -- --mock-data).")
+    else:
+        check_data(run.arguments, read_files=not lacks_local_files)
+    if not lacks_local_files:
+        check_optimizer_package(run.training.optimizer)
+        if not dry_run:
+            check_shared_paths(slurm, run.words())
+        loaded_directory = load
+        if resume and not load:
+            loaded_directory = run.training.save
+        _check_directories(run, loaded_directory, output, resume=resume)
+    return Job(
+        recipe=recipe,
+        run=run,
+        command=_command(recipe, run, python="python" if lacks_local_files else sys.executable),
+        ranks=ranks,
+        environment=_environment(recipe, run, runs_here=not restarts),
+        output=output,
+        device=run.training.device,
+        slurm=slurm,
+        resume=resume or load is not None,
+    )
+
+
+def _check_resuming(
+    run: Run,
+    slurm: Slurm | None,
+    *,
+    resume: bool,
+    restarts: bool,
+) -> None:
+    """Check that the job, and its restarts, load the checkpoint that the user wants to continue.
+
+    Args:
+        restarts: Whether the job can be restarted without the user.
+
+    Raises:
+        ConfigError: If they would load no checkpoint, or the wrong one.
+    """
     save = run.training.save
     load = run.training.load
     if resume and save is None:
@@ -196,44 +255,40 @@ def prepare_job(
             "because every job would start from that iteration and overwrite the checkpoints of "
             "the previous one. Submit one job with --ckpt-step first."
         )
+
+
+def _default_arguments(
+    run: Run,
+    data: Path | None,
+    output: Path | None,
+    *,
+    loads_own_checkpoint: bool,
+    lacks_local_files: bool,
+) -> dict[str, Any]:
+    """Return arguments that are set unless the user has set them.
+
+    Args:
+        loads_own_checkpoint: Whether the job continues the last checkpoint in ``output``.
+        lacks_local_files: Whether the ranks cannot access the local file system.
+    """
     defaults: dict[str, Any] = {}
-    if restarts or resume or run.training.kha_upcycle:  # no effect if the directory is empty
-        defaults["load"] = save
-    if data is not None and output is not None and (remote or not _takes_indices(data)):
-        defaults["data_cache_path"] = str(output.absolute() / INDICES)
+    if loads_own_checkpoint or run.training.kha_upcycle:  # no effect if the directory is empty
+        defaults["load"] = run.training.save
+    if data is not None and output is not None:
+        has_place_for_indices = not lacks_local_files and _can_write_indices(data)
+        if not has_place_for_indices:
+            defaults["data_cache_path"] = str(output.absolute() / INDICES)
     if lacks_vocabulary(run.arguments):  # use the vocabulary size of the recipe's tokenizer
         defaults["vocab_size"] = run.vocab_size
-    run = run.with_defaults(**defaults).as_hybrid()
-    command = ["python" if remote else sys.executable, "-u"]
+    return defaults
+
+
+def _command(recipe: Recipe, run: Run, *, python: str) -> tuple[str, ...]:
+    """Return the command of each rank."""
+    words = [python, "-u"]
     if not recipe.entry.endswith(".py"):
-        command.append("-m")
-    command += [recipe.entry, *run.words()]
-    for word in run.dropped:
-        announce(f"Dropping {word} (recipe {recipe.name})")
-    check_attention(run.arguments, run.kha)
-    check_arguments(run.arguments, ranks, run.kha)
-    if dry_run and lacks_data(run.arguments):
-        announce("No training data given. To run this job, add --data DIR (or -- --mock-data).")
-    else:
-        check_data(run.arguments, look=not remote)
-    if not remote:
-        check_optimizer_package(run.training.optimizer)
-        if not dry_run:
-            check_shared_paths(slurm, run.words())
-        if resume:
-            load = load or save
-        _check_directories(run, load, output, resume=resume)
-    return Job(
-        recipe=recipe,
-        run=run,
-        command=tuple(command),
-        ranks=ranks,
-        environment=_environment(recipe, run, override=restarts),
-        output=output,
-        device=run.training.device,
-        slurm=slurm,
-        resume=resume or load is not None,
-    )
+        words.append("-m")
+    return (*words, recipe.entry, *run.words())
 
 
 def fit_micro_batch(recipe: Recipe, run: Run, ranks: int) -> Run:
@@ -279,15 +334,15 @@ def check_shared_paths(slurm: Slurm | None, words: Iterable[str]) -> None:
         if not word.startswith("/"):
             continue
         path = Path(word)
-        for local in _NODE_LOCAL:
-            if path.is_relative_to(local) or path.resolve().is_relative_to(local):
+        for directory in _NODE_LOCAL_DIRECTORIES:
+            if path.is_relative_to(directory) or path.resolve().is_relative_to(directory):
                 raise ConfigError(
                     f"{path} cannot be used with --nodes {slurm.nodes}, because every node has its "
-                    f"own {local}. Use a directory that all nodes share."
+                    f"own {directory}. Use a directory that all nodes share."
                 )
 
 
-def _takes_indices(directory: Path) -> bool:
+def _can_write_indices(directory: Path) -> bool:
     """Whether Megatron can write its indices of the samples next to the data."""
     indices = directory / CORPUS / "cache" / "GPTDataset_indices"
     for path in (indices, *indices.parents):
@@ -304,10 +359,10 @@ def _check_directories(
     resume: bool,
 ) -> None:
     """Check that we do not overwrite an earlier run or load an incomplete checkpoint."""
-    source = None
+    loaded_directory = None
     if load:
-        source = Path(load).absolute()
-        _check_checkpoint(source, run)
+        loaded_directory = Path(load).absolute()
+        _check_checkpoint(loaded_directory, run)
     if resume:
         return
     targets = []
@@ -316,7 +371,7 @@ def _check_directories(
     if run.training.save:
         targets.append(Path(run.training.save).absolute())
     for target in targets:
-        if target != source and has_files(target):
+        if target != loaded_directory and has_files(target):
             raise OutputError(f"{target} is not empty. Choose another --output, or add --resume.")
 
 
@@ -348,12 +403,13 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
     """
     selection = select_iteration(directory) if directory.is_dir() else None
     if selection is not None and selection.newest is not None:
-        if not any(run.arguments.get(name) for name in _OTHER_CHECKPOINT):
+        loads_other_checkpoint = any(map(run.arguments.get, _OTHER_CHECKPOINT_ARGUMENTS))
+        if not loads_other_checkpoint:
             _check_same_run(selection.newest, run)
         return
     # for other formats than torch_dist, Megatron's tracker file has to be trusted
-    is_named = selection is not None and selection.named is not None
-    if not is_named or run.training.ckpt_format == "torch_dist":
+    is_in_tracker = selection is not None and selection.named is not None
+    if not is_in_tracker or run.training.ckpt_format == "torch_dist":
         raise CheckpointError(
             f"There is no complete checkpoint in {directory}. To start a new run, use an empty "
             "--output without --resume."
@@ -369,39 +425,41 @@ def _check_same_run(path: Path, run: Run) -> None:
     recorded.check_same_heads(path, recorded.read_kha_config(checkpoint), run.kha)
     recorded.check_same_tensors(path, checkpoint.args, run.arguments)
     check_same_tokenizer(path, checkpoint.args, run.arguments)
-    has_other_schedule = any(map(_OTHER_SCHEDULE.fullmatch, run.arguments))
-    if path.name != RELEASE and not has_other_schedule:
+    replaces_schedule = any(map(_REPLACES_SCHEDULE.fullmatch, run.arguments))
+    if path.name != RELEASE and not replaces_schedule:
         _check_schedule(path, checkpoint.args, run)
 
 
 def _check_schedule(path: Path, saved: Mapping[str, Any], run: Run) -> None:
     if saved.get("no_save_optim"):
         return
-    for name in _SCHEDULE:
-        old = saved.get(name)
-        new = run.arguments.get(name)
-        if old is not None and new is not None and old != new:
-            raise CheckpointError(
-                f"{run.explicit[name].flag} is {new}, but {path} was saved with "
-                f"{show_value(old)}. Add "
-                "--override-opt-param-scheduler to use the new value, or "
-                "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
-            )
+    for name in _SCHEDULE_ARGUMENTS:
+        saved_value = saved.get(name)
+        value = run.arguments.get(name)
+        if saved_value is None or value is None or saved_value == value:
+            continue
+        raise CheckpointError(
+            f"{run.explicit[name].flag} is {value}, but {path} was saved with "
+            f"{show_value(saved_value)}. Add --override-opt-param-scheduler to use the new value, "
+            "or --use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
+        )
 
 
-def _environment(recipe: Recipe, run: Run, *, override: bool) -> dict[str, str]:
-    """Environment variables for the ranks.
+def _environment(recipe: Recipe, run: Run, *, runs_here: bool) -> dict[str, str]:
+    """Return the environment variables for the ranks.
 
-    By default, variables that are already set in the current process win over the recipe's.
+    Args:
+        runs_here: Whether the job runs on this machine. Variables that are already set in the
+            current process then take precedence over the recipe's.
     """
-    variables = dict(recipe.environment)
     if run.training.device == "cuda":
         # jobs on other machines are prepared without their GPUs
-        compute_capability = None if override else read_compute_capability()
-        variables = gpu_environment(run, compute_capability) | variables
+        compute_capability = read_compute_capability() if runs_here else None
+        defaults = gpu_environment(run, compute_capability)
     else:
-        variables = required_connections(run, None) | variables
-    if not override:
+        defaults = required_connections(run, None)
+    variables = {**defaults, **recipe.environment}
+    if runs_here:
         for name in variables.keys() & os.environ.keys():
             variables[name] = os.environ[name]
     return variables

@@ -15,11 +15,11 @@ from kha_megatron.announcements import announce
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.recipes.launching import create_experiment
 from kha_megatron.recipes.log_lines import Step, parse_steps, read_new_lines
-from kha_megatron.recipes.logs import Failure, find_failure_in_log
+from kha_megatron.recipes.logs import INVALID_INPUT, Failure, find_failure_in_log
 from kha_megatron.recipes.prepare import SUBMISSION, Job, check_shared_paths, owned_output
 from kha_megatron.recipes.slurm_executor import create_executor
 
-_ENDS = {
+_STATUS_BY_FINAL_STATE = {
     "COMPLETED": "succeeded",
     "CANCELLED": "cancelled",
     "UNKNOWN": "unknown",
@@ -36,8 +36,7 @@ _ENDED_BY_SLURM = ("CANCELLED", "TIMEOUT", "DEADLINE", "PREEMPTED", "NODE_FAIL")
 """Final states of jobs that did not end by themselves."""
 _POLL_SECONDS = 3.0
 _ANSWER_SECONDS = 60.0
-_INVALID = 2
-"""Exit code of ranks with invalid arguments or files."""
+"""How long to wait for the answer of a Slurm command."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +85,11 @@ class _JobEnd:
 
 def dry_submission(job: Job) -> Submission:
     """Return the scripts that :func:`submit` would submit."""
-    with _experiment(job) as experiment:
+    with _create_slurm_experiment(job) as experiment:
         experiment.dryrun(log=False, delete_exp_dir=False)
         requests = []
-        for item in experiment.jobs:
-            request = repr(item._dryrun_info).strip()
+        for slurm_job in experiment.jobs:
+            request = repr(slurm_job._dryrun_info).strip()
             requests.append(f"{request}\n")
     return Submission(requests=tuple(requests), script=job.script)
 
@@ -111,11 +110,11 @@ def submit(
         ConfigError: If NeMo-Run cannot create the executor or use its home directory.
     """
     start = time.monotonic()
-    with owned_output(job), _experiment(job) as experiment:
+    with owned_output(job), _create_slurm_experiment(job) as experiment:
         check_shared_paths(job.slurm, (sys.executable, str(experiment._exp_dir)))
-        error = _run_experiment(experiment)
-        submitted = [item for item in experiment.jobs if item.handle]
-        job_ids = tuple(_job_id(item) for item in submitted)
+        error = _submit_experiment(experiment)
+        submitted = [slurm_job for slurm_job in experiment.jobs if slurm_job.handle]
+        job_ids = tuple(_job_id(slurm_job) for slurm_job in submitted)
         if submitted and job.output is not None and job.output.is_dir():
             write_json(job.output / SUBMISSION, {"slurm_jobs": job_ids})
         if error is None and not submitted:
@@ -140,7 +139,7 @@ def submit(
     )
 
 
-def _run_experiment(experiment: Any) -> str | None:
+def _submit_experiment(experiment: Any) -> str | None:
     """Submit all jobs of an experiment. Return the error message if this fails."""
     try:
         experiment.run(detach=True)
@@ -151,12 +150,12 @@ def _run_experiment(experiment: Any) -> str | None:
 
 
 @contextmanager
-def _experiment(job: Job) -> Iterator[Any]:
+def _create_slurm_experiment(job: Job) -> Iterator[Any]:
     """Create a NeMo-Run experiment. Redirects stdout to stderr, and replaces stdin."""
     assert job.slurm is not None
     stdin = sys.stdin
-    with redirect_stdout(sys.stderr), open(os.devnull) as nothing:
-        sys.stdin = nothing
+    with redirect_stdout(sys.stderr), open(os.devnull) as empty_file:
+        sys.stdin = empty_file
         try:
             executor = create_executor(job.slurm, job.environment, device=job.device)
             with create_experiment(job, executor, chain=job.slurm.chain) as experiment:
@@ -165,53 +164,57 @@ def _experiment(job: Job) -> Iterator[Any]:
             sys.stdin = stdin
 
 
-def _job_id(job: Any) -> str:
-    _, _, job_id = str(job.handle).rpartition("/")
+def _job_id(slurm_job: Any) -> str:
+    """Return the Slurm job ID, which is at the end of a handle: ``slurm://SESSION/JOB_ID``."""
+    _, _, job_id = str(slurm_job.handle).rpartition("/")
     return job_id
 
 
-def _log_path(job: Any, restarts: str = "0") -> str:
-    log = str(job._dryrun_info.request.executor.job_details.srun_stdout)
-    log = log.replace("%j", _job_id(job))
+def _log_path(slurm_job: Any, restarts: str = "0") -> str:
+    """Return the log file of all ranks after a number of restarts."""
+    template = str(slurm_job._dryrun_info.request.executor.job_details.srun_stdout)
+    log = template.replace("%j", _job_id(slurm_job))
     return log.replace("${SLURM_RESTART_COUNT:-0}", restarts)
 
 
 def _follow_chain(submitted: Sequence[Any], on_step: Callable[[Step], None] | None) -> _JobEnd:
     """Wait for all jobs of a chain. Return how the last one ended."""
-    for item in submitted:
-        announce(f"Submitted Slurm job {_job_id(item)} with log file {_log_path(item)}")
-    *earlier, last = submitted
-    for item in earlier:
-        end = _follow(item, on_step)
-        if end.failure is not None and end.failure.exit_code == _INVALID:
+    for slurm_job in submitted:
+        announce(f"Submitted Slurm job {_job_id(slurm_job)} with log file {_log_path(slurm_job)}")
+    *earlier_jobs, last_job = submitted
+    for slurm_job in earlier_jobs:
+        end = _follow_job(slurm_job, on_step)
+        if end.failure is not None and end.failure.exit_code == INVALID_INPUT:
             return end  # the batch script has canceled the rest of the chain
         if end.reason:
             announce(end.reason)
-    return _follow(last, on_step)
+    return _follow_job(last_job, on_step)
 
 
-def _follow(job: Any, on_step: Callable[[Step], None] | None) -> _JobEnd:
+def _follow_job(slurm_job: Any, on_step: Callable[[Step], None] | None) -> _JobEnd:
     """Wait for a job, including requeued attempts. Return how it ended."""
-    job_id = _job_id(job)
+    job_id = _job_id(slurm_job)
     properties = {"JobState": "PENDING"}
-    announced = None
+    announced_state = None
+    announced_log = None
     log = ""
     position = 0
     while True:
         # query the state before reading, so that no line is missed. If Slurm does not answer, the
         # last known properties remain
-        properties |= _query(job_id)
+        properties |= _query_properties(job_id)
         state = properties["JobState"]
-        current_log = _log_path(job, properties.get("Restarts", "0"))
+        current_log = _log_path(slurm_job, properties.get("Restarts", "0"))
         if current_log != log:  # the job was requeued, and each attempt has a log of its own
             log = current_log
             position = 0
-        if (state, log) != announced:
+        if state != announced_state or log != announced_log:
             announce(f"Slurm job {job_id} is {state}, log file: {log}")
-            announced = (state, log)
+            announced_state = state
+            announced_log = log
         if os.path.exists(log):
             position = _report_steps(log, position, on_step)
-        if state in _ENDS:
+        if state in _STATUS_BY_FINAL_STATE:
             return _describe_end(job_id, properties, log)
         time.sleep(_POLL_SECONDS)
 
@@ -233,7 +236,7 @@ def _report_steps(
 def _describe_end(job_id: str, properties: Mapping[str, str], log: str) -> _JobEnd:
     state = properties["JobState"]
     if state == "COMPLETED":
-        return _JobEnd(_ENDS[state], log)
+        return _JobEnd(_STATUS_BY_FINAL_STATE[state], log)
     if state == "UNKNOWN":
         reason = f"Slurm has no information about job {job_id}. See the log file {log}."
     else:
@@ -246,7 +249,7 @@ def _describe_end(job_id: str, properties: Mapping[str, str], log: str) -> _JobE
     failure = _find_failure(log, properties.get("StdOut", ""))
     if state in _ENDED_BY_SLURM and failure is not None and failure.rank is None:
         failure = None  # the log ends with tracebacks of SIGTERM
-    return _JobEnd(_ENDS[state], log, reason, failure)
+    return _JobEnd(_STATUS_BY_FINAL_STATE[state], log, reason, failure)
 
 
 def _find_failure(ranks_log: str, batch_log: str) -> Failure | None:
@@ -257,28 +260,37 @@ def _find_failure(ranks_log: str, batch_log: str) -> Failure | None:
     return None
 
 
-def _query(job_id: str) -> dict[str, str]:
+def _query_properties(job_id: str) -> dict[str, str]:
     """Query the properties of a Slurm job, e.g. ``{"JobState": "RUNNING", ...}``.
 
     ``scontrol`` only knows current and recent jobs, so we fall back to ``sacct`` for older ones.
-    (Clusters without accounting do not have it.) Returns {} if the controller does not respond.
+    Returns {} if the controller does not respond.
     """
-    controller = _run("scontrol", "show", "job", "--oneliner", job_id)
-    if controller.returncode == 0:
-        pairs = re.findall(r"(\w+)=(\S*)", controller.stdout)
+    result = _run_slurm_command("scontrol", "show", "job", "--oneliner", job_id)
+    if result.returncode == 0:
+        pairs = re.findall(r"(\w+)=(\S*)", result.stdout)
         return dict(reversed(pairs))  # use the first value, since later ones may be free text
-    if "Invalid job id" not in controller.stderr:
-        error = controller.stderr.strip()
-        announce(f"scontrol failed and will be retried: {error}", once=job_id)
-        return {}
-    accounting = _run("sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State,ExitCode")
-    _, _, last_line = accounting.stdout.strip().rpartition("\n")
+    if "Invalid job id" in result.stderr:
+        return _query_accounting(job_id)
+    error = result.stderr.strip()
+    announce(f"scontrol failed and will be retried: {error}", once=job_id)
+    return {}
+
+
+def _query_accounting(job_id: str) -> dict[str, str]:
+    """Query the state and exit code of a job that has ended.
+
+    The state is UNKNOWN if there is no answer, e.g. on clusters without accounting.
+    """
+    result = _run_slurm_command("sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State,ExitCode")
+    _, _, last_line = result.stdout.strip().rpartition("\n")
     description, _, exit_code = last_line.partition("|")
     state, _, _ = description.partition(" ")  # e.g. of "CANCELLED by 1000"
     return {"JobState": state or "UNKNOWN", "ExitCode": exit_code}
 
 
-def _run(*command: str) -> "subprocess.CompletedProcess[str]":
+def _run_slurm_command(*command: str) -> "subprocess.CompletedProcess[str]":
+    """Run a command of Slurm. If it cannot be run, return exit code 1 and the reason."""
     try:
         return subprocess.run(
             command,

@@ -29,7 +29,7 @@ for the first node for as long as torchrun waits for the others. The default is 
 _SHUTDOWN_SECONDS = 3600
 """How long torchrun waits for the ranks to save a checkpoint after SIGTERM. The default is 30."""
 
-_OPTIONS = {
+_OPTION_BY_FIELD = {
     "account": "--account",
     "container_image": "--container-image",
     "container_mounts": "--mount",
@@ -41,13 +41,13 @@ _OPTIONS = {
     "torchrun_nproc_per_node": "--nproc",
 }
 """Fields that have an option of their own."""
-_OURS = (
+_MANAGED_FIELDS = (
     *("array", "dependencies", "experiment_id", "het_group_indices", "heterogeneous"),
     *("job_details", "job_dir", "launcher", "memory_measure", "packager", "tunnel"),
 )
 """Fields that cannot be changed, because ranks would be started in another way."""
-_CPUS = ("cpus_per_task", "cpus_per_gpu")
-_MEMORY = ("mem", "mem_per_cpu", "mem_per_gpu")
+_CPU_OPTIONS = ("cpus_per_task", "cpus_per_gpu")
+_MEMORY_OPTIONS = ("mem", "mem_per_cpu", "mem_per_gpu")
 
 
 def create_executor(
@@ -68,7 +68,7 @@ def create_executor(
     run = import_nemo_run()
     settings = _parse_settings(slurm.settings, run.SlurmExecutor)
     user_srun_args = settings.pop("srun_args", None) or []
-    values: dict[str, Any] = {
+    executor_fields: dict[str, Any] = {
         "account": slurm.account,
         "partition": slurm.partition,
         "time": slurm.time,
@@ -81,26 +81,26 @@ def create_executor(
         "poll_estimated_start_time": False,  # would be printed on stdout
     }
     if slurm.account is None:  # otherwise part of the job name
-        values["job_name_prefix"] = "kha-megatron."
+        executor_fields["job_name_prefix"] = "kha-megatron."
     if slurm.chain > 1:  # start the next job even if the previous one failed
-        values["dependency_type"] = "afterany"
-    values |= settings
-    values |= _set_environment(slurm, environment, settings)
-    values |= _choose_resources(slurm, values, device=device)
-    if values.get("exclusive") is False:  # NeMo-Run would write --exclusive=False
-        del values["exclusive"]
-    srun_args = [*_choose_srun_args(values), *user_srun_args]
+        executor_fields["dependency_type"] = "afterany"
+    executor_fields |= settings
+    executor_fields |= _choose_environment(slurm, environment, settings)
+    executor_fields |= _choose_resources(slurm, executor_fields, device=device)
+    if executor_fields.get("exclusive") is False:  # NeMo-Run would write --exclusive=False
+        del executor_fields["exclusive"]
+    srun_args = [*_choose_srun_args(executor_fields), *user_srun_args]
     if srun_args:
-        values["srun_args"] = srun_args
+        executor_fields["srun_args"] = srun_args
     try:
-        executor = run.SlurmExecutor(**values)
+        executor = run.SlurmExecutor(**executor_fields)
     except Exception as error:  # NeMo-Run does not define exception types
         raise ConfigError(f"Could not create a Slurm executor: {error}") from error
     add_protection(executor, slurm)
     return executor
 
 
-def _set_environment(
+def _choose_environment(
     slurm: Slurm,
     environment: Mapping[str, str],
     settings: Mapping[str, Any],
@@ -123,15 +123,15 @@ def _set_environment(
             env_vars[name] = quoted
         else:
             setup_lines.append(f"export {name}={quoted}")
-    fields_of_executor: dict[str, Any] = {"env_vars": env_vars}
+    executor_fields: dict[str, Any] = {"env_vars": env_vars}
     if slurm.image is None:
         binaries = shlex.quote(str(Path(sys.executable).parent))
         setup_lines.append(f"export PATH={binaries}:$PATH")
     elif variables:  # by default, variables of the container image take precedence
         container_env = settings.get("container_env") or []
-        fields_of_executor["container_env"] = [*container_env, *variables]
-    fields_of_executor["setup_lines"] = "\n".join(setup_lines)
-    return fields_of_executor
+        executor_fields["container_env"] = [*container_env, *variables]
+    executor_fields["setup_lines"] = "\n".join(setup_lines)
+    return executor_fields
 
 
 def add_protection(executor: Any, slurm: Slurm) -> None:
@@ -173,11 +173,11 @@ def _choose_resources(
         return resources
     if "gpus_per_node" not in options:
         resources["gpus_per_node"] = slurm.gpus
-    chooses_cpus = any(name in options for name in _CPUS)
+    chooses_cpus = any(name in options for name in _CPU_OPTIONS)
     exclusive = options.get("exclusive", not chooses_cpus)
     if exclusive is True:  # may also be "user" or "mcs"
         resources["exclusive"] = True
-        if not any(name in options for name in _MEMORY):
+        if not any(name in options for name in _MEMORY_OPTIONS):
             resources["mem"] = "0"  # all memory of the node
     return resources
 
@@ -220,9 +220,9 @@ def _parse_settings(settings: Mapping[str, str], executor: type) -> dict[str, An
     init_fields = {field.name for field in fields(executor) if field.init}
     parsed = {}
     for name, text in settings.items():
-        if name in _OPTIONS:
-            raise ConfigError(f"--set {name} is not supported. Use {_OPTIONS[name]}.")
-        if name in _OURS or (name in hints and name not in init_fields):
+        if name in _OPTION_BY_FIELD:
+            raise ConfigError(f"--set {name} is not supported. Use {_OPTION_BY_FIELD[name]}.")
+        if name in _MANAGED_FIELDS or (name in hints and name not in init_fields):
             raise ConfigError(f"--set {name} is not supported, because launch sets this field.")
         if name not in init_fields:
             additional = json.dumps({name: text})
@@ -236,10 +236,12 @@ def _parse_settings(settings: Mapping[str, str], executor: type) -> dict[str, An
 
 
 def _parse_setting(name: str, text: str, hint: Any) -> Any:
-    alternatives: tuple[Any, ...] = (hint,)
-    if get_origin(hint) in (Union, UnionType):
-        alternatives = get_args(hint)
-    types = [get_origin(alternative) or alternative for alternative in alternatives]
+    """Parse a value of ``--set``, which is JSON unless the field is a string.
+
+    Args:
+        hint: Type hint of the field, e.g. ``Optional[list[str]]``.
+    """
+    types = _types_of_hint(hint)
     is_null = text == "null" and type(None) in types
     is_boolean = text in ("true", "false") and bool in types
     if str in types and not is_null and not is_boolean:
@@ -255,3 +257,11 @@ def _parse_setting(name: str, text: str, hint: Any) -> Any:
             f"--set {name}={text}: the value must be valid JSON of type {' or '.join(names)}."
         )
     return value
+
+
+def _types_of_hint(hint: Any) -> list[Any]:
+    """Return the classes of the values that a type hint allows, e.g. list and NoneType."""
+    alternatives: tuple[Any, ...] = (hint,)
+    if get_origin(hint) in (Union, UnionType):
+        alternatives = get_args(hint)
+    return [get_origin(alternative) or alternative for alternative in alternatives]

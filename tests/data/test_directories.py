@@ -50,7 +50,7 @@ def read(root, globs=None):
     sources = select_sources(
         files,
         reader,
-        given=[root],
+        sources=[root],
         skipped=skipped,
         advance=lambda size: None,
     )
