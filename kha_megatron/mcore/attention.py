@@ -43,7 +43,7 @@ class KnockedAttention(Attention):
     """Mixin that adds KHA and other head mechanisms to Megatron's attention classes."""
 
     kind: AttentionKind | None = None
-    """Implements this :attr:`HeadsConfig.attention`."""
+    """The :attr:`HeadsConfig.attention` that this class implements."""
     first_projection = "linear_qkv"
     """Name of the module that the input norm may be fused into."""
     folded_projections: tuple[Projection, ...] = ()
@@ -329,7 +329,7 @@ def _set_key_width(
 
 
 def _resize_norm(build_norm: Callable[..., Module], width: int) -> Callable[..., Module]:
-    """Wrap the builder of a QK-norm to use another size than that of Megatron."""
+    """Wrap the builder of a QK-norm to use ``width`` instead of the head dim."""
 
     def build_resized(*, hidden_size: int, **options: Any) -> Module:
         return build_norm(hidden_size=width, **options)
@@ -338,7 +338,7 @@ def _resize_norm(build_norm: Callable[..., Module], width: int) -> Callable[...,
 
 
 def _resize_core(build_core: Callable[..., Any], width: int) -> Callable[..., Any]:
-    """Wrap the builder of core attention to use another head dim for queries and keys."""
+    """Wrap the builder of core attention to use ``width`` as head dim of queries and keys."""
 
     def build_resized(
         *,
