@@ -115,10 +115,16 @@ class CollaborativeHeads(Mechanism):
         }
 
     def costs(self, sizes: HeadSizes) -> Costs:
+        """Count the two shared projections and the additional features of each query head.
+
+        There are fewer features if ``dim`` is smaller than ``head_dim``, so costs can be negative.
+        """
+        projection_flops = 2 * sizes.hidden_size * self.dim  # a multiply-add is 2 FLOPs
         added_features = sizes.query_heads * (self.dim - sizes.head_dim)
+        shared_query = self.dim  # saved to compute the gradient of the mixing vectors
         return Costs(
-            flops=4 * sizes.hidden_size * self.dim,
-            activations=self.dim + added_features,
+            flops=2 * projection_flops,  # queries and keys
+            activations=shared_query + added_features,
             pair_flops=2 * added_features,
         )
 
@@ -157,8 +163,10 @@ def fold_mixing(projection: "Tensor", mixing: "Tensor") -> "Tensor":
         Tensor: Weight of shape [num_heads * dim, hidden_size]. Computed in float64, so it is
             rounded only once.
     """
-    shared = projection.double()
-    folded = projection.new_empty(len(mixing), *projection.shape)
-    for head in range(len(folded)):
-        folded[head] = mixing[head].double()[:, None] * shared
+    heads = len(mixing)
+    shared_weight = projection.double()
+    folded = projection.new_empty(heads, *projection.shape)
+    for head in range(heads):
+        feature_scales = mixing[head].double().unsqueeze(-1)
+        folded[head] = feature_scales * shared_weight
     return folded.flatten(0, 1)

@@ -4,7 +4,7 @@ import difflib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, Self, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import registry
@@ -39,6 +39,7 @@ LATENT_HEADS = 2
 _KNOCK_DEFAULTS = {field.name: field.default for field in fields(Knock)}
 _KNOCK_SETTINGS = tuple(_KNOCK_DEFAULTS)
 _OTHER_SETTINGS = ("init_seed", "attention", "latent_heads")
+"""Fields of :class:`HeadsConfig` that do not belong to a mechanism."""
 
 
 @dataclass(frozen=True, init=False)
@@ -126,7 +127,8 @@ class HeadsConfig:
         _check_known(settings)
         mechanisms: list[Mechanism] = []
         knock_settings = _select(settings, _KNOCK_SETTINGS)
-        if knock_settings != _select(_KNOCK_DEFAULTS, knock_settings):
+        default_settings = _select(_KNOCK_DEFAULTS, knock_settings)
+        if knock_settings != default_settings:  # the defaults mean that KHA is disabled
             mechanisms.append(Knock(**knock_settings))
         for name, mechanism_type in mechanism_types().items():
             value = settings.get(name)
@@ -157,18 +159,12 @@ class HeadsConfig:
         files = passed.pop("heads_from", ())
         preset = passed.pop("preset", None)
         head_arguments = passed.pop("heads", ())
-        registry.use_files(files)
-        passed = parse_heads(head_arguments) | passed
-        if preset is None and not _enables_mechanism(passed):
+        registry.use_files(files)  # may register mechanisms of --heads
+        passed_settings = parse_heads(head_arguments) | passed
+        if preset is None and not _enables_mechanism(passed_settings):
             return None
-        _replace_none_strings(passed)
-        settings = preset_settings(preset or "baseline")
-        for name, value in passed.items():
-            changes_preset = name in settings and name in mechanism_types()
-            if changes_preset and value is not None:
-                settings[name] = {**settings[name], **value}
-            else:
-                settings[name] = value
+        _replace_none_strings(passed_settings)
+        settings = _override(preset_settings(preset or "baseline"), passed_settings)
         return cls.from_dict(settings)
 
     @classmethod
@@ -182,22 +178,29 @@ class HeadsConfig:
         Raises:
             ConfigError: If the model uses a mechanism of a package that is not installed.
         """
-        has_output_gate = entries.get("attention_output_gate") is True
         registry.check_registered(entries.get("kha_providers") or {})
+        has_output_gate = entries.get("attention_output_gate") is True
+        config = cls._from_kha_entries(entries)
+        if config is None and has_output_gate:
+            config = cls.from_preset("baseline")
+        if config is None:
+            return None
+        return config.with_output_gate(has_output_gate)
+
+    @classmethod
+    def _from_kha_entries(cls, entries: Mapping[str, Any]) -> Self | None:
+        """Build the config from ``kha_`` entries, or from a preset that ``spec`` names."""
         settings = {}
         for name in setting_names():
             if f"kha_{name}" in entries:
                 settings[name] = entries[f"kha_{name}"]
         if _enables_mechanism(settings):
             _replace_none_strings(settings)
-            config = cls.from_dict(settings)
-        else:
-            spec = entries.get("spec")
-            preset = _preset_of_spec(spec)
-            if preset is None and not has_output_gate:
-                return None
-            config = cls.from_preset(preset or "baseline")
-        return config.with_output_gate(has_output_gate)
+            return cls.from_dict(settings)
+        preset = _preset_of_spec(entries.get("spec"))
+        if preset is None:
+            return None
+        return cls.from_preset(preset)
 
     def to_entries(self, *, multi_latent: bool = False) -> dict[str, Any]:
         """Inverse of :meth:`from_entries`, for Megatron args."""
@@ -284,15 +287,16 @@ class HeadsConfig:
         for mechanism in self.mechanisms:
             if not isinstance(mechanism, excluded):
                 remaining.append(mechanism)
-        return self._with(remaining)
+        return self._with_mechanisms(remaining)
 
     def merge(self, other: Self) -> Self:
         """Return a copy that also has the mechanisms of ``other``."""
         overridden_types = map(type, other.mechanisms)
         remaining = self.without(*overridden_types).mechanisms
-        return self._with([*remaining, *other.mechanisms])
+        return self._with_mechanisms([*remaining, *other.mechanisms])
 
-    def _with(self, mechanisms: Iterable[Mechanism]) -> Self:
+    def _with_mechanisms(self, mechanisms: Iterable[Mechanism]) -> Self:
+        """Return a copy with other mechanisms, but the same other settings."""
         return type(self)(
             *mechanisms,
             init_seed=self.init_seed,
@@ -325,7 +329,7 @@ class HeadsConfig:
                 f"defaults and cannot be combined with {existing}. Use only one of them."
             )
         others = self.without(Gate)
-        return self._with([*others.mechanisms, gate])
+        return self._with_mechanisms([*others.mechanisms, gate])
 
     def without_output_gate(self) -> Self:
         """Remove the output gate if Megatron can apply it itself."""
@@ -336,7 +340,7 @@ class HeadsConfig:
         if len(gate.positions) == 1:
             return others
         other_gates = replace(gate, output=None)
-        return self._with([*others.mechanisms, other_gates])
+        return self._with_mechanisms([*others.mechanisms, other_gates])
 
     @property
     def variants(self) -> dict[Projection, Variant]:
@@ -399,15 +403,18 @@ class HeadsConfig:
             reason = mechanism.unsupported_reason(facts)
             if reason is not None:
                 raise ConfigError(reason)
-        ours = self if facts.multi_latent else self.without_output_gate()
-        needs_our_layers = bool(ours.mechanisms or ours.attention)
-        if facts.predictions and needs_our_layers:
+        if facts.predictions and self._needs_layer_spec(facts):
             raise ConfigError(
                 "Multi-token prediction with KHA requires a hybrid model (--hybrid-layer-pattern "
                 "'*-*-/*-'), because GPTModel builds these layers without the layer spec."
             )
         if facts.flash_decode and (self.mechanisms or self.attention):
             raise ConfigError(f"{self} does not support --flash-decode.")
+
+    def _needs_layer_spec(self, facts: HeadFacts) -> bool:
+        """Return whether Megatron's own layers, which may have an output gate, are not enough."""
+        config = self if facts.multi_latent else self.without_output_gate()
+        return bool(config.mechanisms or config.attention)
 
     def __str__(self) -> str:
         """Short description for logs, e.g. ``query=linear key=linear`` or ``value=mlp in gta``."""
@@ -443,6 +450,7 @@ def _select(
     settings: Mapping[str, Any],
     names: Iterable[str],
 ) -> dict[str, Any]:
+    """Return the settings with these names, in the order of ``names``."""
     selected = {}
     for name in names:
         if name in settings:
@@ -450,12 +458,30 @@ def _select(
     return selected
 
 
+def _override(preset: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Override settings of a preset. Other fields of the preset's mechanisms are kept.
+
+    For example, ``{"gate": {"form": "add"}}`` changes the form of a gate that the preset enables,
+    and ``{"gate": None}`` disables this gate.
+    """
+    merged = dict(preset)
+    for name, value in settings.items():
+        is_enabled_mechanism = name in preset and name in mechanism_types()
+        if is_enabled_mechanism and value is not None:
+            merged[name] = {**preset[name], **value}
+        else:
+            merged[name] = value
+    return merged
+
+
 def _enables_mechanism(settings: Mapping[str, Any]) -> bool:
+    """Return whether the settings mention a mechanism, even if they disable it."""
     names = [*PROJECTIONS, *mechanism_types()]
     return not settings.keys().isdisjoint(names)
 
 
 def _replace_none_strings(settings: dict[str, Any]) -> None:
+    """Replace ``"none"``, which disables a KHA variant on the command line, by None."""
     for projection in PROJECTIONS:
         if settings.get(projection) == "none":
             settings[projection] = None
@@ -498,22 +524,18 @@ def parse_heads(words: Iterable[str]) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {}
     mechanisms = mechanism_types()
-    knock_settings = (*_KNOCK_SETTINGS, "init_seed")
+    knock_fields = (*_KNOCK_SETTINGS, "init_seed")
     for word in words:
-        path, equals, text = word.partition("=")
-        name, dot, setting = path.partition(".")
-        sets_field = bool(dot and equals)
+        name, field, value = _split_argument(word)
         is_mechanism = name in mechanisms
-        is_knock = name == Knock.name and setting in knock_settings
-        value = _parse_value(text)
-        mechanism_settings = settings.get(name) or {}
-        if is_knock and sets_field:
-            settings[setting] = value
-        elif is_mechanism and sets_field:
-            settings[name] = mechanism_settings | {setting: value}
-        elif is_mechanism and word == name:
-            settings[name] = mechanism_settings
-        elif is_mechanism and word == f"{name}=none":
+        earlier_fields = settings.get(name) or {}
+        if name == Knock.name and field in knock_fields and value is not None:
+            settings[field] = _parse_value(value)
+        elif is_mechanism and field is not None and value is not None:
+            settings[name] = {**earlier_fields, field: _parse_value(value)}
+        elif is_mechanism and field is None and value is None:
+            settings[name] = earlier_fields
+        elif is_mechanism and field is None and value == "none":
             settings[name] = None
         else:
             known = ", ".join([Knock.name, *mechanisms])
@@ -524,7 +546,26 @@ def parse_heads(words: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
+class _HeadArgument(NamedTuple):
+    """A ``--heads`` argument ``NAME.FIELD=VALUE``. Missing parts are None."""
+
+    name: str
+    field: str | None
+    value: str | None
+
+
+def _split_argument(argument: str) -> _HeadArgument:
+    path, equals_sign, value = argument.partition("=")
+    name, dot, field = path.partition(".")
+    return _HeadArgument(
+        name=name,
+        field=field if dot else None,
+        value=value if equals_sign else None,
+    )
+
+
 def _parse_value(text: str) -> Any:
+    """Parse the value of a field as JSON, ``none`` or otherwise a string."""
     if text == "none":
         return None
     try:
@@ -557,10 +598,8 @@ def _preset_of_spec(spec: Any) -> str | None:
     """Return the preset that ``--spec`` names, if it is one of our layer specs."""
     if not spec or len(spec) < 2:
         return None
-    module = spec[0]
-    name = spec[1]
-    is_preset = is_preset_name(str(name))
-    if module != "kha_megatron.mcore.specs" or not is_preset:
+    module, name = spec[:2]
+    if module != "kha_megatron.mcore.specs" or not is_preset_name(str(name)):
         return None
     return name
 
@@ -574,25 +613,34 @@ def preset_settings(name: str) -> dict[str, Any]:
     names = name.split("+")
     settings: dict[str, Any] = {}
     for preset in names:
-        if preset not in PRESETS:
-            similar = difflib.get_close_matches(preset, PRESETS, n=1)
-            hint = f"Did you mean {similar[0]}? " if similar else ""
-            available = ", ".join(PRESETS)
-            raise ConfigError(
-                f"Unknown KHA preset {preset!r}. {hint}Available presets: {available}. "
-                "Join presets with + to combine them."
-            )
+        _check_preset_exists(preset)
         if names.count(preset) > 1:
             raise ConfigError(f"{name} contains the preset {preset} more than once.")
         for setting, value in PRESETS[preset].items():
-            is_mechanism = isinstance(value, Mapping)
-            earlier = settings.get(setting, {})
-            is_set = setting in settings
-            is_compatible = is_mechanism and earlier.keys().isdisjoint(value)
-            if is_set and not is_compatible:
+            if setting not in settings:
+                settings[setting] = dict(value) if isinstance(value, Mapping) else value
+            elif _has_other_fields(value, settings[setting]):  # e.g. gates at other positions
+                settings[setting] = {**settings[setting], **value}
+            else:
                 raise ConfigError(
                     f"Presets {', '.join(names)} cannot be combined, because more than one of them "
                     f"sets {setting}."
                 )
-            settings[setting] = {**earlier, **value} if is_mechanism else value
     return settings
+
+
+def _check_preset_exists(preset: str) -> None:
+    if preset in PRESETS:
+        return
+    similar = difflib.get_close_matches(preset, PRESETS, n=1)
+    hint = f"Did you mean {similar[0]}? " if similar else ""
+    available = ", ".join(PRESETS)
+    raise ConfigError(
+        f"Unknown KHA preset {preset!r}. {hint}Available presets: {available}. "
+        "Join presets with + to combine them."
+    )
+
+
+def _has_other_fields(value: Any, earlier_value: Any) -> bool:
+    """Return whether both values are settings of a mechanism and have no field in common."""
+    return isinstance(value, Mapping) and earlier_value.keys().isdisjoint(value)

@@ -32,7 +32,8 @@ def measure(weight: Tensor, variant: Variant) -> Tensor:
         variant (Variant): KHA variant, needed to know the initialization.
 
     Returns:
-        Tensor: float64 tensor of shape [num_matrices, 3].
+        Tensor: float64 tensor of shape [num_matrices, 3]. The columns are the mean of the
+            diagonal, the off-diagonal share and the distance.
     """
     weight = weight.detach().double()
     head_dim = weight.shape[-1]
@@ -61,9 +62,16 @@ def diagnose(
     weight: Tensor,
     variant: Variant,
 ) -> Iterator[MatrixDiagnostics]:
+    """Compute the statistics of each matrix in a stacked weight, see :func:`measure`."""
     statistics = measure(weight, variant).tolist()
-    for matrix, numbers in zip(MATRICES[variant], statistics, strict=True):
-        yield MatrixDiagnostics(matrix, *numbers)
+    for matrix, row in zip(MATRICES[variant], statistics, strict=True):
+        diagonal_mean, off_diagonal_share, distance = row
+        yield MatrixDiagnostics(
+            matrix=matrix,
+            diagonal_mean=diagonal_mean,
+            off_diagonal_share=off_diagonal_share,
+            distance=distance,
+        )
 
 
 SINK_QUERIES = 64
@@ -74,8 +82,8 @@ def sink_queries(length: int, device: torch.device | None = None) -> Tensor:
     """Return the query positions to measure (all except position 0, up to ``SINK_QUERIES``)."""
     candidates = max(length - 1, 0)
     count = min(SINK_QUERIES, candidates)
-    last = max(candidates, 1)
-    positions = torch.linspace(1, last, count, device=device)
+    last_position = max(candidates, 1)
+    positions = torch.linspace(1, last_position, count, device=device)
     return positions.round().long()
 
 
@@ -107,6 +115,7 @@ def sink_terms(
     query = query.detach().float()
     key = key.detach().float()
     grouped_query = query.unflatten(1, (kv_heads, -1))
+    # n: query, s: key, g: KV head, r: query head of this KV head, d: feature
     products = torch.einsum("ngrd,sgd->grns", grouped_query, key)
     logits = scale * products.flatten(0, 1)
     is_not_first = key_positions != 0

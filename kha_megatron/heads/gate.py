@@ -78,7 +78,7 @@ class Gate(Mechanism):
     key: Granularity | None = None
     """Gate the key heads (after KHA, but before QK-norm and RoPE)."""
     query: Granularity | None = None
-    """Same as ``key``, but for the query heads."""
+    """Gate the query heads (after KHA, but before QK-norm and RoPE)."""
     dense: Literal["element"] | None = None
     """Gate the output of the output projection."""
     form: Form = "multiply"
@@ -142,8 +142,8 @@ class Gate(Mechanism):
             return self.output is not None
         if stage == "dense":
             return self.dense is not None
-        is_used = (self.query, self.key, self.value) != (None, None, None)
-        return stage == "qkv" and is_used
+        has_qkv_gate = (self.query, self.key, self.value) != (None, None, None)
+        return stage == "qkv" and has_qkv_gate
 
     def _has_head_scores(self, position: Position) -> bool:
         """Whether each head has scores of its own."""
@@ -242,10 +242,12 @@ class Gate(Mechanism):
         )
 
     def _activations(self, gated_features: int, scores: int) -> int:
+        values_per_score = 2  # float32
         if self.form == "add":
-            return 2 * scores
-        saved_scores = scores if self.activation == "sigmoid" else 2 * scores
-        return gated_features + 2 * saved_scores
+            return values_per_score * scores
+        if self.activation != "sigmoid":  # the scores before and after the activation
+            values_per_score *= 2
+        return gated_features + values_per_score * scores
 
     def projections_to_double(self) -> tuple[Projection | Literal["output"], ...]:
         """Return the projections whose weights `upcycle` doubles.
@@ -288,14 +290,17 @@ class Gate(Mechanism):
 
 
 def _name(position: Position) -> str:
+    """Return the name of the gate's scores, and of the parameter or rows that compute them."""
     return f"gate_{position}"
 
 
 def _heads(position: Position) -> Projection:
+    """Return the projection that has as many heads as the gated tensor."""
     return position if position in ("key", "value") else "query"
 
 
 def _dim_of(position: Position) -> Projection:
+    """Return the projection whose heads are as wide as those of the gated tensor."""
     return position if position in ("query", "key") else "value"
 
 

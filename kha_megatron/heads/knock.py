@@ -114,7 +114,7 @@ class Knock(Mechanism):
         return tuple(tensors)
 
     def costs(self, sizes: HeadSizes) -> Costs:
-        """``2 * head_dim**2`` FLOPs per matrix and head (eq. 12).
+        """Count ``2 * head_dim**2`` FLOPs per matrix and head (eq. 12).
 
         We ignore element-wise operations, like the paper and Megatron.
         """
@@ -181,6 +181,7 @@ def initial_values(
 
 
 def module_name(matrix: str) -> str:
+    """Return the name of a matrix in our Hugging Face model, e.g. ``up_proj``."""
     return matrix if matrix == "proj" else f"{matrix}_proj"
 
 
@@ -221,7 +222,8 @@ def gradients(
 ) -> "tuple[Tensor, Tensor]":
     """Backward pass of :func:`knock`. Returns the gradients of ``x`` and ``weight``.
 
-    We cannot use autograd for this, because it does not record inside a custom operator.
+    Below, ``d_up`` and ``d_gate`` are the gradients of ``x @ W_up`` and ``x @ W_gate``. We cannot
+    use autograd for this, because it does not record inside a custom operator.
     """
     import torch
 

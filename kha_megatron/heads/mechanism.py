@@ -14,8 +14,11 @@ if TYPE_CHECKING:
 
 Projection = Literal["query", "key", "value"]
 Gradient = Literal["heads", "tokens", "whole"]
+"""See :attr:`HeadTensor.gradient`."""
 InitialValue = Literal["zeros", "ones", "identity", "blocks", "normal"] | Callable[[Any], Any]
+"""See :attr:`HeadTensor.initial`."""
 Stage = Literal["qkv", "core", "output", "dense"]
+"""See :attr:`Mechanism.stages`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +109,7 @@ class HeadTensor:
         return math.prod(self.shape)
 
     def ranks(self, tp: int) -> int:
+        """Return the number of TP ranks that the parameter is sharded over (1 if replicated)."""
         is_sharded = self.per_head and self.shape[0] % tp == 0
         return tp if is_sharded else 1
 
@@ -283,7 +287,8 @@ class Mechanism:
             alpha=scale,
         )
         logits = self.mix_logits(logits.unflatten(0, batch_and_heads), weights)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        softmax_dtype = torch.promote_types(logits.dtype, torch.float32)
+        logits = logits.to(softmax_dtype)
         if mask is not None:
             lowest = torch.finfo(logits.dtype).min
             if mask.dtype == torch.bool:
@@ -319,8 +324,8 @@ class Mechanism:
 
     def parameters(self, sizes: HeadSizes, tp: int = 1) -> int:
         """Count the parameters per layer and TP rank (excluding padding)."""
-        rows_size = sum(rows.size(sizes) for rows in self.rows(sizes))
-        count = rows_size // tp
+        qkv_parameters = sum(rows.size(sizes) for rows in self.rows(sizes))
+        count = qkv_parameters // tp
         for tensor in self.tensors(sizes):
             ranks = tensor.ranks(tp)
             count += tensor.size // ranks
@@ -365,13 +370,16 @@ class Mechanism:
     def is_exact_at_start(self) -> bool:
         """Whether the default initialization leaves outputs bit-identical (with the stage ``core``:
         those of unfused attention)."""
-        sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
         try:
             doubled = self.projections_to_double()
         except ConfigError:
             return False
-        is_random = any("normal" in tensor.initial for tensor in self.tensors(sizes))
-        return not (doubled or is_random or self.rows(sizes))
+        if doubled:
+            return False
+        any_sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
+        if self.rows(any_sizes):  # initialized like other rows of linear_qkv, i.e. randomly
+            return False
+        return not any("normal" in tensor.initial for tensor in self.tensors(any_sizes))
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         """Explain why fused attention kernels cannot be used (None if they can)."""
@@ -430,21 +438,29 @@ def check_fields(settings: Any, prefix: str) -> None:
     """Check a dataclass against its type annotations. Raises ConfigError."""
     for field in fields(settings):
         value = getattr(settings, field.name)
-        alternatives: tuple[Any, ...] = (field.type,)
-        is_union = get_origin(field.type) not in (None, Literal, tuple)
-        if is_union:
-            alternatives = get_args(field.type)
-        if any(_is_valid(value, alternative) for alternative in alternatives):
-            continue
-        literals: list[str] = []
-        descriptions = []
-        for alternative in alternatives:
-            if get_origin(alternative) is Literal:
-                literals += get_args(alternative)
-            elif alternative in _DESCRIPTIONS:
-                descriptions.append(_DESCRIPTIONS[alternative])
-        expected = " or ".join(literals + descriptions)
-        raise ConfigError(f"{prefix}{field.name} must be {expected}, got {value!r}.")
+        alternatives = _alternatives(field.type)
+        if not any(_is_valid(value, alternative) for alternative in alternatives):
+            expected = _describe(alternatives)
+            raise ConfigError(f"{prefix}{field.name} must be {expected}, got {value!r}.")
+
+
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    """Return the types in a union, e.g. ``(int, NoneType)`` for ``int | None``."""
+    is_union = get_origin(annotation) not in (None, Literal, tuple)
+    if is_union:
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _describe(alternatives: tuple[Any, ...]) -> str:
+    literals: list[str] = []
+    descriptions: list[str] = []
+    for alternative in alternatives:
+        if get_origin(alternative) is Literal:
+            literals += get_args(alternative)
+        elif alternative in _DESCRIPTIONS:
+            descriptions.append(_DESCRIPTIONS[alternative])
+    return " or ".join(literals + descriptions)
 
 
 _DESCRIPTIONS = {
@@ -457,6 +473,7 @@ _DESCRIPTIONS = {
 
 
 def _is_valid(value: Any, annotation: Any) -> bool:
+    """Check a value against a type that is not a union."""
     origin = get_origin(annotation)
     if origin is Literal:
         return isinstance(value, str) and value in get_args(annotation)
@@ -466,7 +483,7 @@ def _is_valid(value: Any, annotation: Any) -> bool:
             return False
         return all(_is_valid(item, item_type) for item in value)
     if annotation in (int, float):
-        if type(value) not in (int, annotation):
+        if type(value) not in (int, annotation):  # isinstance would accept booleans
             return False
         return 0 <= value < math.inf
     return isinstance(value, annotation)
@@ -476,7 +493,7 @@ def apply_stage(
     stage: Stage,
     mechanisms: "Iterable[tuple[Mechanism, Mapping[str, Tensor]]]",
     tensors: "dict[str, Tensor]",
-    seen: "dict[str, Tensor]",
+    earlier_outputs: "dict[str, Tensor]",
     ranks: Ranks,
 ) -> "list[Tensor]":
     """Apply all mechanisms of a stage in order.
@@ -484,8 +501,8 @@ def apply_stage(
     Args:
         mechanisms (Iterable): Mechanisms with their weights.
         tensors (dict[str, Tensor]): Input of the stage, updated in place.
-        seen (dict[str, Tensor]): Outputs of earlier stages and input projections. New outputs are
-            added to this dict.
+        earlier_outputs (dict[str, Tensor]): Outputs of earlier stages and input projections. New
+            outputs are added to this dict.
 
     Returns:
         list[Tensor]: The updated ``tensors``.
@@ -493,10 +510,10 @@ def apply_stage(
     for mechanism, weights in mechanisms:
         if not mechanism.acts_at(stage):
             continue
-        outputs = mechanism.apply(tensors | seen, weights, ranks)
+        outputs = mechanism.apply(tensors | earlier_outputs, weights, ranks)
         for name, output in outputs.items():
             if name in tensors:
                 tensors[name] = output
             else:
-                seen[name] = output
+                earlier_outputs[name] = output
     return list(tensors.values())

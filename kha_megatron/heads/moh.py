@@ -34,6 +34,12 @@ Router = Literal["learned", "query_norm"]
 Source = Literal["code", "paper"]
 RouterStart = Literal["normal", "zeros"]
 
+GROUPS = 2
+"""A learned router also weights two groups, the shared heads and the routed heads (eq. 6)."""
+
+SAVED_FOR_ROUTING = 10
+"""16-bit values that autograd saves per head for the routing, i.e. five float32 tensors."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfHeads(Mechanism):
@@ -94,15 +100,15 @@ class MixtureOfHeads(Mechanism):
             raise ConfigError(error)
 
     def _check_head_counts(self) -> None:
-        counts = []
+        settings = []
         for name in ("shared", "active", "share"):
             if getattr(self, name) is not None:
-                counts.append(name)
-        is_sufficient = "share" in counts or counts == ["shared", "active"]
-        if not is_sufficient or len(counts) == 3:
+                settings.append(name)
+        is_sufficient = "share" in settings or settings == ["shared", "active"]
+        if not is_sufficient or len(settings) == 3:
             raise ConfigError(
                 "moh requires either shared and active, or share with at most one of the two, got "
-                f"{', '.join(counts) or 'none of them'}. For example, use moh.share=0.75."
+                f"{', '.join(settings) or 'none of them'}. For example, use moh.share=0.75."
             )
         if isinstance(self.active, tuple):
             is_positive = len(self.active) > 0 and 0 not in self.active
@@ -131,6 +137,7 @@ class MixtureOfHeads(Mechanism):
         return None
 
     def shared_heads(self, heads: int) -> int:
+        """Return the number of shared heads if there are ``heads`` query heads."""
         if self.shared is not None:
             return self.shared
         assert not isinstance(self.active, tuple)
@@ -168,7 +175,7 @@ class MixtureOfHeads(Mechanism):
         return (
             HeadTensor(
                 name="moh_router",
-                shape=(sizes.query_heads + 2, sizes.hidden_size),
+                shape=(sizes.query_heads + GROUPS, sizes.hidden_size),
                 gradient="whole",
                 heads="query",
                 initial=(self.start,),
@@ -190,17 +197,31 @@ class MixtureOfHeads(Mechanism):
             scores = tensors["moh_router"]
         else:
             scores = ranks.all_heads(tensors["moh_norms"])
+        return {"output": self._weight_heads(tensors["output"], scores, ranks)}
+
+    def _weight_heads(
+        self,
+        output: "Tensor",
+        scores: "Tensor",
+        ranks: Ranks,
+    ) -> "Tensor":
+        """Multiply the local heads of ``output`` by their weights.
+
+        Args:
+            output (Tensor): Output of core attention.
+            scores (Tensor): Scores of all heads, see :func:`route`.
+            ranks (Ranks): Ranks with the other heads.
+        """
         iteration = ranks.iteration("moh.anneal") if self.anneal else None
         routing = route(scores, self, iteration)
         ranks.observe("moh-load", partial(_load, routing, ranks))
         ranks.observe("moh-entropy", partial(_entropy, routing.probabilities))
-        weights_of_heads = routing.weights
+        head_weights = routing.weights
         if ranks.trains:
-            weights_of_heads = _add_balance_loss(routing, self, ranks)
-        output = tensors["output"]
-        weights_of_local_heads = ranks.own_heads(weights_of_heads)
-        weighted = output * weights_of_local_heads.unsqueeze(-1)
-        return {"output": weighted.to(output.dtype)}
+            head_weights = _add_balance_loss(routing, self, ranks)
+        local_weights = ranks.own_heads(head_weights)
+        weighted = output * local_weights.unsqueeze(-1)
+        return weighted.to(output.dtype)
 
     def costs(self, sizes: HeadSizes) -> Costs:
         heads = sizes.query_heads
@@ -210,17 +231,17 @@ class MixtureOfHeads(Mechanism):
         if not isinstance(self.active, tuple):  # see for_layer
             used_heads = self.shared_heads(heads) + self.active_heads(heads)
             idle_heads = heads - used_heads
-        skippable_columns = value_dim
-        activations = value_dim + 10
+        skippable_rows = value_dim  # of the projections, per idle head
+        saved_per_head = value_dim + SAVED_FOR_ROUTING
         if self.router == "query_norm":
-            activations += 2 * query_dim
+            saved_per_head += 2 * query_dim  # queries in float32
         else:  # the queries of idle heads are not needed
-            skippable_columns += query_dim
+            skippable_rows += query_dim
         return Costs(
             flops=2 * self.parameters(sizes),
-            skippable_flops=2 * idle_heads * sizes.hidden_size * skippable_columns,
+            skippable_flops=2 * idle_heads * sizes.hidden_size * skippable_rows,
             skippable_pair_flops=2 * idle_heads * (query_dim + value_dim),
-            activations=heads * activations,
+            activations=heads * saved_per_head,
         )
 
     def acts_at(self, stage: Stage) -> bool:
@@ -317,48 +338,65 @@ def route(
 
     scores = _widen(scores)
     is_learned = moh.router == "learned"
-    balance_scores = 2 if is_learned else 0
-    heads = scores.shape[-1] - balance_scores
+    groups = GROUPS if is_learned else 0
+    heads = scores.shape[-1] - groups
     shared = moh.shared_heads(heads)
     routed = heads - shared
     active = moh.active_heads(heads, iteration)
     shared_scores, routed_scores, group_scores = scores.split(
-        [shared, routed, balance_scores],
+        [shared, routed, groups],
         dim=-1,
     )
     if not is_learned and moh.scale == "code":
         routed_scores = routed_scores / _spread(routed_scores)
     probabilities = routed_scores.softmax(-1)
-    best = routed_scores.detach().topk(active, dim=-1)
-    chosen = torch.zeros_like(probabilities)
-    chosen = chosen.scatter(-1, best.indices, 1.0)
-
-    ones = torch.ones_like(shared_scores)
+    chosen = _mark_highest(routed_scores, active)
     if is_learned:
-        shared_factor, routed_factor = group_scores.softmax(-1).split(1, dim=-1)  # equation 6
+        group_weights = group_scores.softmax(-1)  # equation 6
+        shared_factor, routed_factor = group_weights.split(1, dim=-1)
         shared_weights = shared_scores.softmax(-1) * shared_factor
     else:
-        shared_weights = ones
+        shared_weights = shared_scores.new_ones(shared_scores.shape)
         routed_factor = probabilities.new_ones(())
     if moh.quantized:
-        # equation 9, with the gradient of equation 5 without its threshold
-        continuous = torch.cat(
-            [shared_weights, probabilities * routed_factor],
-            dim=-1,
-        )
-        zero = continuous - continuous.detach()
-        discrete = torch.cat([ones, chosen], dim=-1)
-        return Routing(discrete + zero, probabilities, chosen)
+        weights = _quantized_weights(shared_weights, probabilities * routed_factor, chosen)
+        return Routing(weights, probabilities, chosen)
     routed_weights = probabilities * chosen
-    if moh.scale == "code":
+    if moh.scale == "code":  # increase the mean weight of the used heads to about 1
         total = routed_weights.sum(-1, keepdim=True)
         routed_weights = routed_weights * active / total
         if is_learned:
-            shared_weights = shared_weights * (2 * shared)
-            routed_weights = routed_weights * 2
+            shared_weights = shared_weights * (GROUPS * shared)
+            routed_weights = routed_weights * GROUPS
     routed_weights = routed_weights * routed_factor
     weights = torch.cat([shared_weights, routed_weights], dim=-1)
     return Routing(weights, probabilities, chosen)
+
+
+def _mark_highest(scores: "Tensor", active: int) -> "Tensor":
+    """Return 1 for the ``active`` highest scores of each token and 0 for the others."""
+    highest = scores.detach().topk(active, dim=-1)
+    zeros = scores.new_zeros(scores.shape)
+    return zeros.scatter(-1, highest.indices, 1.0)
+
+
+def _quantized_weights(
+    shared_weights: "Tensor",
+    routed_weights: "Tensor",
+    chosen: "Tensor",
+) -> "Tensor":
+    """Return weight 1 for used heads and 0 for the others (equation 9).
+
+    The gradient is that of equation 5 without its threshold, i.e. as if the given weights were
+    used.
+    """
+    import torch
+
+    continuous = torch.cat([shared_weights, routed_weights], dim=-1)
+    zero = continuous - continuous.detach()
+    ones = chosen.new_ones(shared_weights.shape)
+    discrete = torch.cat([ones, chosen], dim=-1)
+    return discrete + zero
 
 
 def _add_balance_loss(
@@ -370,7 +408,7 @@ def _add_balance_loss(
     frequency = ranks.token_mean(routing.chosen)
     probabilities = routing.probabilities.flatten(0, -2)
     mean_probabilities = probabilities.mean(0)
-    loss = (mean_probabilities * frequency).sum()
+    loss = (mean_probabilities * frequency).sum()  # equation 7
     weight = moh.balance
     if moh.balance_scale == "code":
         loss = loss * len(frequency)
@@ -382,6 +420,7 @@ def _add_balance_loss(
 
 
 def _load(routing: Routing, ranks: Ranks) -> "Tensor":
+    """Return the fraction of tokens that use each head, of shape [num_heads]."""
     import torch
 
     frequency = ranks.token_mean(routing.chosen)
@@ -391,6 +430,7 @@ def _load(routing: Routing, ranks: Ranks) -> "Tensor":
 
 
 def _spread(norms: "Tensor") -> "Tensor":
+    """Return the standard deviation over heads, which is positive even if all norms are equal."""
     import torch
 
     offset = norms - norms.mean(-1, keepdim=True)
@@ -401,6 +441,7 @@ def _spread(norms: "Tensor") -> "Tensor":
 
 
 def _entropy(probabilities: "Tensor") -> "Tensor":
+    """Return the mean entropy of the router, from 0 to 1 (all routed heads are equally likely)."""
     import torch
 
     heads = max(2, probabilities.shape[-1])
@@ -409,6 +450,7 @@ def _entropy(probabilities: "Tensor") -> "Tensor":
 
 
 def _widen(x: "Tensor") -> "Tensor":
+    """Convert to float32 unless the dtype is already at least as precise."""
     import torch
 
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -40,13 +40,15 @@ FILES_VARIABLE = "KHA_HEADS_FROM"
 observe_output_gate = partial(observe_gate, "output")
 """Logs the gate of ``--attention-output-gate``."""
 
-_OWN: tuple[type[Mechanism], ...] = (
+_OUR_MECHANISMS: tuple[type[Mechanism], ...] = (
     CollaborativeHeads,
     TalkingHeads,
     Gate,
     MixtureOfHeads,
 )
-_RESERVED = {
+"""Mechanisms of this package except KHA, in the order in which they run."""
+
+_RESERVED_NAMES = {
     *(field.name for field in fields(Knock)),
     "knock",
     "preset",
@@ -61,6 +63,7 @@ _RESERVED = {
     "perturb_embedding",
     "stock",
 }
+"""Names that other mechanisms must not have, because ``--kha-NAME`` or ``kha_NAME`` is used."""
 
 _PROVIDER_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 """A package name, or the name of a Python file without directories. Saved models contain it, so it
@@ -145,6 +148,7 @@ def check_registered(providers: Mapping[str, str]) -> None:
 
 
 def _maps_names(providers: Any) -> bool:
+    """Return whether ``providers`` is a mapping of printable strings to such strings."""
     if not isinstance(providers, Mapping):
         return False
     for name in (*providers.keys(), *providers.values()):
@@ -159,15 +163,15 @@ def presets() -> dict[str, Mapping[str, Any]]:
     for name, mechanism in mechanism_types().items():
         for preset, settings in mechanism.presets.items():
             all_presets[preset] = {name: dict(settings)}
-    for first in ("kha_linear", "kha_mlp"):
-        for second in ("gate_output", "moh_75"):
-            first_settings = all_presets[first]
-            second_settings = all_presets[second]
-            all_presets[f"{first}_{second}"] = {**first_settings, **second_settings}
+    for kha_preset in ("kha_linear", "kha_mlp"):
+        for other_preset in ("gate_output", "moh_75"):
+            combined_settings = {**all_presets[kha_preset], **all_presets[other_preset]}
+            all_presets[f"{kha_preset}_{other_preset}"] = combined_settings
     return all_presets
 
 
 def _files() -> list[str]:
+    """Return the absolute paths in ``KHA_HEADS_FROM``."""
     paths = os.environ.get(FILES_VARIABLE, "")
     absolute_paths = []
     for path in paths.split(os.pathsep):
@@ -182,15 +186,16 @@ def _registered() -> Mapping[str, _Registered]:
 
 @cache
 def _register(files: tuple[str, ...]) -> Mapping[str, _Registered]:
+    """Import packages and files, and return all mechanisms except ``Knock`` by name."""
     registered: dict[str, _Registered] = {}
-    for mechanism_type in _OWN:
+    for mechanism_type in _OUR_MECHANISMS:
         registered[mechanism_type.name] = _Registered(mechanism_type, None)
-    external = [*_from_packages()]
+    external_mechanisms = list(_from_packages())
     for file in files:
-        external += _from_file(file)
-    for mechanism in external:
+        external_mechanisms += _from_file(file)
+    for mechanism in external_mechanisms:
         name = mechanism.mechanism_type.name
-        is_used = name in registered or name in _RESERVED
+        is_used = name in registered or name in _RESERVED_NAMES
         is_valid = _MECHANISM_NAME.fullmatch(name)
         if is_used or not is_valid:
             raise ConfigError(

@@ -8,6 +8,7 @@ values, and another all-to-all for the output. Note that logits are materialized
 In the shapes below, ``H`` is the number of heads and ``h`` the number of heads on this TP rank.
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,7 +101,7 @@ class AllHeadsAttention(GatheredDotProductAttention):
         if mask is None or mask.shape[-2] == 1:
             return mask
         ranks = self.tp_group.size()
-        local_queries = -(-queries // ranks)
+        local_queries = math.ceil(queries / ranks)
         first_query = get_pg_rank(self.tp_group) * local_queries
         rows = torch.arange(local_queries, device=mask.device)
         rows += first_query
@@ -113,9 +114,9 @@ class AllHeadsAttention(GatheredDotProductAttention):
         if ranks == 1:
             return x
         queries, batch, _, features = x.shape
-        padding = -queries % ranks
-        widths = (0, 0, 0, 0, 0, 0, 0, padding)  # from the last dimension to the first
-        padded = torch.nn.functional.pad(x, widths)
+        padding = -queries % ranks  # to a multiple of the TP size
+        no_padding = (0, 0, 0, 0, 0, 0)  # for the last three dimensions
+        padded = torch.nn.functional.pad(x, (*no_padding, 0, padding))
         rows = padded.flatten(0, 1)
         rows = rows.flatten(1)
         sharded = all_to_all_hp2sp(rows, group=self.tp_group)
@@ -145,6 +146,7 @@ class AllHeadsAttention(GatheredDotProductAttention):
         return gathered.unflatten(-1, (-1, features))
 
     def _dropout(self, weights: Tensor) -> Tensor:
+        """Apply dropout to the attention weights."""
         # needs a different RNG state on each TP rank, which SP already has by default
         if self.config.sequence_parallel:
             return self.attention_dropout(weights)

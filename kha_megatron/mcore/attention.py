@@ -7,7 +7,7 @@ linear matrices of a trained model can be folded into the projection.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import mpu
@@ -42,15 +42,18 @@ type Output = tuple[Tensor, Tensor | None]
 class KnockedAttention(Attention):
     """Mixin that adds KHA and other head mechanisms to Megatron's attention classes."""
 
-    kind: AttentionKind | None = None  # HeadsConfig.attention
-    first_projection = "linear_qkv"  # the input norm may be fused into it
-    folded_projections: tuple[Projection, ...] = ()  # by step_folding.py, in this forward pass
+    kind: AttentionKind | None = None
+    """The :attr:`HeadsConfig.attention` that this class implements."""
+    first_projection = "linear_qkv"
+    """Name of the module that the input norm may be fused into."""
+    folded_projections: tuple[Projection, ...] = ()
+    """Projections that need no KHA, because ``step_folding`` has currently folded it."""
     kha: HeadsConfig
 
     def _add_knocking(self, kha: HeadsConfig) -> None:
         """Build the modules of all mechanisms. Must be called after Megatron's constructor."""
         self.kha = kha
-        self._carried: dict[str, Tensor] = {}  # activations needed by later stages
+        self._earlier_outputs: dict[str, Tensor] = {}  # activations needed by later stages
         self.head_ranks = HeadRanks(
             self.config,
             self.pg_collection,
@@ -132,19 +135,19 @@ class KnockedAttention(Attention):
         Must run after ``linear_qkv``, which may contain the input norm. ``rows`` are the outputs of
         its extra rows.
         """
-        self._carried = dict(rows)
+        self._earlier_outputs = dict(rows)
         if self.input_projections:
             normed = self.normed_input(hidden_states)
             for name in self.input_projections:
                 projection = getattr(self, name)
-                self._carried[name] = projection(normed)
+                self._earlier_outputs[name] = projection(normed)
 
     def _apply_stage(self, stage: Stage, **tensors: Tensor) -> Iterable[Tensor]:
         return apply_stage(
             stage,
             self.mechanisms,
             tensors,
-            self._carried,
+            self._earlier_outputs,
             self.head_ranks,
         )
 
@@ -161,7 +164,7 @@ class KnockedAttention(Attention):
                 output = output + bias
                 bias = None
             (output,) = self._apply_stage("dense", dense=output)
-        self._carried = {}  # free the activations
+        self._earlier_outputs = {}  # free the activations
         return output, bias
 
     def flash_decode_and_prefill(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -195,6 +198,7 @@ class KnockedAttention(Attention):
 
 
 def _without_stock_gate(kha: HeadsConfig, config: TransformerConfig) -> HeadsConfig:
+    """Remove the output gate if Megatron applies it."""
     if config.attention_output_gate:
         return kha.without_output_gate()
     return kha
@@ -222,8 +226,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         layout = model.qkv
         if kha.own_projections:
             submodules = _set_key_width(submodules, config, model.normed_dim)
-        stock_rows = 1 if config.attention_output_gate else 0
-        if not layout.is_stock or len(layout.extra) != stock_rows:
+        if not _is_built_by_megatron(layout, config):
             linear_qkv = _with_rows(submodules.linear_qkv, layout)
             submodules = replace(submodules, linear_qkv=linear_qkv)
         super().__init__(config, submodules, *args, **kwargs)
@@ -285,7 +288,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         for mechanism, _ in self.mechanisms:
             for projection in mechanism.own_projections:
                 name = f"{mechanism.name}_{projection}"
-                projected = self._carried[name]
+                projected = self._earlier_outputs[name]
                 if projection == "key":  # all heads share one key
                     key_heads = heads["value"].shape[2]
                     projected = projected.expand(-1, -1, key_heads, -1)
@@ -298,6 +301,12 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         return norm(heads)
 
 
+def _is_built_by_megatron(layout: QKVLayout, config: TransformerConfig) -> bool:
+    """Return whether Megatron builds ``linear_qkv`` with exactly the rows of ``layout``."""
+    stock_rows = 1 if config.attention_output_gate else 0
+    return layout.is_stock and len(layout.extra) == stock_rows
+
+
 def _set_key_width(
     submodules: SelfAttentionSubmodules,
     config: TransformerConfig,
@@ -307,8 +316,31 @@ def _set_key_width(
 
     The softmax scale becomes ``width ** -0.5`` unless it is set explicitly.
     """
+    default_norm = TENorm if config.qk_layernorm else None
+    query_norm = submodules.q_layernorm or default_norm
+    key_norm = submodules.k_layernorm or default_norm
+    resized_norms = {}
+    if query_norm not in (None, IdentityOp):
+        resized_norms["q_layernorm"] = _resize_norm(query_norm, width)
+    if key_norm not in (None, IdentityOp):
+        resized_norms["k_layernorm"] = _resize_norm(key_norm, width)
+    core_attention = _resize_core(submodules.core_attention, width)
+    return replace(submodules, core_attention=core_attention, **resized_norms)
 
-    def build_core(
+
+def _resize_norm(build_norm: Callable[..., Module], width: int) -> Callable[..., Module]:
+    """Wrap the builder of a QK-norm to use ``width`` instead of the head dim."""
+
+    def build_resized(*, hidden_size: int, **options: Any) -> Module:
+        return build_norm(hidden_size=width, **options)
+
+    return build_resized
+
+
+def _resize_core(build_core: Callable[..., Any], width: int) -> Callable[..., Any]:
+    """Wrap the builder of core attention to use ``width`` as head dim of queries and keys."""
+
+    def build_resized(
         *,
         config: TransformerConfig,
         softmax_scale: float | None,
@@ -318,27 +350,13 @@ def _set_key_width(
             softmax_scale = width**-0.5
         options["k_channels"] = width
         options["v_channels"] = config.kv_channels
-        return submodules.core_attention(
+        return build_core(
             config=config,
             softmax_scale=softmax_scale,
             **options,
         )
 
-    def resize(build_norm: Callable[..., Module]) -> Callable[..., Module]:
-        def build_resized(*, hidden_size: int, **options: Any) -> Module:
-            return build_norm(hidden_size=width, **options)
-
-        return build_resized
-
-    default_norm = TENorm if config.qk_layernorm else None
-    query_norm = submodules.q_layernorm or default_norm
-    key_norm = submodules.k_layernorm or default_norm
-    resized_norms = {}
-    if query_norm not in (None, IdentityOp):
-        resized_norms["q_layernorm"] = resize(query_norm)
-    if key_norm not in (None, IdentityOp):
-        resized_norms["k_layernorm"] = resize(key_norm)
-    return replace(submodules, core_attention=build_core, **resized_norms)
+    return build_resized
 
 
 def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[..., Module]:
@@ -356,7 +374,7 @@ def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[...,
             init_method(weight)
             rows = len(weight)
             first_row = 0
-            if rows < layout.rows:  # only this rank's rows
+            if rows < layout.rows:  # this rank's; CPU initialization passes those of all ranks
                 first_row = get_pg_rank(tp_group) * rows
             _zero_padding(weight, first_row, layout)
 
@@ -373,7 +391,7 @@ def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[...,
 
 @torch.no_grad()
 def _zero_padding(weight: Tensor, first_row: int, layout: QKVLayout) -> None:
-    """Zero the padding in this rank's rows of ``linear_qkv``, which start at ``first_row``."""
+    """Zero the padding of all groups in some rows of ``linear_qkv``, starting at ``first_row``."""
     padding = layout.padding
     for group in range(layout.groups):
         group_start = group * layout.group_rows
@@ -383,7 +401,7 @@ def _zero_padding(weight: Tensor, first_row: int, layout: QKVLayout) -> None:
         weight[start:stop] = 0
 
 
-_UNSUPPORTED: dict[str | None, tuple[str, ...]] = {
+_UNSUPPORTED_OPTIONS: dict[str | None, tuple[str, ...]] = {
     "gta": ("attention_output_gate", "add_bias_linear", "add_qkv_bias", "no_rope_freq"),
     "gla": ("layernorm_zero_centered_gamma", "cache_mla_latents"),
 }
@@ -423,7 +441,7 @@ def check_config(
         raise ConfigError(
             f"attention=gla does not support normalization={config.normalization}. Use RMSNorm."
         )
-    for option in _UNSUPPORTED.get(kha.attention, ()):
+    for option in _UNSUPPORTED_OPTIONS.get(kha.attention, ()):
         value = getattr(config, option)
         if value:
             raise ConfigError(
@@ -432,6 +450,7 @@ def check_config(
 
 
 def _is_supported_by_qk_clip(model: ModelConfig, kha: HeadsConfig) -> bool:
+    """Return whether queries and keys are linear in the rows of Megatron's QKV weight."""
     for projection in ("query", "key"):
         if kha.variants.get(projection) not in (None, "linear"):
             return False
@@ -450,30 +469,49 @@ def describe_model(models: list[Any], kha: HeadsConfig) -> str:
     Raises:
         ConfigError: If some attention layer was not built with ``kha``.
     """
+    local_counts = _count_layers(models, kha)
+    totals = torch.tensor(local_counts, device=torch.cuda.current_device())
+    torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
+    counts = _LayerCounts(*totals.tolist())
+    is_requested = len(kha.mechanisms) > 0 or kha.attention is not None
+    if counts.wrong or (is_requested and not counts.layers):
+        raise ConfigError(
+            f"{counts.wrong} of {counts.layers} layers were built without the requested KHA config "
+            f"({kha}). Check --spec and pre-wrap hooks."
+        )
+    return (
+        f"knocks {kha} in {counts.knocked} of {counts.layers} layers: "
+        f"{counts.added_parameters:,} parameters added"
+    )
+
+
+class _LayerCounts(NamedTuple):
+    layers: int  # with attention
+    knocked: int  # with head mechanisms
+    wrong: int  # without the requested config
+    added_parameters: int
+
+
+def _count_layers(models: list[Any], kha: HeadsConfig) -> _LayerCounts:
+    """Count the attention layers of a pipeline stage."""
     attentions = _attention_layers(models)
-    adds_mechanisms = len(kha.mechanisms) > 0
     knocked = 0
-    added = 0
     wrong = 0
+    added_parameters = 0
     for attention in attentions:
         if not _is_as_requested(attention, kha):
             wrong += 1
         if isinstance(attention, KnockedAttention):
-            knocked += adds_mechanisms
-            model = model_from_config(attention.config)
-            added += attention.kha.parameters(model.head_sizes)
-
-    counts = [knocked, len(attentions), added, wrong]
-    totals = torch.tensor(counts, device=torch.cuda.current_device())
-    torch.distributed.all_reduce(totals, group=mpu.get_pipeline_model_parallel_group())
-    knocked, layers, added, wrong = totals.tolist()
-    is_requested = adds_mechanisms or kha.attention is not None
-    if wrong or (is_requested and not layers):
-        raise ConfigError(
-            f"{wrong} of {layers} layers were built without the requested KHA config ({kha}). "
-            "Check --spec and pre-wrap hooks."
-        )
-    return f"knocks {kha} in {knocked} of {layers} layers: {added:,} parameters added"
+            sizes = model_from_config(attention.config).head_sizes
+            added_parameters += attention.kha.parameters(sizes)
+            if kha.mechanisms:
+                knocked += 1
+    return _LayerCounts(
+        layers=len(attentions),
+        knocked=knocked,
+        wrong=wrong,
+        added_parameters=added_parameters,
+    )
 
 
 def _attention_layers(models: list[Any]) -> list[Attention]:
@@ -487,10 +525,10 @@ def _attention_layers(models: list[Any]) -> list[Attention]:
 
 
 def _is_as_requested(attention: Attention, kha: HeadsConfig) -> bool:
-    config = attention.config
-    kha = kha.with_output_gate(config.attention_output_gate)
+    """Return whether a layer was built with ``kha``, or is Megatron's and needs no more."""
+    requested = kha.with_output_gate(attention.config.attention_output_gate)
     if isinstance(attention, KnockedAttention):
-        is_same_kind = attention.kind == kha.attention
-        return is_same_kind and attention.kha == kha
-    kha = _without_stock_gate(kha, config)
-    return not kha.mechanisms and not kha.attention
+        is_same_kind = attention.kind == requested.attention
+        return is_same_kind and attention.kha == requested
+    requested = _without_stock_gate(requested, attention.config)
+    return not requested.mechanisms and not requested.attention

@@ -1,8 +1,9 @@
 """Version checks for Megatron-Core 0.19 and 0.20.
 
 All code that depends on the version of Megatron-Core is in this file, except for functions of
-Megatron that we replace (:mod:`kha_megatron.mcore.patches`). We support the versions from
-:data:`OLDEST` to :data:`NEWEST`, and test the releases up to :data:`NEWEST_TESTED`.
+Megatron that we replace (:mod:`kha_megatron.mcore.patches`). Older versions than :data:`OLDEST` are
+refused. Newer releases than :data:`NEWEST_TESTED` only log a warning, although our requirements
+exclude those after :data:`NEWEST`.
 """
 
 import ctypes
@@ -19,11 +20,20 @@ from typing import Any
 from kha_megatron.announcements import announce
 from kha_megatron.errors import MissingDependencyError, VersionError, install_command
 
-OLDEST, NEWEST = (0, 19), (0, 20)
-NEWEST_TESTED = (0, 19)
+type _Release = tuple[int, int]
+"""Major and minor version."""
+
+OLDEST: _Release = (0, 19)
+"""Oldest release that is supported."""
+NEWEST: _Release = (0, 20)
+"""Newest release that may be installed. It has not been released yet."""
+NEWEST_TESTED: _Release = (0, 19)
+"""Newest release that the tests ran with."""
 TESTED = "0.19.2 and the main branch of 22 August 2026 (0.20.0), with and without pull request 6313"
-"""What the tests ran with. 0.20 has not been released."""
-INSTALL = f"pip install 'megatron-core>={OLDEST[0]}.{OLDEST[1]},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+"""All versions that the tests ran with, for the warning about later releases."""
+
+_FIRST_EXCLUDED: _Release = (NEWEST[0], NEWEST[1] + 1)
+INSTALL = "pip install 'megatron-core>={}.{},<{}.{}'".format(*OLDEST, *_FIRST_EXCLUDED)
 """Command that installs a supported version."""
 BRIDGE = "0.6"
 """The supported version of Megatron-Bridge."""
@@ -36,16 +46,25 @@ def installed_version() -> str:
         VersionError: If Megatron-Core is not installed.
     """
     try:
-        spec = util.find_spec("megatron.core")
-        if spec and spec.submodule_search_locations:  # may be a checkout without metadata
-            info = Path(spec.submodule_search_locations[0], "package_info.py")
-            text = info.read_text() if info.is_file() else ""
-            numbers = re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)
-            if len(numbers) == 3:
-                return ".".join(numbers)
-        return metadata.version("megatron-core")
+        return _version_in_source() or metadata.version("megatron-core")
     except ImportError:
         raise VersionError(f"megatron-core is not installed. Run `{INSTALL}`.") from None
+
+
+def _version_in_source() -> str | None:
+    """Read the version from ``package_info.py``, since a source tree may have no metadata."""
+    spec = util.find_spec("megatron.core")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    package = Path(spec.submodule_search_locations[0])
+    package_info = package / "package_info.py"
+    if not package_info.is_file():
+        return None
+    assignment = re.compile(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", re.MULTILINE)
+    numbers = assignment.findall(package_info.read_text())
+    if len(numbers) != 3:
+        return None
+    return ".".join(numbers)
 
 
 @functools.cache
@@ -57,20 +76,21 @@ def check_version() -> str:
     Raises:
         VersionError: If Megatron-Core is missing or too old.
     """
-    found = installed_version()
-    major, minor, *_ = re.findall(r"\d+", found)
-    release = int(major), int(minor)
+    version = installed_version()
+    major, minor, *_ = re.findall(r"\d+", version)
+    release = (int(major), int(minor))
     if release < OLDEST:
         oldest = ".".join(map(str, OLDEST))
         raise VersionError(
-            f"megatron-core>={oldest} is required, but {found} is installed. Run `{INSTALL}`."
+            f"megatron-core>={oldest} is required, but {version} is installed. Run `{INSTALL}`."
         )
     if release > NEWEST_TESTED:
         announce(
-            f"WARNING: megatron-core {found} is installed. kha_megatron was tested with {TESTED}.",
+            f"WARNING: megatron-core {version} is installed. "
+            f"kha_megatron was tested with {TESTED}.",
             once="megatron-core",
         )
-    return found
+    return version
 
 
 @contextmanager
@@ -80,16 +100,18 @@ def megatron_imports() -> Iterator[None]:
     This is needed because Megatron swallows an ImportError from the ``--spec`` module and then
     trains without the spec.
     """
-    found = check_version()
+    version = check_version()
     try:
         yield
     except ImportError as error:
         raise VersionError(
-            f"megatron-core {found} is not compatible with kha_megatron ({error}). Run `{INSTALL}`."
+            f"megatron-core {version} is not compatible with kha_megatron ({error}). "
+            f"Run `{INSTALL}`."
         ) from error
 
 
 def version_of(distribution: str) -> str | None:
+    """Get the version of an installed package, or None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -99,13 +121,14 @@ def version_of(distribution: str) -> str | None:
 @contextmanager
 def bridge_imports() -> Iterator[None]:
     """Context manager for imports of ``megatron.bridge``. Checks the version first."""
-    found = version_of("megatron-bridge")
-    if found is None:
+    version = version_of("megatron-bridge")
+    if version is None:
         raise MissingDependencyError("megatron-bridge", "kha_megatron.bridge", "bridge")
-    if not f"{found}.".startswith(f"{BRIDGE}."):
+    is_supported = version == BRIDGE or version.startswith(f"{BRIDGE}.")
+    if not is_supported:
         raise VersionError(
-            f"megatron-bridge {found} is not supported. Run {install_command('bridge')} to install "
-            f"version {BRIDGE}."
+            f"megatron-bridge {version} is not supported. "
+            f"Run {install_command('bridge')} to install version {BRIDGE}."
         )
     try:
         yield
@@ -122,14 +145,21 @@ def cuda_versions() -> str:
     """Describe the CUDA versions of torch and of NVIDIA's driver, for errors about devices."""
     import torch
 
-    version, driver = ctypes.c_int(), "no driver (libcuda.so.1) is installed"
+    torch_cuda = "was built without CUDA"
+    if torch.version.cuda:
+        torch_cuda = f"needs CUDA {torch.version.cuda}"
+    return f"torch {torch.__version__} {torch_cuda}, and {_driver_version()}"
+
+
+def _driver_version() -> str:
+    version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-        driver = f"the driver supports up to {version.value // 1000}.{version.value % 1000 // 10}"
     except OSError:
-        pass
-    built = f"needs CUDA {torch.version.cuda}" if torch.version.cuda else "was built without CUDA"
-    return f"torch {torch.__version__} {built}, and {driver}"
+        return "no driver (libcuda.so.1) is installed"
+    major, remainder = divmod(version.value, 1000)  # e.g. 12040 is CUDA 12.4
+    minor = remainder // 10
+    return f"the driver supports up to {major}.{minor}"
 
 
 @functools.cache  # find_spec cannot find the package once hide_incomplete_te has hidden it
@@ -138,10 +168,15 @@ def lacks_te_extension() -> bool:
     spec = util.find_spec("transformer_engine")
     if spec is None or spec.origin is None:
         return False
-    file = "transformer_engine_torch*.so"  # same locations as in Transformer Engine
-    patterns = (file, f"transformer_engine/{file}", f"transformer_engine/wheel_lib/{file}")
-    parents = Path(spec.origin).parents[1], Path(sysconfig.get_paths()["purelib"])
-    return not any(any(parent.glob(pattern)) for parent in parents for pattern in patterns)
+    package = Path(spec.origin).parent
+    site_packages = Path(sysconfig.get_paths()["purelib"])
+    # same locations as in Transformer Engine
+    for directory in (package.parent, site_packages):
+        for location in (".", "transformer_engine", "transformer_engine/wheel_lib"):
+            extensions = directory.glob(f"{location}/transformer_engine_torch*.so")
+            if any(extensions):
+                return False
+    return True
 
 
 def hide_incomplete_te() -> None:
@@ -163,9 +198,11 @@ def layer_symbol(config: Any) -> str | None:
     """
     from megatron.core.models.hybrid import hybrid_layer_allocation
 
-    classes = vars(hybrid_layer_allocation).get("LAYER_SYMBOL_TO_CONFIG_CLASS", {})
-    for symbol, layer_config_class in classes.items():
-        if isinstance(config, layer_config_class):
+    config_classes = getattr(hybrid_layer_allocation, "LAYER_SYMBOL_TO_CONFIG_CLASS", None)
+    if config_classes is None:  # before 6313, when layers had no config of their own
+        return None
+    for symbol, config_class in config_classes.items():
+        if isinstance(config, config_class):
             return symbol
     return None
 
@@ -183,11 +220,19 @@ def layer_symbols(
     """
     if layer_type_list is not None:
         return list(layer_type_list)
-    symbols = [layer_symbol(config) for config in layer_config_list or ()]
-    known_symbols = [symbol for symbol in symbols if symbol is not None]
-    if layer_config_list is None or known_symbols != symbols:
-        raise VersionError(
-            f"kha_megatron cannot read the hybrid layers of megatron-core {installed_version()}. "
-            f"Run `{INSTALL}`."
-        )
-    return known_symbols
+    if layer_config_list is None:
+        raise _unknown_layers()
+    symbols = []
+    for config in layer_config_list:
+        symbol = layer_symbol(config)
+        if symbol is None:
+            raise _unknown_layers()
+        symbols.append(symbol)
+    return symbols
+
+
+def _unknown_layers() -> VersionError:
+    return VersionError(
+        f"kha_megatron cannot read the hybrid layers of megatron-core {installed_version()}. "
+        f"Run `{INSTALL}`."
+    )

@@ -57,7 +57,7 @@ class _Finding(NamedTuple):
     description: str
 
 
-class _Watched(NamedTuple):
+class _WatchedModule(NamedTuple):
     """A module whose output is checked."""
 
     order: _Order
@@ -84,26 +84,28 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
         With ``overlap_grad_reduce`` or FSDP2, gradients are checked after the data-parallel
         reduction. With CUDA graphs, layer outputs are not checked.
     """
-    watched: list[_Watched] = []
+    watched: list[_WatchedModule] = []
     for model in models:
         watched += _watched_modules(model)
     device = torch.cuda.current_device()
-    largest = torch.zeros(len(watched), dtype=torch.float32, device=device)
-    for entry, peak in zip(watched, largest.unbind(), strict=True):
+    peaks = torch.zeros(len(watched), dtype=torch.float32, device=device)
+    for entry, peak in zip(watched, peaks.unbind(), strict=True):
         hook = _recorder(peak)
         entry.module.register_forward_hook(hook)
 
-    @contextmanager
-    def checked(chunks: list[_Model], groups: Any) -> Iterator[None]:
-        overlaps = _overlaps_grad_reduce(chunks)
-        if overlaps:  # gradients are not complete until finalization
-            yield
-        summed_by = "--overlap-grad-reduce" if overlaps else None
+    def check(summed_by: str | None) -> None:
         if _uses_fsdp2(models):
             summed_by = "--use-torch-fsdp2"
-        _check(models, watched, largest, summed_by)
-        largest.zero_()
-        if not overlaps:
+        _check(models, watched, peaks, summed_by)
+        peaks.zero_()
+
+    @contextmanager
+    def checked(chunks: list[_Model], groups: Any) -> Iterator[None]:
+        if _overlaps_grad_reduce(chunks):  # gradients are not complete until finalization
+            yield
+            check(summed_by="--overlap-grad-reduce")
+        else:
+            check(summed_by=None)
             yield
 
     wrap_grad_finalization(models, checked)
@@ -125,20 +127,20 @@ def _uses_fsdp2(models: list[_Model]) -> bool:
     return False
 
 
-def _watched_modules(model: _Model) -> list[_Watched]:
-    watched: list[_Watched] = []
+def _watched_modules(model: _Model) -> list[_WatchedModule]:
+    watched: list[_WatchedModule] = []
     if model.config.cuda_graph_impl == "none":  # captured modules must not have hooks
         watched += _watched_submodules(model)
     if model.post_process:
         end = _Order(_AFTER_LAYERS, 1)
-        watched.append(_Watched(end, "the loss or the logits", model))
+        watched.append(_WatchedModule(end, "the loss or the logits", model))
     return watched
 
 
-def _watched_submodules(model: _Model) -> Iterator[_Watched]:
+def _watched_submodules(model: _Model) -> Iterator[_WatchedModule]:
     embedding = getattr(model, "embedding", None)
     if embedding is not None:
-        yield _Watched(_Order(_BEFORE_LAYERS), "embedding", embedding)
+        yield _WatchedModule(_Order(_BEFORE_LAYERS), "embedding", embedding)
     for layer in model.decoder.layers:
         number = layer.layer_number - 1
         layer_name = f"decoder.layers.{number}"
@@ -146,12 +148,12 @@ def _watched_submodules(model: _Model) -> Iterator[_Watched]:
         end = _Order(number, 1)
         for name, module in layer.named_modules():
             if isinstance(module, KnockingHeads):
-                yield _Watched(start, f"{layer_name}.{name}", module)
-        yield _Watched(end, layer_name, layer)
+                yield _WatchedModule(start, f"{layer_name}.{name}", module)
+        yield _WatchedModule(end, layer_name, layer)
     for name in ("final_layernorm", "final_norm"):  # of GPTModel and HybridModel
         norm = getattr(model.decoder, name, None)
         if norm is not None:
-            yield _Watched(_Order(_AFTER_LAYERS), f"decoder.{name}", norm)
+            yield _WatchedModule(_Order(_AFTER_LAYERS), f"decoder.{name}", norm)
 
 
 def _recorder(peak: Tensor) -> Callable:
@@ -180,36 +182,42 @@ def _recorder(peak: Tensor) -> Callable:
 
 def _check(
     models: list[_Model],
-    watched: list[_Watched],
-    largest: Tensor,
+    watched: list[_WatchedModule],
+    peaks: Tensor,
     summed_by: str | None,
 ) -> None:
+    """Raise NonFiniteError on all ranks if a peak or the gradient norm is not finite.
+
+    Args:
+        peaks (Tensor): Largest magnitude in the outputs of each watched module.
+        summed_by (str, optional): Option that has summed the gradients over data-parallel ranks.
+    """
     gradients = []
     for weight in _weights(models):
         if weight.gradient is not None:
             gradients.append(weight.gradient)
     norm = torch.nn.utils.get_total_norm(gradients)
-    norm = norm.to(largest).view(1)
-    magnitudes = torch.cat([largest, norm])
+    norm = norm.to(peaks).view(1)
+    magnitudes = torch.cat([peaks, norm])
     is_bad = ~_is_finite(magnitudes)
 
     def search() -> _Finding | None:
-        return _first_finding(models, watched, largest, summed_by)
+        return _first_finding(models, watched, peaks, summed_by)
 
-    first = _first_on_any_rank(is_bad, search)
-    if first is None:
+    finding = _first_on_any_rank(is_bad, search)
+    if finding is None:
         return
-    if first.source == _Source.PARAMETER:
-        cause = (
+    if finding.source == _Source.PARAMETER:
+        consequence = (
             "The weights were already bad before this step, because of an earlier optimizer step "
             "or the loaded checkpoint."
         )
     else:
-        cause = "No weight was changed."
+        consequence = "No weight was changed."
     raise NonFiniteError(
-        f"{first.description}. Training stopped before the optimizer step. {cause} Restart to "
-        "resume from the last checkpoint. If the error comes back, look at that layer, or restart "
-        "with a lower --lr and --override-opt-param-scheduler."
+        f"{finding.description}. Training stopped before the optimizer step. {consequence} Restart "
+        "to resume from the last checkpoint. If the error comes back, look at that layer, or "
+        "restart with a lower --lr and --override-opt-param-scheduler."
     )
 
 
@@ -314,19 +322,27 @@ def _bad_parameters(models: list[_Model]) -> Iterator[_Finding]:
 
 def _first_finding(
     models: list[_Model],
-    watched: list[_Watched],
-    largest: Tensor,
+    watched: list[_WatchedModule],
+    peaks: Tensor,
     summed_by: str | None,
 ) -> _Finding | None:
+    """Return this rank's first finding. Parameters are as in :func:`_check`."""
     findings = list(_bad_parameters(models))
-    peaks = largest.tolist()
-    for entry, peak in zip(watched, peaks, strict=True):
+    findings += _bad_outputs(watched, peaks)
+    findings += _bad_gradients(models, summed_by)
+    return min(findings, default=None)
+
+
+def _bad_outputs(watched: list[_WatchedModule], peaks: Tensor) -> Iterator[_Finding]:
+    for entry, peak in zip(watched, peaks.tolist(), strict=True):
         if math.isfinite(peak):
             continue
         value = "NaN" if math.isnan(peak) else "Inf"
         description = f"{value} in the output of {entry.name}"
-        finding = _Finding(_Source.ACTIVATION, entry.order, description)
-        findings.append(finding)
+        yield _Finding(_Source.ACTIVATION, entry.order, description)
+
+
+def _bad_gradients(models: list[_Model], summed_by: str | None) -> Iterator[_Finding]:
     note = ""
     if summed_by is not None:
         note = f", summed over data-parallel ranks ({summed_by}),"
@@ -337,25 +353,16 @@ def _first_finding(
         layer, position = weight.order
         backward_order = _Order(-layer, -position)
         description = f"{_count(gradient)} the gradient of {weight.name}{note}"
-        finding = _Finding(_Source.GRADIENT, backward_order, description)
-        findings.append(finding)
-    return min(findings, default=None)
+        yield _Finding(_Source.GRADIENT, backward_order, description)
 
 
 def _weights(models: Iterable[_Model]) -> Iterator[_Weight]:
     for model in models:
-        offset = 0
+        layers_before = 0  # on earlier pipeline stages
         if len(model.decoder.layers):
-            offset = model.decoder.layers[0].layer_number - 1
-        for position, (name, parameter) in enumerate(model.named_parameters()):
-            layer = _AFTER_LAYERS
-            if name.startswith("embedding."):
-                layer = _BEFORE_LAYERS
-            local_layer = re.match(r"decoder\.layers\.(\d+)\.(.*)", name)
-            if local_layer is not None:
-                number, name_in_layer = local_layer.groups()
-                layer = int(number) + offset
-                name = f"decoder.layers.{layer}.{name_in_layer}"
+            layers_before = model.decoder.layers[0].layer_number - 1
+        for position, (local_name, parameter) in enumerate(model.named_parameters()):
+            layer, name = _locate(local_name, layers_before)
             gradient = gradient_of(parameter)
             yield _Weight(
                 order=_Order(layer, position),
@@ -363,6 +370,23 @@ def _weights(models: Iterable[_Model]) -> Iterator[_Weight]:
                 parameter=_local_shard(parameter),
                 gradient=_local_shard(gradient),
             )
+
+
+def _locate(local_name: str, layers_before: int) -> tuple[float, str]:
+    """Return the layer of a parameter, and its name in checkpoints.
+
+    Args:
+        local_name (str): Name in this pipeline stage.
+        layers_before (int): Number of layers on earlier stages.
+    """
+    if local_name.startswith("embedding."):
+        return _BEFORE_LAYERS, local_name
+    match = re.match(r"decoder\.layers\.(\d+)\.(.*)", local_name)
+    if match is None:
+        return _AFTER_LAYERS, local_name
+    local_layer, name_in_layer = match.groups()
+    layer = int(local_layer) + layers_before
+    return layer, f"decoder.layers.{layer}.{name_in_layer}"
 
 
 def _local_shard(tensor: Any) -> Any:
@@ -376,6 +400,7 @@ def _is_finite(tensor: Tensor) -> Tensor:
 
 
 def _count(tensor: Tensor) -> str:
+    """Return for example ``NaN in 1 of 9 elements of``."""
     value = "NaN" if tensor.isnan().any() else "Inf"
     bad = ~tensor.isfinite()
     count = int(bad.sum())

@@ -47,11 +47,15 @@ def with_kha(spec: Spec, kha: HeadsConfig) -> Spec:
     layers = spec.layer_specs if is_block else [spec]
     if layers and not any(_has_attention(layer, kha) for layer in layers):
         raise ConfigError(f"The layer spec has no attention module that supports KHA ({kha}).")
-    copies = {id(layer): _copy_layer(layer, kha) for layer in layers}  # layers often share a spec
-    if is_block:
-        layer_copies = [copies[id(layer)] for layer in layers]
-        return replace(support_parallelism(spec), layer_specs=layer_copies)
-    return copies[id(spec)]
+    if not is_block:
+        return _copy_layer(spec, kha)
+    copies_by_id: dict[int, ModuleSpec] = {}  # layers often share a spec
+    layer_copies = []
+    for layer in layers:
+        if id(layer) not in copies_by_id:
+            copies_by_id[id(layer)] = _copy_layer(layer, kha)
+        layer_copies.append(copies_by_id[id(layer)])
+    return replace(support_parallelism(spec), layer_specs=layer_copies)
 
 
 def _has_attention(layer: ModuleSpec, kha: HeadsConfig) -> bool:
@@ -89,12 +93,13 @@ def kha_layer_spec(
     """
     transformer = config if isinstance(config, TransformerConfig) else config.transformer
     check_config(transformer, kha)
-    adding = [mechanism for mechanism in kha.mechanisms if mechanism.adds_loss]
-    if transformer.heterogeneous_block_specs and adding:
-        raise ConfigError(
-            f"heterogeneous_block_specs does not support the auxiliary loss of {adding[0]}."
-        )
-    return with_kha(_stock_spec(config, transformer, vp_stage, pp_rank), kha)
+    for mechanism in kha.mechanisms:
+        if mechanism.adds_loss and transformer.heterogeneous_block_specs:
+            raise ConfigError(
+                f"heterogeneous_block_specs does not support the auxiliary loss of {mechanism}."
+            )
+    stock_spec = _stock_spec(config, transformer, vp_stage, pp_rank)
+    return with_kha(stock_spec, kha)
 
 
 def _stock_spec(
@@ -103,8 +108,10 @@ def _stock_spec(
     vp_stage: int | None,
     pp_rank: int | None,
 ) -> Spec:
+    """Return the spec that Megatron would use. Parameters are as in :func:`kha_layer_spec`."""
     use_te = uses_transformer_engine(transformer)
-    if config is not transformer and use_te:
+    is_training_config = config is not transformer  # GPTModelConfig
+    if is_training_config and use_te:
         from megatron.training.models.gpt import default_layer_spec
 
         return default_layer_spec(config, vp_stage)

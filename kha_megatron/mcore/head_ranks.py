@@ -18,7 +18,11 @@ from kha_megatron.mcore.settings import training_arguments
 
 
 def layers_per_attention(config: TransformerConfig) -> int:
-    # if this matters for a mechanism, hybrid.py checks that attention and MLP layers alternate
+    """Return the ratio of a model's layers to its attention layers.
+
+    In hybrid models, MLP layers are counted separately. If this matters for a mechanism,
+    ``hybrid.py`` checks that attention and MLP layers alternate.
+    """
     return 2 if config.is_hybrid_model else 1
 
 
@@ -58,15 +62,19 @@ class HeadRanks(Ranks):
 
     def iteration(self, setting: str) -> int | None:
         arguments = vars(training_arguments())
-        known = [arguments.get(name) for name in ("iteration", "curr_iteration")]
-        known = [count for count in known if count is not None]
+        counts = []
+        for name in ("iteration", "curr_iteration"):
+            count = arguments.get(name)
+            if count is not None:
+                counts.append(count)
+        is_unknown = self.trains and not counts
         # a CUDA graph would replay the number of heads of the captured iteration
-        if self.config.cuda_graph_impl != "none" or (self.trains and not known):
+        if is_unknown or self.config.cuda_graph_impl != "none":
             raise ConfigError(
                 f"{setting} requires the iteration count of Megatron's training loop and "
                 f"--cuda-graph-impl none. Please remove {setting}."
             )
-        return max(known, default=None)
+        return max(counts, default=None)
 
     def all_heads(self, x: Tensor) -> Tensor:
         return gather_from_tensor_model_parallel_region(x, group=self.tp)

@@ -53,7 +53,8 @@ _FUSED_NORMS = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Names in checkpoints of local norms, which are those of Transformer Engine's fused norms."""
+"""Names of local norms, and their names in checkpoints. The latter are those of the norms that
+Transformer Engine fuses into linear layers."""
 
 _CAUSAL = {"attn_mask_type": AttnMaskType.causal}
 
@@ -88,23 +89,23 @@ class KHAHybridStack(HybridStack):
         pp_layer_offset: int = 0,
         **kwargs: Any,
     ) -> None:
-        name = kha if isinstance(kha, str) else None
-        kha = named_config(kha) if isinstance(kha, str) else kha
-        kha = kha.with_output_gate(config.attention_output_gate)
+        spec_name = kha if isinstance(kha, str) else None
+        heads_config = named_config(kha) if isinstance(kha, str) else kha
+        heads_config = heads_config.with_output_gate(config.attention_output_gate)
         symbols = layer_symbols(layer_type_list, layer_config_list)
-        _check_layers(config, kha, symbols, pp_layer_offset)
-        _check_options(config, kha)
+        _check_layers(config, heads_config, symbols, pp_layer_offset)
+        _check_options(config, heads_config)
         patches.count_tokens_in_integers()  # before the routers are built
         patches.build_mtp_without_te()
-        if any(mechanism.adds_loss for mechanism in kha.mechanisms):
+        if any(mechanism.adds_loss for mechanism in heads_config.mechanisms):
             LossScale.share(config, layer_config_list or ())
         if layer_config_list is None:
             kwargs["layer_type_list"] = layer_type_list
         else:
             kwargs["layer_config_list"] = layer_config_list
-        built = hybrid_submodules(config, kha)
-        for field in fields(built):
-            setattr(submodules, field.name, getattr(built, field.name))
+        layer_specs = hybrid_submodules(config, heads_config)
+        for field in fields(layer_specs):
+            setattr(submodules, field.name, getattr(layer_specs, field.name))
         is_local = not uses_transformer_engine(config)
         super().__init__(
             config,
@@ -121,10 +122,10 @@ class KHAHybridStack(HybridStack):
             self.final_norm = build_norm(
                 config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
-        if name:
+        if spec_name:
             publish(
-                name,
-                kha,
+                spec_name,
+                heads_config,
                 pg_collection,
                 multi_latent=config.multi_latent_attention,
                 logs=self.pre_process,
@@ -160,57 +161,78 @@ def _check_layers(
     layers: Sequence[str],
     offset: int,
 ) -> None:
-    latent = config.multi_latent_attention
-    other_attention = Symbols.ATTENTION if latent else Symbols.MLA
+    is_latent = config.multi_latent_attention
+    other_attention = Symbols.ATTENTION if is_latent else Symbols.MLA
     if other_attention in layers:
         raise ConfigError(
             f"{other_attention} in --hybrid-layer-pattern requires "
-            f"multi_latent_attention={not latent}."
+            f"multi_latent_attention={not is_latent}."
         )
     if Symbols.DS_ATTENTION in layers:
         raise ConfigError("KHA does not support DeepSeek sparse attention (D).")
     if Symbols.MOE in layers and config.num_moe_experts is None:
         raise ConfigError(f"{Symbols.MOE} in --hybrid-layer-pattern requires --num-experts.")
-    counted = [m for m in kha.mechanisms if m.adds_loss or m.for_layer(0) is not m]
-    if counted and not _alternate(layers, offset):
+    if _depends_on_layer_numbers(kha):
+        if not _alternates(layers, offset):
+            raise ConfigError(
+                f"{kha} requires --hybrid-layer-pattern to alternate between attention and MLP "
+                "layers, e.g. *-*E."
+            )
+        if config.mtp_num_layers:
+            raise ConfigError(f"{kha} does not support multi-token prediction.")
+    local_layers = {Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE}
+    engine_layers = set(layers) - local_layers
+    # without Transformer Engine, these layers would be the identity
+    if engine_layers and config.transformer_impl != "transformer_engine":
         raise ConfigError(
-            f"{kha} requires --hybrid-layer-pattern to alternate between attention and MLP layers, "
-            "e.g. *-*E."
-        )
-    if counted and config.mtp_num_layers:
-        raise ConfigError(f"{kha} does not support multi-token prediction.")
-    others = set(layers) - {Symbols.ATTENTION, Symbols.MLA, Symbols.MLP, Symbols.MOE}
-    if others and config.transformer_impl != "transformer_engine":  # would be the identity
-        raise ConfigError(
-            f"Hybrid layers {' '.join(sorted(others))} require "
+            f"Hybrid layers {' '.join(sorted(engine_layers))} require "
             "--transformer-impl transformer_engine."
         )
 
 
-def _alternate(layers: Sequence[str], offset: int) -> bool:
+def _depends_on_layer_numbers(kha: HeadsConfig) -> bool:
+    """Return whether a mechanism needs its number among, or the number of, attention layers.
+
+    They are known without the pattern if attention and other layers alternate (see
+    :func:`kha_megatron.mcore.head_ranks.layers_per_attention`).
+    """
+    for mechanism in kha.mechanisms:
+        has_settings_per_layer = mechanism.for_layer(0) is not mechanism
+        if mechanism.adds_loss or has_settings_per_layer:
+            return True
+    return False
+
+
+def _alternates(layers: Sequence[str], offset: int) -> bool:
     """Return whether every other layer of a pipeline stage is attention, and the model's first."""
-    for number, layer in enumerate(layers, offset):
-        attends = layer in (Symbols.ATTENTION, Symbols.MLA)
-        if attends != (number % 2 == 0):
+    for number, layer in enumerate(layers, start=offset):
+        is_attention = layer in (Symbols.ATTENTION, Symbols.MLA)
+        is_even = number % 2 == 0
+        if is_attention != is_even:
             return False
     return True
 
 
-_UNSUPPORTED = ("heterogeneous_block_specs", "experimental_attention_variant", "use_kitchen")
+_UNSUPPORTED_OPTIONS = (
+    "heterogeneous_block_specs",
+    "experimental_attention_variant",
+    "use_kitchen",
+)
 """Fields of ``TransformerConfig`` that change the layers of a GPTModel only."""
 
 
 def _check_options(config: TransformerConfig, kha: HeadsConfig) -> None:
     check_config(config, kha)
-    for option in _UNSUPPORTED:
+    for option in _UNSUPPORTED_OPTIONS:
         value = getattr(config, option)
         if value:
             raise ConfigError(
                 f"KHA does not support {option}={value} in hybrid models. Remove it, or use a "
                 "GPTModel."
             )
-    fuses = config.multi_latent_attention and config.mla_down_proj_fusion
-    if fuses and config.mtp_num_layers and not uses_transformer_engine(config):
+    fuses_projections = config.multi_latent_attention and config.mla_down_proj_fusion
+    is_local = not uses_transformer_engine(config)
+    if fuses_projections and config.mtp_num_layers and is_local:
         raise ConfigError(
             "mla_down_proj_fusion with multi-token prediction requires "
             "--transformer-impl transformer_engine."
@@ -224,13 +246,13 @@ def hybrid_submodules(config: TransformerConfig, kha: HeadsConfig) -> HybridStac
     else:
         submodules = _local_submodules(config)
     if config.multi_latent_attention:
-        latent = submodules.mla_layer
-        params = {**latent.params, "kha": kha}
-        latent = replace(latent, module=KHALatentLayer, params=params)
-        return replace(submodules, mla_layer=latent)
-    attention = submodules.attention_layer
-    knocked = replace(attention, submodules=knock_layer(attention.submodules, kha))
-    return replace(submodules, attention_layer=knocked)
+        stock_layer = submodules.mla_layer
+        params = {**stock_layer.params, "kha": kha}
+        latent_layer = replace(stock_layer, module=KHALatentLayer, params=params)
+        return replace(submodules, mla_layer=latent_layer)
+    stock_layer = submodules.attention_layer
+    knocked_layer = replace(stock_layer, submodules=knock_layer(stock_layer.submodules, kha))
+    return replace(submodules, attention_layer=knocked_layer)
 
 
 def _engine_submodules(config: TransformerConfig) -> HybridStackSubmodules:
@@ -241,40 +263,60 @@ def _engine_submodules(config: TransformerConfig) -> HybridStackSubmodules:
     stock = hybrid_stack_spec.submodules
     backend = TESpecProvider()
     norm = backend.layer_norm(has_residual=True)  # --fused-residual-rmsnorm
-    layers = {"moe_layer": _moe_layer(config, backend, norm, {})}
+    changed_layers = {"moe_layer": _moe_layer(config, backend, norm, {})}
     if config.use_te_activation_func:
-        layers["mlp_layer"] = _mlp_layer(config, backend, IdentityOp, {})  # the norm is fused
+        fused_norm = IdentityOp
+        changed_layers["mlp_layer"] = _mlp_layer(config, backend, fused_norm, {})
     if config.multi_latent_attention:
-        attention = stock.mla_layer.submodules.self_attention
-        if config.qk_layernorm:
-            up_projection = backend.column_parallel_layer_norm_linear()
-            projections = replace(
-                attention.submodules,
-                linear_q_up_proj=up_projection,
-                linear_kv_up_proj=up_projection,
-            )
-            attention = replace(attention, submodules=projections)
-        layer = replace(stock.mla_layer.submodules, input_layernorm=norm, self_attention=attention)
-        layers["mla_layer"] = replace(stock.mla_layer, submodules=layer)
-    return replace(stock, **layers)
+        changed_layers["mla_layer"] = _engine_latent_layer(config, stock.mla_layer, norm)
+    return replace(stock, **changed_layers)
+
+
+def _engine_latent_layer(
+    config: TransformerConfig,
+    stock_layer: ModuleSpec,
+    norm: LayerNormBuilder,
+) -> ModuleSpec:
+    """Return Megatron's latent attention layer with other norms."""
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    attention = stock_layer.submodules.self_attention
+    if config.qk_layernorm:
+        up_projection = TESpecProvider().column_parallel_layer_norm_linear()
+        projections = replace(
+            attention.submodules,
+            linear_q_up_proj=up_projection,
+            linear_kv_up_proj=up_projection,
+        )
+        attention = replace(attention, submodules=projections)
+    submodules = replace(
+        stock_layer.submodules,
+        input_layernorm=norm,
+        self_attention=attention,
+    )
+    return replace(stock_layer, submodules=submodules)
 
 
 def _local_submodules(config: TransformerConfig) -> HybridStackSubmodules:
     backend = LocalSpecProvider()
     norm = _local_norm(config)
-    names = {} if config.multi_latent_attention else dict(_FUSED_NORMS)
+    # like Megatron's local GPT layers, which do not rename norms in models with latent attention
+    checkpoint_names = {} if config.multi_latent_attention else dict(_FUSED_NORMS)
     attention = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=_local_attention(config, backend, norm),
         self_attn_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=names,
+        sharded_state_dict_keys_map=checkpoint_names,
     )
-    latent = replace(attention, self_attention=_local_latent_attention(config, backend, norm))
+    latent_attention = replace(
+        attention,
+        self_attention=_local_latent_attention(config, backend, norm),
+    )
     return HybridStackSubmodules(
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
-        mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent),
-        mlp_layer=_mlp_layer(config, backend, norm, names),
-        moe_layer=_moe_layer(config, backend, norm, names),
+        mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent_attention),
+        mlp_layer=_mlp_layer(config, backend, norm, checkpoint_names),
+        moe_layer=_moe_layer(config, backend, norm, checkpoint_names),
         mtp_block_spec=_local_mtp_block(backend, norm),
     )
 
@@ -328,7 +370,7 @@ def _mlp_layer(
     config: TransformerConfig,
     backend: BackendSpecProvider,
     norm: LayerNormBuilder,
-    names: dict[str, str],
+    checkpoint_names: dict[str, str],
 ) -> ModuleSpec:
     fused_linear = backend.column_parallel_layer_norm_linear()
     linears = MLPSubmodules(
@@ -340,7 +382,7 @@ def _mlp_layer(
         pre_mlp_layernorm=norm,
         mlp=partial(MLP.as_mlp_submodule, submodules=linears),
         mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=names,
+        sharded_state_dict_keys_map=checkpoint_names,
     )
     return ModuleSpec(module=MLPLayer, submodules=submodules)
 
@@ -349,7 +391,7 @@ def _moe_layer(
     config: TransformerConfig,
     backend: BackendSpecProvider,
     norm: LayerNormBuilder,
-    names: dict[str, str],
+    checkpoint_names: dict[str, str],
 ) -> ModuleSpec:
     experts = get_moe_module_spec_for_backend(
         backend,
@@ -360,7 +402,7 @@ def _moe_layer(
         pre_mlp_layernorm=norm,
         mlp=experts,
         mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=names,
+        sharded_state_dict_keys_map=checkpoint_names,
     )
     return ModuleSpec(module=MoETransformerLayer, submodules=submodules)
 

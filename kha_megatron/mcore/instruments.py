@@ -44,6 +44,7 @@ from kha_megatron.mcore.local_modules import token_positions
 
 _Model = Any  # a GPTModel or HybridModel, or one of its modules
 Write = Callable[[dict[str, float], int], None]
+"""Writes metrics by name, and the iteration that they belong to."""
 
 _DISTANCE = "kha-distance"
 _SINK = "kha-attention-sink"
@@ -115,8 +116,8 @@ class _Instruments:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         self.empty_sum = _Sum(zero, 0.0)
         self.sums: dict[_Metric, _Sum] = {}
-        self.measured: set[_Metric] = set()
-        self.attentions: dict[int, Any] = {}
+        self.measured: set[_Metric] = set()  # in this step
+        self.attentions: dict[int, Any] = {}  # by layer number, from 0
         for model in models:
             for layer in model.decoder.layers:
                 attention = getattr(layer, "self_attention", None)
@@ -132,9 +133,9 @@ class _Instruments:
             if not self._has_plain_scores(query):
                 return
             if self._is_first_call(module, layer, _SINK):
-                sequence_query = query[:, 0]
-                sequence_key = key[:, 0]
-                self._add_sink(layer, attention, sequence_query, sequence_key)
+                first_sequence_query = query[:, 0]
+                first_sequence_key = key[:, 0]
+                self._add_sink(layer, attention, first_sequence_query, first_sequence_key)
 
         def add_figure(name: str, figure: Callable[[], Tensor]) -> None:
             if self._is_first_call(attention, layer, name):
@@ -187,6 +188,7 @@ class _Instruments:
         self._add(layer, f"{_SPREAD}/{projection}", total_of_squares, count)
 
     def _has_plain_scores(self, query: Tensor) -> bool:
+        """Return whether :func:`sink_terms` computes the same scores as core attention."""
         return (
             query.dim() == 4  # packed sequences have 3 dimensions
             and self.config.window_size is None
@@ -202,7 +204,12 @@ class _Instruments:
         query: Tensor,
         key: Tensor,
     ) -> None:
-        """Add one sequence's attention-sink statistics to the running totals."""
+        """Add one sequence's attention-sink statistics to the running totals.
+
+        Args:
+            query (Tensor): Local queries of shape [sequence, heads, head_dim].
+            key (Tensor): Local keys of shape [sequence, kv_heads, head_dim].
+        """
         group = attention.pg_collection.cp
         length = len(query) * group.size()
         local_positions = token_positions(length, group)
@@ -210,26 +217,28 @@ class _Instruments:
         if not len(query_positions):
             return
         is_here = local_positions == query_positions.unsqueeze(-1)
-        queries = torch.einsum("ns,shd->nhd", is_here.to(query.dtype), query)
+        selection = is_here.to(query.dtype)
+        queries = torch.einsum("ns,shd->nhd", selection, query)
         dist.all_reduce(queries, group=group)  # zeros except on the rank that has the token
-        scale = getattr(attention, "softmax_scale", None) or self.config.softmax_scale
-        if not scale:
-            scale = query.shape[-1] ** -0.5
-        first, local_total = sink_terms(
+        first_logits, local_totals = sink_terms(
             queries,
             key,
-            scale,
+            self._softmax_scale(attention, query.shape[-1]),
             query_positions,
             local_positions,
         )
-        dist.all_reduce(first, group=group)
-        totals = local_total.new_empty((group.size(), *local_total.shape))
-        dist.all_gather(list(totals), local_total, group=group)
-        total = totals.logsumexp(0)
-        shares = (first - total).exp()
+        dist.all_reduce(first_logits, group=group)
+        totals_by_rank = local_totals.new_empty((group.size(), *local_totals.shape))
+        dist.all_gather(list(totals_by_rank), local_totals, group=group)
+        totals = totals_by_rank.logsumexp(0)
+        shares = (first_logits - totals).exp()
         head_shares = shares.mean(-1).double()
         tp_rank = attention.tp_group.rank()
         self._add_shares(layer, head_shares, tp_rank)
+
+    def _softmax_scale(self, attention: Any, head_dim: int) -> float:
+        layer_scale = getattr(attention, "softmax_scale", None)  # latent attention
+        return layer_scale or self.config.softmax_scale or head_dim**-0.5
 
     def _add_shares(
         self,
@@ -257,6 +266,7 @@ class _Instruments:
         name: str,
         figure: Callable[[], Tensor],
     ) -> None:
+        """Add a metric of a head mechanism, which is a scalar or has one value per head."""
         values = figure().double()
         if not values.dim():
             self._add(layer, name, values, 1)
@@ -288,25 +298,29 @@ class _Instruments:
         metrics = self._gather_metrics()
         if not metrics:  # layers without matrices in a CUDA graph
             return {}
+        totals_and_terms = self._sum_over_ranks(metrics)
+        self.sums.clear()
+        means = {}
+        for metric, (total, terms) in zip(metrics, totals_and_terms, strict=True):
+            if terms == 0:
+                continue
+            name = f"{metric.name}/layer-{metric.layer}"
+            means[name] = total / terms
+        return _with_spreads(means)
+
+    def _sum_over_ranks(self, metrics: list[_Metric]) -> list[list[float]]:
+        """Return ``[total, number of terms]`` over all ranks, in the order of ``metrics``."""
         local_totals = []
-        local_counts = []
+        local_terms = []
         for metric in metrics:
             local_sum = self.sums.get(metric, self.empty_sum)
             local_totals.append(local_sum.total)
-            local_counts.append(local_sum.terms)
+            local_terms.append(local_sum.terms)
         totals = torch.stack(local_totals)
-        counts = totals.new_tensor(local_counts)
-        sums = torch.stack([totals, counts], dim=-1)
+        terms = totals.new_tensor(local_terms)
+        sums = torch.stack([totals, terms], dim=-1)
         dist.all_reduce(sums)  # replicas add equal values, so means do not change
-        self.sums.clear()
-        means = {}
-        global_sums = sums.tolist()
-        for metric, (total, count) in zip(metrics, global_sums, strict=True):
-            if count == 0:
-                continue
-            name = f"{metric.name}/layer-{metric.layer}"
-            means[name] = total / count
-        return _with_spreads(means)
+        return sums.tolist()
 
     def _add_distances(
         self,
@@ -317,8 +331,7 @@ class _Instruments:
         weight = knocking.weight.detach()
         if isinstance(weight, DTensor):
             weight = weight.full_tensor()
-        statistics = measure(weight, knocking.variant)
-        distances = statistics[:, 2]
+        _, _, distances = measure(weight, knocking.variant).unbind(dim=1)
         matrices = MATRICES[knocking.variant]
         for matrix, distance in zip(matrices, distances, strict=True):
             name = f"{_DISTANCE}/{projection}-{matrix}"
@@ -341,12 +354,13 @@ class _Instruments:
 
 def _with_spreads(means: dict[str, float]) -> dict[str, float]:
     """Turn the mean squares of gates into standard deviations."""
-    for name in means:
+    with_spreads = dict(means)
+    for name, mean_square in means.items():
         if name.startswith(_SPREAD):
-            openness = means[name.replace(_SPREAD, _OPENNESS)]
-            variance = means[name] - openness**2
-            means[name] = max(variance, 0.0) ** 0.5  # rounding may make it negative
-    return means
+            mean = means[name.replace(_SPREAD, _OPENNESS)]
+            variance = max(mean_square - mean**2, 0.0)  # rounding may make it negative
+            with_spreads[name] = variance**0.5
+    return with_spreads
 
 
 def _knockings(attention: Attention) -> list[tuple[Projection, KnockingHeads]]:

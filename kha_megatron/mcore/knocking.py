@@ -7,6 +7,7 @@ Note: Megatron must not reduce the gradient again. It would do so if the paramet
 ``sequence_parallel`` attribute, or ``q_layernorm`` or ``k_layernorm`` in its name.
 """
 
+import math
 import zlib
 from collections import UserDict
 from typing import Any
@@ -102,7 +103,8 @@ class MechanismWeight(MegatronModule):
             return self.weight
         rule = self.tensor.gradient
         weight: Tensor = self.weight
-        if rule == "heads" or (rule == "tokens" and self.config.sequence_parallel):
+        covers_some_tokens = rule == "tokens" and self.config.sequence_parallel
+        if rule == "heads" or covers_some_tokens:  # this rank's gradient is a partial sum
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
         if not self.tensor.per_head:
             return weight
@@ -120,7 +122,8 @@ class MechanismWeight(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         if isinstance(self.weight, DTensor):
-            return {f"{prefix}weight": self._rows(f"{prefix}weight", sharded_offsets)}
+            key = f"{prefix}weight"
+            return {key: self._fsdp2_entry(key, sharded_offsets)}
         if not self.tensor_model_parallel:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
         return make_sharded_tensors_for_checkpoint(
@@ -132,7 +135,11 @@ class MechanismWeight(MegatronModule):
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
 
-    def _rows(self, key: str, offsets: tuple[tuple[int, int, int], ...]) -> ShardedTensorFactory:
+    def _fsdp2_entry(
+        self,
+        key: str,
+        offsets: tuple[tuple[int, int, int], ...],
+    ) -> ShardedTensorFactory:
         """Build the checkpoint entry of an FSDP2 parameter.
 
         Megatron only supports shards of equal size, so uneven shards are split into rows.
@@ -143,16 +150,23 @@ class MechanismWeight(MegatronModule):
         local_rows = len(local_tensor)
         mesh = weight.device_mesh
         rows = len(weight)
-        rows_per_rank = -(-rows // mesh.size())
-        rows_per_shard = rows_per_rank if rows % mesh.size() == 0 else 1
-        last_owner = (rows - 1) // rows_per_rank
-        first_row = min(mesh.get_local_rank() * rows_per_rank, rows - 1)
+        rows_per_rank = math.ceil(rows / mesh.size())
+        is_even = rows % mesh.size() == 0
+        rows_per_shard = rows_per_rank if is_even else 1
+        last_row = rows - 1
+        # ranks without rows save a copy of the last row
+        first_row = min(mesh.get_local_rank() * rows_per_rank, last_row)
+        last_rank_with_rows = last_row // rows_per_rank
+        has_empty_ranks = last_rank_with_rows + 1 < mesh.size()
         tp_rank = get_pg_rank(self.tp_group)
         if self.tensor_model_parallel:
             first_row += tp_rank * rows
             rows *= self.tp_group.size()
             tp_rank = 0  # no replicas
         replica_id = (0, tp_rank, int(local_rows == 0))
+        axis = len(offsets)
+        first_shard = first_row // rows_per_shard
+        shard_count = rows // rows_per_shard
 
         def build_shards(
             key: str,
@@ -160,29 +174,20 @@ class MechanismWeight(MegatronModule):
             replica_id: Any,
             flattened_range: None,
         ) -> list[ShardedTensor]:
-            if last_owner + 1 < mesh.size():  # ranks without rows save a copy of the last row
-                last_row = local_tensor.new_empty(1, *local_tensor.shape[1:])
-                if local_rows:
-                    last_row.copy_(local_tensor[-1:])
-                torch.distributed.broadcast(last_row, group=mesh.get_group(), group_src=last_owner)
-                if not local_rows:
-                    local_tensor = last_row
-            axis = len(offsets)
+            if has_empty_ranks:
+                local_tensor = _fill_empty(local_tensor, mesh.get_group(), last_rank_with_rows)
             shards = []
-            for number, shard in enumerate(
-                local_tensor.split(rows_per_shard),
-                first_row // rows_per_shard,
-            ):
-                shards.append(
-                    ShardedTensor.from_rank_offsets(
-                        key,
-                        shard,
-                        *offsets,
-                        (axis, number, rows // rows_per_shard),
-                        replica_id=replica_id,
-                        prepend_axis_num=axis,
-                    )
+            local_shards = local_tensor.split(rows_per_shard)
+            for index, shard in enumerate(local_shards, start=first_shard):
+                entry = ShardedTensor.from_rank_offsets(
+                    key,
+                    shard,
+                    *offsets,
+                    (axis, index, shard_count),
+                    replica_id=replica_id,
+                    prepend_axis_num=axis,
                 )
+                shards.append(entry)
             return shards
 
         def join_shards(shards: list[Tensor]) -> Tensor:
@@ -202,6 +207,23 @@ class MechanismWeight(MegatronModule):
 
     def extra_repr(self) -> str:
         return f"{self.tensor.name}, weight={tuple(self.weight.shape)}"
+
+
+def _fill_empty(
+    local_tensor: Tensor,
+    group: torch.distributed.ProcessGroup,
+    last_rank_with_rows: int,
+) -> Tensor:
+    """Return the last row of the parameter on ranks without rows, and else ``local_tensor``.
+
+    Must be called on all ranks of the group.
+    """
+    is_empty = len(local_tensor) == 0
+    last_row = local_tensor.new_empty(1, *local_tensor.shape[1:])
+    if not is_empty:
+        last_row.copy_(local_tensor[-1:])
+    torch.distributed.broadcast(last_row, group=group, group_src=last_rank_with_rows)
+    return last_row if is_empty else local_tensor
 
 
 class MechanismWeights(UserDict[str, Any]):

@@ -8,6 +8,7 @@ In GLA (Zadouri et al. 2025), the latent is split into heads. Each latent head h
 is used by one group of query heads. Note that ``kv_lora_rank`` is the size of all latent heads.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -62,7 +63,7 @@ class LatentUpProjection(ColumnParallelLinear):
         rank = self.tp_group.rank()
         # with fewer latent heads than ranks, several ranks use the same one
         first = rank * latent_heads // ranks
-        stop = -(-(rank + 1) * latent_heads // ranks)
+        stop = math.ceil((rank + 1) * latent_heads / ranks)
         self.local_heads = slice(first, stop)
 
     def forward(self, latent: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -115,10 +116,11 @@ class LatentNorm(MegatronModule):
 
 def use_grouped_latents(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
     """Turn an MLA spec into a GLA spec, by replacing the KV norm and up-projection."""
-    norm = submodules.kv_layernorm
+    stock_norm = submodules.kv_layernorm
     stock_projection = getattr(submodules.linear_kv_up_proj, "__name__", "")
-    is_norm_fused = "LayerNorm" in stock_projection
-    if is_norm_fused or norm not in (None, IdentityOp):
+    is_norm_fused = "LayerNorm" in stock_projection  # e.g. TELayerNormColumnParallelLinear
+    norm = stock_norm
+    if is_norm_fused or stock_norm not in (None, IdentityOp):
         norm = partial(LatentNorm, latent_heads=latent_heads)
     up_projection = ModuleSpec(
         module=LatentUpProjection,
@@ -176,9 +178,9 @@ class _KnockedLatentAttention(KnockedAttention):
         output, bias = projected
         widths = [self.config.qk_head_dim, self.config.qk_pos_emb_head_dim]
         heads = self._unflatten_heads(output)
-        nope, position = heads.split(widths, dim=-1)
-        nope = self._knock("query", nope)
-        heads = torch.cat([nope, position], dim=-1)
+        non_rotary, rotary = heads.split(widths, dim=-1)
+        knocked = self._knock("query", non_rotary)
+        heads = torch.cat([knocked, rotary], dim=-1)
         return heads.flatten(-2), bias
 
     def _knock_key_value(self, projected: Output) -> Output:
@@ -196,7 +198,7 @@ class _KnockedLatentAttention(KnockedAttention):
         return features.unflatten(-1, (heads, -1))
 
     def _qkv_down_projection(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Same as in Megatron, except that gradients of the rotary key are summed over TP ranks.
+        """Project like Megatron, but sum the gradients of the rotary key over TP ranks.
 
         All heads share this key, but Megatron only sums its gradient with sequence parallelism.
         Without the sum, the replicas of the down-projection would diverge.

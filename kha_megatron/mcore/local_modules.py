@@ -29,13 +29,14 @@ class TorchNorm(torch.nn.Module):
         eps: float = 1e-5,
         **_: object,
     ) -> Any:
-        accepted = copy.copy(config)
-        accepted.sequence_parallel = False
+        # WrappedTorchNorm raises an error if this is set
+        config_without_sp = copy.copy(config)
+        config_without_sp.sequence_parallel = False
         norm: Any
         if config.layernorm_zero_centered_gamma and config.normalization == "RMSNorm":
             norm = ZeroCenteredRMSNorm(hidden_size, eps)
         else:
-            norm = WrappedTorchNorm(accepted, hidden_size, eps)
+            norm = WrappedTorchNorm(config_without_sp, hidden_size, eps)
         for param in norm.parameters():
             param.sequence_parallel = config.sequence_parallel
         return norm
@@ -76,14 +77,14 @@ class GatheredDotProductAttention(DotProductAttention):
         v_channels: int | None = None,
         **kwargs: Any,
     ) -> None:
-        single = config
+        config_without_cp = config
         if config.context_parallel_size > 1:
             if config.window_size is not None:
                 raise ConfigError("window_size with CP requires Transformer Engine.")
-            single = copy.copy(config)
-            single.context_parallel_size = 1  # Megatron supports only 1
-            single.masked_softmax_fusion = False  # the fused kernel ignores our mask
-        super().__init__(single, *args, pg_collection=pg_collection, **kwargs)
+            config_without_cp = copy.copy(config)
+            config_without_cp.context_parallel_size = 1  # Megatron supports only 1
+            config_without_cp.masked_softmax_fusion = False  # the fused kernel ignores our mask
+        super().__init__(config_without_cp, *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         if v_channels is not None:
             local_heads = self.num_attention_heads_per_partition
@@ -107,9 +108,9 @@ class GatheredDotProductAttention(DotProductAttention):
         value = self._gather(value)
         if self.cp_group.size() > 1 and attention_mask is None:
             attention_mask = self._causal_mask(len(query), len(key))
-        options = [attention_mask, *kwargs.values()]  # mask, bias and packed sequences
-        has_options = any(option is not None for option in options)
-        if not has_options and self._is_plain(query, key, value):
+        optional_inputs = [attention_mask, *kwargs.values()]  # mask, bias and packed sequences
+        has_options = any(option is not None for option in optional_inputs)
+        if not has_options and self._can_use_torch(query, key, value):
             return self._attend_causally(query, key, value)
         return super().forward(query, key, value, attention_mask, attn_mask_type, **kwargs)
 
@@ -130,7 +131,8 @@ class GatheredDotProductAttention(DotProductAttention):
         )
         return output.permute(2, 0, 1, 3).flatten(2)
 
-    def _is_plain(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    def _can_use_torch(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether this is causal attention on a CPU without any other options."""
         softmax = self.scale_mask_softmax
         return (
             query.device.type == "cpu"

@@ -106,7 +106,8 @@ def share_embedding_with_mtp() -> None:
         set_up(self)
 
 
-_COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+_TOKEN_COUNTERS = ("local_tokens_per_expert", "global_tokens_per_expert", "ga_steps")
+"""Buffers of Megatron's router. ``ga_steps`` counts microbatches for ``global_aux_loss``."""
 
 
 @functools.cache  # once per process
@@ -125,7 +126,7 @@ def count_tokens_in_integers() -> None:
     @patch(TopKRouter, "__init__")
     def build_with_integers(build: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         build(self, *args, **kwargs)
-        for name in _COUNTERS:
+        for name in _TOKEN_COUNTERS:
             counter = getattr(self, name, None)
             if counter is not None:
                 setattr(self, name, counter.long())
@@ -142,20 +143,21 @@ def scale_rope(args: Any) -> None:
     """
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    scaling = [args.rope_scaling_factor]
+    # defaults of the factor and of the parameters in LLAMA3_ROPE, in the order of the signature
+    scaling_defaults = [args.rope_scaling_factor]
     for name, default in LLAMA3_ROPE.items():
         value = getattr(args, f"rope_{name}", None)
-        scaling.append(value or default)
-    RotaryEmbedding._apply_scaling.__defaults__ = tuple(scaling)
+        scaling_defaults.append(value or default)
+    RotaryEmbedding._apply_scaling.__defaults__ = tuple(scaling_defaults)
     build: Any = RotaryEmbedding.__init__
-    defaults = {}
+    build_defaults = {}
     for parameter in inspect.signature(build).parameters.values():
         if parameter.default is not parameter.empty:
-            defaults[parameter.name] = parameter.default
+            build_defaults[parameter.name] = parameter.default
     # latent attention builds its own RoPE, for which Megatron ignores --use-rope-scaling
-    defaults["rope_scaling"] = args.use_rope_scaling and not args.multi_latent_attention
-    defaults["rope_scaling_factor"] = args.rope_scaling_factor
-    build.__defaults__ = tuple(defaults.values())
+    build_defaults["rope_scaling"] = args.use_rope_scaling and not args.multi_latent_attention
+    build_defaults["rope_scaling_factor"] = args.rope_scaling_factor
+    build.__defaults__ = tuple(build_defaults.values())
 
 
 # Loading checkpoints
@@ -198,19 +200,20 @@ def load_from_either(*, scales: bool) -> None:
 
     @patch(dist_checkpointing, "load")
     def load_renamed(load: Any, state: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
-        stored = _stored_names(str(directory))
+        stored_names = _stored_names(str(directory))
 
         def rename(entry: Any) -> Any:
             if isinstance(entry, ShardedObject) and entry.key.endswith("_extra_state"):
                 return entry if scales else LocalNonpersistentObject(None)
-            if isinstance(entry, ShardedTensor) and entry.key not in stored:
+            if isinstance(entry, ShardedTensor) and entry.key not in stored_names:
                 for name in other_names(entry.key):
-                    if name in stored:
+                    if name in stored_names:
                         entry.key = name
                         break
             return entry
 
-        return load(dict_list_map_outplace(rename, state), directory, *args, **kwargs)
+        renamed_state = dict_list_map_outplace(rename, state)
+        return load(renamed_state, directory, *args, **kwargs)
 
 
 def _stored_names(directory: str) -> set[str]:
@@ -221,14 +224,16 @@ def _stored_names(directory: str) -> set[str]:
     import torch.distributed as dist
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 
-    shared: list[Any] = [None, None]
+    names: set[str] = set()
+    read_error: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            shared[0] = set(load_sharded_metadata(directory))
+            names = set(load_sharded_metadata(directory))
         except Exception as error:  # otherwise, the other ranks would wait
-            shared[1] = error
-    dist.broadcast_object_list(shared, src=0)
-    names, read_error = shared
+            read_error = error
+    broadcast: list[Any] = [names, read_error]
+    dist.broadcast_object_list(broadcast, src=0)
+    names, read_error = broadcast
     if read_error is not None:
         raise read_error
     return names
@@ -339,23 +344,25 @@ def fix_saved_padding() -> None:
     @patch(DistributedOptimizer, "sharded_param_state_dp_reshardable")
     def build_with_zeros(build: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         state = build(self, *args, **kwargs)
-        for index in range(len(self.gbuf_ranges)):
-            for entry in _bucket_entries(state[index]):
-                if not entry["padding"].unwrap():
-                    continue
-                for value in entry.values():
+        for buffer in range(len(self.gbuf_ranges)):
+            for padding in _paddings(state[buffer]):
+                for value in padding.values():
                     if isinstance(value, ShardedTensor):
                         _zero_padding(value)
         return state
 
 
-def _bucket_entries(buffer: dict[Any, Any]) -> Iterator[Any]:
-    for buckets in buffer.values():  # one list for each dtype
+def _paddings(buffer_state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+    """Iterate over those parts of all buckets that belong to no parameter."""
+    for buckets in buffer_state.values():  # one list for each dtype
         for bucket in buckets:
-            yield from bucket
+            for part in bucket:
+                if part["padding"].unwrap():
+                    yield part
 
 
 def _zero_padding(padding: Any) -> None:
+    """Zero a tensor of padding, and cut it off at the end of the saved bucket."""
     (size,) = padding.global_shape
     (start,) = padding.global_offset
     padding.data = padding.data[: size - start].zero_()
@@ -384,9 +391,9 @@ def let_adams_exchange_states() -> None:
             groups.append(current_group | saved_group)
         states = list(saved["state"].values())
         steps = []
-        for holder in groups + states:
-            if "step" in holder:
-                steps.append(holder.pop("step"))
+        for group_or_state in groups + states:
+            if "step" in group_or_state:
+                steps.append(group_or_state.pop("step"))
         if steps and is_native:
             for state in states:
                 state["step"] = torch.tensor(float(steps[0]))
@@ -423,6 +430,7 @@ def share_saved_steps() -> None:
 
 
 def _share_step(optimizers: list[Any], state_dict: Any) -> None:
+    """Copy the step that some optimizers have to the parameter groups of the others."""
     shared_step = None
     groups_without_step: list[dict[str, Any]] = []
     for index, optimizer in enumerate(optimizers):
@@ -462,6 +470,7 @@ def let_learning_rate_change(keep: bool) -> None:
     match_groups = MegatronOptimizer._filter_and_reorder_param_groups
 
     def align(current: Any, saved: Any) -> None:
+        """Make the learning rates of current and saved parameter groups equal."""
         if keep:
             _copy_learning_rates(saved, current)
         else:
@@ -481,15 +490,16 @@ def let_learning_rate_change(keep: bool) -> None:
 
 def _copy_learning_rates(source: Any, target: Any) -> None:
     """Copy the learning rates of the default schedule from some parameter groups to others."""
-    source_defaults = [group for group in source if group.get("default_config")]
-    if not source_defaults:
+    source_groups = [group for group in source if group.get("default_config")]
+    if not source_groups:
         return
+    learning_rates = {}
+    for name in ("max_lr", "min_lr"):
+        if name in source_groups[0]:
+            learning_rates[name] = source_groups[0][name]
     for group in target:
-        if not group.get("default_config"):
-            continue
-        for name in ("max_lr", "min_lr"):
-            if name in source_defaults[0]:
-                group[name] = source_defaults[0][name]
+        if group.get("default_config"):
+            group.update(learning_rates)
 
 
 def let_fsdp2_resume() -> None:
@@ -500,27 +510,31 @@ def let_fsdp2_resume() -> None:
     """
     from megatron.training import checkpointing, training
 
-    state_dict: dict[str, Any] = {}
+    loaded_state: dict[str, Any] = {}  # the last checkpoint that was read
 
     @patch(checkpointing, "_load_base_checkpoint")
-    def read_and_keep(read: Any, *args: Any, **kwargs: Any) -> Any:
+    def read_and_remember(read: Any, *args: Any, **kwargs: Any) -> Any:
         result = read(*args, **kwargs)
-        state_dict.update(result[0] or {})
+        state_dict = result[0]
+        loaded_state.update(state_dict or {})
         return result
 
     @patch(training, "load_checkpoint")
     def load_with_step(load: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        state_dict.clear()
+        loaded_state.clear()
         result = load(model, optimizer, *args, **kwargs)
-        if kwargs.get("skip_load_to_model_and_opt") and "optimizer" in state_dict:
-            saved = state_dict["optimizer"].get("optimizer", state_dict["optimizer"])
-            adam = getattr(optimizer, "chained_optimizers", [optimizer])[0].optimizer
-            _restore_step(adam, saved)
-        state_dict.clear()
+        is_loaded_in_place = kwargs.get("skip_load_to_model_and_opt")  # set with FSDP2 only
+        if is_loaded_in_place and "optimizer" in loaded_state:
+            saved_optimizer = loaded_state["optimizer"]
+            saved_adam = saved_optimizer.get("optimizer", saved_optimizer)
+            first_optimizer = getattr(optimizer, "chained_optimizers", [optimizer])[0]
+            _restore_step(first_optimizer.optimizer, saved_adam)
+        loaded_state.clear()
         return result
 
 
 def _restore_step(adam: Any, saved: dict[str, Any]) -> None:
+    """Restore ``step`` of parameter groups or, for torch's Adam, of parameters."""
     pairs = zip(adam.param_groups, saved["param_groups"], strict=True)
     for group, saved_group in pairs:
         if "step" in saved_group:
@@ -579,7 +593,7 @@ def log_first_iteration_once() -> None:
 
     @patch(training, "training_log")
     def log_and_reset(log: Any, *args: Any, **kwargs: Any) -> Any:
-        iteration = args[3]
+        iteration = args[3]  # of the positional parameters
         if "is_first_iteration" in kwargs and iteration % get_args().log_interval == 0:
             kwargs["is_first_iteration"] = False
         return log(*args, **kwargs)

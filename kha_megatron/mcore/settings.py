@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,34 +39,46 @@ def named_config(name: str) -> HeadsConfig:
     variable = os.environ.get(CONFIG_VARIABLE, "")
     settings = _read(variable) if variable else {}
     mechanisms = (*PROJECTIONS, *mechanism_types())
-    if name != FROM_ENVIRONMENT:
+    if name == FROM_ENVIRONMENT:
+        if settings.keys().isdisjoint(mechanisms):
+            raise ConfigError(
+                f"--spec {name} requires {CONFIG_VARIABLE} to set at least one of "
+                f"{', '.join(mechanisms)}, got {variable!r}. For example, export "
+                f'{CONFIG_VARIABLE}=\'{{"value": "mlp"}}\'.'
+            )
+    else:
         preset = HeadsConfig.from_preset(name).to_dict()
-        for mechanism in mechanisms:
-            expected = preset.get(mechanism)
-            value = settings.get(mechanism, expected)
-            if value != expected:
-                raise ConfigError(
-                    f"{mechanism}={value or 'none'} in {CONFIG_VARIABLE} conflicts with --spec "
-                    f"{name}, which has {mechanism}={expected or 'none'}. Remove {mechanism}, or "
-                    f"use --spec kha_megatron.mcore.specs {FROM_ENVIRONMENT}."
-                )
+        _check_same_mechanisms(name, preset, settings, mechanisms)
         settings = preset | settings
-    elif settings.keys().isdisjoint(mechanisms):
-        raise ConfigError(
-            f"--spec {name} requires {CONFIG_VARIABLE} to set at least one of "
-            f"{', '.join(mechanisms)}, got {variable!r}. For example, export "
-            f'{CONFIG_VARIABLE}=\'{{"value": "mlp"}}\'.'
-        )
     try:
         return HeadsConfig.from_dict(settings)
     except ConfigError as error:
         raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from error
 
 
+def _check_same_mechanisms(
+    spec_name: str,
+    preset: Mapping[str, Any],
+    settings: Mapping[str, Any],
+    mechanisms: Iterable[str],
+) -> None:
+    """Check that ``KHA_CONFIG`` does not change the mechanisms that the spec is named after."""
+    for mechanism in mechanisms:
+        expected = preset.get(mechanism)
+        value = settings.get(mechanism, expected)
+        if value != expected:
+            raise ConfigError(
+                f"{mechanism}={value or 'none'} in {CONFIG_VARIABLE} conflicts with --spec "
+                f"{spec_name}, which has {mechanism}={expected or 'none'}. Remove {mechanism}, or "
+                f"use --spec kha_megatron.mcore.specs {FROM_ENVIRONMENT}."
+            )
+
+
 @functools.cache  # called for every layer
 def _read(variable: str) -> dict[str, Any]:
+    """Parse ``KHA_CONFIG``, or the file whose path it is."""
+    is_json = variable.lstrip().startswith("{")
     try:
-        is_json = variable.lstrip().startswith("{")
         settings = json.loads(variable if is_json else Path(variable).read_bytes())
         if not isinstance(settings, dict):
             raise ValueError(f"got {settings!r}")

@@ -29,6 +29,7 @@ from kha_megatron.mcore import patches
 from kha_megatron.mcore.attention import KHASelfAttention, KnockedAttention
 from kha_megatron.mcore.hooks import ProjectionHook
 from kha_megatron.mcore.knocking import KnockingHeads
+from kha_megatron.model.qkv import QKVLayout
 
 _OPTION = "--kha-fold-linear"
 
@@ -71,7 +72,7 @@ class StepFold:
                 self.knockings[projection] = knocking
                 self.matrices.append(knocking.weight)
                 knocking.weight.step_fold = self
-        self._unfolded: Tensor | None = None
+        self._unfolded: Tensor | None = None  # data of the weight while it is folded
         hook = ProjectionHook(
             attention,
             "linear_qkv",
@@ -142,13 +143,14 @@ class StepFold:
         layout = self.attention.split.layout
         part = layout.parts[projection]
         rank = get_pg_rank(self.attention.tp_group)
+        # if several ranks share a group, this rank has only some of its rows
         first_row = rank * len(rows)
-        offset = first_row % layout.group_rows  # not 0 if several ranks share a group
-        start = max(0, part.rows.start - offset)
-        stop = max(0, part.rows.stop - offset)
-        rows_per_group = min(len(rows), layout.group_rows)
-        groups = rows.unflatten(0, (-1, rows_per_group))
-        part_rows = groups[:, start:stop]
+        first_row_in_group = first_row % layout.group_rows
+        local_rows_of_group = min(len(rows), layout.group_rows)
+        start = max(0, part.rows.start - first_row_in_group)
+        stop = max(0, part.rows.stop - first_row_in_group)
+        groups = rows.unflatten(0, (-1, local_rows_of_group))
+        part_rows = groups[:, start:stop]  # slices end at the last local row
         return part_rows.unflatten(1, (-1, part.features))
 
 
@@ -169,9 +171,20 @@ def _obstacle(attention: KnockedAttention) -> str | None:
         return f"--cuda-graph-impl {config.cuda_graph_impl}"
     layout = attention.split.layout
     ranks = attention.tp_group.size()
-    shares_group = layout.ranks_per_group(ranks) > 1
+    if _splits_a_head(layout, ranks):
+        return f"TP size {ranks} with {layout.groups} KV heads, which splits a head's rows"
+    return None
+
+
+def _splits_a_head(layout: QKVLayout, ranks: int) -> bool:
+    """Return whether a TP rank may have only some rows of a head.
+
+    Ranks that share a group split its rows evenly, without regard to heads.
+    """
+    if layout.ranks_per_group(ranks) == 1:
+        return False
     local_rows = layout.rows // ranks
     for part in layout.parts.values():
-        if shares_group and (local_rows % part.features or part.first % part.features):
-            return f"TP size {ranks} with {layout.groups} KV heads, which splits a head's rows"
-    return None
+        if local_rows % part.features or part.first % part.features:
+            return True
+    return False

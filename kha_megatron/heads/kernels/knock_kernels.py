@@ -1,7 +1,8 @@
 """Triton kernels for KHA: forward, input gradient and weight gradients.
 
 See ``tiles`` for the tile sizes. There is one row per token and head. The backward kernels
-recompute the matmuls instead of saving intermediate results.
+recompute the matmuls instead of saving intermediate results. A tensor ``X`` of rows has the strides
+``x_heads``, ``x_token`` and ``x_head`` (see :class:`rows.Strides`).
 
 All kernels are persistent, i.e. each program loads the matrices once and then loops over tiles of
 rows. There are two ways to load rows: through pointers (any stride between tokens and heads) or
@@ -234,7 +235,7 @@ def knock_backward_weight_kernel(
     ``PARTIAL`` is a float32 tensor of shape [num_splits, num_matrices, HEAD_DIM, HEAD_DIM].
     """
     j = tl.program_id(1) * BLOCK_COLUMNS
-    every = tl.arange(0, PADDED_DIM)
+    all_features = tl.arange(0, PADDED_DIM)
     block = j + tl.arange(0, BLOCK_COLUMNS)
     weights = load_weights(W, j, VARIANT, HEAD_DIM, PADDED_DIM, BLOCK_COLUMNS)
     d_first = tl.zeros((PADDED_DIM, BLOCK_COLUMNS), tl.float32)
@@ -276,13 +277,14 @@ def knock_backward_weight_kernel(
         if VARIANT == "mlp":
             d_gate = dot_add(x_columns, gradients[1], d_gate)
             d_down = dot_add(tl.trans(dy), gradients[2], d_down)
+    size: tl.constexpr = HEAD_DIM * HEAD_DIM
     if VARIANT == "mlp":
-        target = PARTIAL + tl.program_id(0).to(tl.int64) * (3 * HEAD_DIM * HEAD_DIM)
-        store_matrix(target + HEAD_DIM * HEAD_DIM, every, block, d_gate, HEAD_DIM)
-        store_matrix(target + 2 * HEAD_DIM * HEAD_DIM, block, every, tl.trans(d_down), HEAD_DIM)
+        target = PARTIAL + tl.program_id(0).to(tl.int64) * (3 * size)
+        store_matrix(target + size, all_features, block, d_gate, HEAD_DIM)
+        store_matrix(target + 2 * size, block, all_features, tl.trans(d_down), HEAD_DIM)
     else:
-        target = PARTIAL + tl.program_id(0).to(tl.int64) * (HEAD_DIM * HEAD_DIM)
-    store_matrix(target, every, block, d_first, HEAD_DIM)
+        target = PARTIAL + tl.program_id(0).to(tl.int64) * size
+    store_matrix(target, all_features, block, d_first, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=["num_splits", "num_elements"])

@@ -16,7 +16,9 @@ from kha_megatron.heads.kernels.tiles import INTERPRETED
 from kha_megatron.heads.kernels.tilings import Kernel, Tiling, architecture, padded, tiling
 from kha_megatron.heads.knock import Variant
 
-PROGRAMS_INTERPRETED = 3
+PROCESSORS_INTERPRETED = 3
+"""Assumed number of multiprocessors in Triton's interpreter."""
+
 REDUCTION = {"SPLITS": 16, "BLOCK": 128}
 """Block sizes of ``sum_partials``: number of splits and number of elements."""
 
@@ -55,8 +57,8 @@ def knock_backward_weight(
     if x.numel() == 0:
         return torch.zeros_like(weight)
     head_dim = weight.shape[-1]
-    count = x.numel() // head_dim
-    splits, _ = _weight_grid(count, variant, head_dim, weight.dtype, weight.device)
+    row_count = x.numel() // head_dim
+    splits, _ = _weight_grid(row_count, variant, head_dim, weight.dtype, weight.device)
     partials = weight.new_empty((splits, *weight.shape), dtype=torch.float32)
     launch(_prepare_knock, ("backward_weight", variant), (x, dy, weight), partials)
     gradient = torch.empty_like(weight)
@@ -105,34 +107,38 @@ def _prepare_knock(kernel: Kernel, variant: Variant, *rows: Rows) -> Launch:
     *inputs, weight_rows, output = rows
     weight = weight_rows.tensor
     head_dim = weight.shape[-1]
-    count = inputs[0].tensor.numel() // head_dim
+    row_count = inputs[0].tensor.numel() // head_dim
     arch = architecture(weight.device)
     tile = tiling(kernel, variant, head_dim, weight.dtype, arch)
-    head_rows = list(inputs)
-    if kernel != "backward_weight":
-        head_rows.append(output)
-    tma = tile.allows_descriptors(variant, head_dim, weight.dtype, arch)
-    tma = tma and all(map(_fits_a_descriptor, head_rows))
+    has_head_output = kernel != "backward_weight"
+    head_rows = [*inputs, output] if has_head_output else inputs
+    allows_descriptors = tile.allows_descriptors(variant, head_dim, weight.dtype, arch)
+    use_tma = allows_descriptors and all(map(_fits_a_descriptor, head_rows))
+
+    # in the order of the kernel's parameters
     arguments: list[Any] = []
     for tensor_rows in inputs:
-        arguments += _arguments(tensor_rows, count, tile.rows, tma)
+        arguments += _row_arguments(tensor_rows, row_count, tile.rows, use_tma)
     arguments.append(weight)
-    grid: tuple[int, ...]
-    if kernel == "backward_weight":
-        arguments.append(output.tensor)
-        grid = _weight_grid(count, variant, head_dim, weight.dtype, weight.device)
+    if has_head_output:
+        arguments += _row_arguments(output, row_count, tile.rows, use_tma)
     else:
-        arguments += _arguments(output, count, tile.rows, tma)
-        grid = (_programs(count, tile, weight.device),)
-    arguments.append(count)
+        arguments.append(output.tensor)
+    arguments.append(row_count)
+
+    grid: tuple[int, ...]
+    if has_head_output:
+        grid = (_programs(row_count, tile, weight.device),)
+    else:
+        grid = _weight_grid(row_count, variant, head_dim, weight.dtype, weight.device)
     function = getattr(kernels, f"knock_{kernel}_kernel")
-    options = tile.options(variant, head_dim) | {"TMA": tma}
+    options = tile.options(variant, head_dim) | {"TMA": use_tma}
     return Launch(function, grid, arguments, options)
 
 
 @functools.lru_cache(1024)
 def _weight_grid(
-    count: int,
+    row_count: int,
     variant: Variant,
     head_dim: int,
     dtype: torch.dtype,
@@ -142,47 +148,50 @@ def _weight_grid(
     tile = tiling("backward_weight", variant, head_dim, dtype, architecture(device))
     blocks = triton.cdiv(head_dim, tile.columns)
     max_splits = max(1, processors(device) // blocks)
-    splits = min(_programs(count, tile, device), max_splits)
+    splits = min(_programs(row_count, tile, device), max_splits)
     return splits, blocks
 
 
-def _programs(count: int, tile: Tiling, device: torch.device) -> int:
+def _programs(row_count: int, tile: Tiling, device: torch.device) -> int:
     max_programs = processors(device) * tile.per_processor
-    return min(triton.cdiv(count, tile.rows), max_programs)
+    return min(triton.cdiv(row_count, tile.rows), max_programs)
 
 
 def _prepare_sum(partials: Rows, gradient: Rows) -> Launch:
-    count = gradient.tensor.numel()
-    grid = (triton.cdiv(count, REDUCTION["BLOCK"]),)
+    num_splits = len(partials.tensor)
+    num_elements = gradient.tensor.numel()
+    grid = (triton.cdiv(num_elements, REDUCTION["BLOCK"]),)
     arguments = (
         partials.tensor,
         gradient.tensor,
-        len(partials.tensor),
-        count,
+        num_splits,
+        num_elements,
     )
     return Launch(kernels.sum_partials, grid, arguments, REDUCTION)
 
 
 def _fits_a_descriptor(rows: Rows) -> bool:
     """TMA needs a uniform stride and 16-byte alignment."""
-    is_uniform = rows.strides.heads == 1 and rows.strides.token > 0
-    step = rows.strides.token * rows.tensor.element_size()
-    is_aligned = step % 16 == 0 and rows.tensor.data_ptr() % 16 == 0
+    strides = rows.strides
+    is_uniform = strides.heads == 1 and strides.token > 0
+    bytes_between_rows = strides.token * rows.tensor.element_size()
+    is_aligned = bytes_between_rows % 16 == 0 and rows.tensor.data_ptr() % 16 == 0
     return is_uniform and is_aligned
 
 
-def _arguments(
+def _row_arguments(
     rows: Rows,
-    count: int,
+    row_count: int,
     tile_rows: int,
-    tma: bool,
+    use_tma: bool,
 ) -> tuple[Any, ...]:
-    if not tma:
+    """Return the four arguments for a tensor of heads: pointer or descriptor, and strides."""
+    if not use_tma:
         return rows.tensor, *rows.strides
     width = rows.tensor.shape[-1]
     descriptor = TensorDescriptor(
         rows.tensor,
-        shape=[count, width],
+        shape=[row_count, width],
         strides=[rows.strides.token, 1],
         block_shape=[tile_rows, padded(width)],
     )
@@ -192,5 +201,5 @@ def _arguments(
 @functools.cache
 def processors(device: torch.device) -> int:
     if INTERPRETED:
-        return PROGRAMS_INTERPRETED
+        return PROCESSORS_INTERPRETED
     return torch.cuda.get_device_properties(device).multi_processor_count

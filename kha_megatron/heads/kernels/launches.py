@@ -6,7 +6,7 @@ compiled kernel that Triton returned.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,19 @@ from kha_megatron.heads.kernels.rows import rows_of
 
 MAX_LAUNCHES = 1024
 """How many layouts to remember. Only varying sequence lengths can need more."""
+
+
+class _TensorSlot(NamedTuple):
+    """A kernel argument that changes with each launch."""
+
+    position: int
+    descriptor: TensorDescriptor | None
+    """Descriptor without a tensor, or None if the kernel gets a pointer."""
+
+    def argument_for(self, tensor: Tensor) -> Tensor | TensorDescriptor:
+        if self.descriptor is None:
+            return tensor
+        return _copy_descriptor(self.descriptor, tensor)
 
 
 class Launch:
@@ -38,57 +51,52 @@ class Launch:
         self._function = function
         self._grid = grid
         self._options = options
-        self._constants: list[Any] = []
+        # compiled kernels still take constexpr parameters, but no options such as num_warps
+        self._constexpr_values: list[Any] = []
         for name in function.arg_names:
             if name in options:
-                self._constants.append(options[name])
+                self._constexpr_values.append(options[name])
         self._run_compiled: Callable[..., None] | None = None
         self._arguments: list[Any] = []
-        self._tensor_positions: list[int] = []
-        self._descriptors: list[dict[str, Any] | None] = []
-        """Attributes of each tensor's descriptor, or None if the kernel gets a pointer."""
+        self._tensor_slots: list[_TensorSlot] = []
         for position, argument in enumerate(arguments):
-            if not isinstance(argument, Tensor | TensorDescriptor):
+            # store no tensors, because this would keep them alive
+            if isinstance(argument, Tensor):
+                self._tensor_slots.append(_TensorSlot(position, None))
+                self._arguments.append(None)
+            elif isinstance(argument, TensorDescriptor):
+                descriptor = _copy_descriptor(argument, None)
+                self._tensor_slots.append(_TensorSlot(position, descriptor))
+                self._arguments.append(None)
+            else:
                 self._arguments.append(argument)
-                continue
-            self._arguments.append(None)  # do not keep the tensor alive
-            self._tensor_positions.append(position)
-            attributes = None
-            if isinstance(argument, TensorDescriptor):
-                attributes = vars(argument) | {"base": None}
-            self._descriptors.append(attributes)
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch the kernel on the current stream, with tensors in the order of ``arguments``."""
         arguments = self._arguments.copy()
-        slots = zip(
-            self._tensor_positions,
-            self._descriptors,
-            tensors,
-            strict=True,
-        )
-        for position, attributes, tensor in slots:
-            if attributes is None:
-                arguments[position] = tensor
-            else:
-                arguments[position] = _copy_descriptor(attributes, tensor)
+        for slot, tensor in zip(self._tensor_slots, tensors, strict=True):
+            arguments[slot.position] = slot.argument_for(tensor)
         if self._run_compiled is not None:
-            self._run_compiled(*arguments, *self._constants)
+            self._run_compiled(*arguments, *self._constexpr_values)
             return
         compiled = self._function[self._grid](*arguments, **self._options)
         if compiled is not None:  # None in Triton's interpreter
-            grid = (*self._grid, 1, 1)[:3]
+            grid = (*self._grid, 1, 1)[:3]  # compiled kernels need three dimensions
             self._run_compiled = compiled[grid]
 
 
-def _copy_descriptor(attributes: dict[str, Any], base: Tensor) -> TensorDescriptor:
-    """Skip the checks of the constructor, because a tensor of the same layout passed them."""
-    descriptor = object.__new__(TensorDescriptor)
-    vars(descriptor).update(attributes, base=base)
-    return descriptor
+def _copy_descriptor(descriptor: TensorDescriptor, base: Tensor | None) -> TensorDescriptor:
+    """Copy a descriptor, but with another tensor (``base``) of the same layout.
+
+    Skips the checks of the constructor, because the original descriptor has passed them.
+    """
+    copied = object.__new__(TensorDescriptor)
+    vars(copied).update(vars(descriptor), base=base)
+    return copied
 
 
 _launches: dict[tuple[Any, ...], Launch] = {}
+"""Prepared launches by :func:`_layout_key`."""
 
 
 def launch(
@@ -110,15 +118,60 @@ def launch(
     device = output.device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
-            launch(prepare, settings, inputs, output)
-        return
-    # Triton compiles again for another device, dtype, alignment, or kind of stride or size (those
-    # that are 1, divisible by 16, or need 64 bits)
+            _launch_on_current_device(prepare, settings, inputs, output)
+    else:
+        _launch_on_current_device(prepare, settings, inputs, output)
+
+
+def _launch_on_current_device(
+    prepare: Callable[..., Launch],
+    settings: tuple[str, ...],
+    inputs: Sequence[Tensor],
+    output: Tensor,
+) -> None:
+    key = _layout_key(prepare, settings, inputs, output)
+    prepared = _launches.get(key)
+    if prepared is None:
+        # the layout is new, or must be copied
+        inputs = [rows_of(tensor).tensor for tensor in inputs]
+        prepared = _prepare_once(prepare, settings, inputs, output)
+    prepared(*inputs, output)
+
+
+def _prepare_once(
+    prepare: Callable[..., Launch],
+    settings: tuple[str, ...],
+    inputs: Sequence[Tensor],
+    output: Tensor,
+) -> Launch:
+    """Return the launch for inputs that need no copy. Prepare it if their layouts are new."""
+    key = _layout_key(prepare, settings, inputs, output)
+    if key in _launches:
+        return _launches[key]
+    rows = [rows_of(tensor) for tensor in (*inputs, output)]
+    prepared = prepare(*settings, *rows)
+    if len(_launches) >= MAX_LAUNCHES:
+        _launches.clear()
+    _launches[key] = prepared
+    return prepared
+
+
+def _layout_key(
+    prepare: Callable[..., Launch],
+    settings: tuple[str, ...],
+    inputs: Sequence[Tensor],
+    output: Tensor,
+) -> tuple[Any, ...]:
+    """Return a key that is equal for launches which can use the same compiled kernel.
+
+    Triton compiles again for another device, dtype, alignment, or kind of stride or size (those
+    that are 1, divisible by 16, or need 64 bits).
+    """
     output_alignment = output.data_ptr() % 16
     key: list[Any] = [
         prepare,
         settings,
-        device,
+        output.device,
         output.dtype,
         output_alignment,
     ]
@@ -130,21 +183,4 @@ def launch(
             tensor.dtype,
             alignment,
         )
-    prepared = _launches.get(tuple(key))
-    if prepared is not None:
-        prepared(*inputs, output)
-        return
-    rows = [rows_of(tensor) for tensor in inputs]
-    is_copied = False
-    for tensor, tensor_rows in zip(inputs, rows, strict=True):
-        if tensor_rows.tensor is not tensor:
-            is_copied = True
-    if is_copied:
-        copies = [tensor_rows.tensor for tensor_rows in rows]
-        launch(prepare, settings, copies, output)
-        return
-    prepared = prepare(*settings, *rows, rows_of(output))
-    if len(_launches) >= MAX_LAUNCHES:
-        _launches.clear()
-    _launches[tuple(key)] = prepared
-    prepared(*inputs, output)
+    return tuple(key)

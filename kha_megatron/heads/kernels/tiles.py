@@ -9,6 +9,12 @@ blocks of fewer columns:
 - ``mlp``: blocks of hidden features. Each block adds to all columns of ``y``.
 - ``gate``: blocks of output features, so each block computes some columns of ``y``.
 
+Names of parameters:
+
+- ``first`` and ``j`` are the first row and the first column to process, ``count`` is the number of
+  rows in the tensor.
+- ``heads``, ``token`` and ``head`` are the layout of rows in memory, see :class:`rows.Strides`.
+
 Matmuls accumulate in float32. Intermediate results are rounded to the dtype of the weights, as they
 would be with cuBLAS.
 """
@@ -39,6 +45,7 @@ def dot_add(
     b,
     total,
 ):
+    """Add a matmul to ``total`` (float32)."""
     if INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -78,6 +85,7 @@ def is_inside(
     row_count,
     column_count,
 ):
+    """Return a mask of the elements that are not padding, ``[rows, columns]``."""
     has_row = (rows < row_count)[:, None]
     has_column = (columns < column_count)[None, :]
     return has_row & has_column
@@ -91,19 +99,10 @@ def offsets(
     token,
     head,
 ):
+    """Return the offset of each element in memory, ``[rows, columns]``."""
     token_starts = (rows // heads).to(tl.int64) * token
     head_starts = (rows % heads).to(tl.int64) * head
     starts = token_starts + head_starts
-    return starts[:, None] + columns[None, :]
-
-
-@triton.jit
-def matrix_offsets(
-    rows,
-    columns,
-    HEAD_DIM: tl.constexpr,
-):
-    starts = rows * HEAD_DIM
     return starts[:, None] + columns[None, :]
 
 
@@ -146,6 +145,7 @@ def store_rows(
     head,
     HEAD_DIM: tl.constexpr,
 ):
+    """Store a tile, or a block of its columns that starts at ``j``."""
     TILE_ROWS: tl.constexpr = tile.shape[0]
     BLOCK_COLUMNS: tl.constexpr = tile.shape[1]
     rows = first + tl.arange(0, TILE_ROWS)
@@ -197,16 +197,16 @@ def load_weights(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """Load the columns of a block from all matrices (rows instead of columns for ``down``)."""
-    every = tl.arange(0, PADDED_DIM)
+    all_features = tl.arange(0, PADDED_DIM)
     block = j + tl.arange(0, BLOCK_COLUMNS)
     if VARIANT == "mlp":
         size: tl.constexpr = HEAD_DIM * HEAD_DIM
-        up = load_matrix(W, every, block, HEAD_DIM)
-        gate = load_matrix(W + size, every, block, HEAD_DIM)
-        down = load_matrix(W + 2 * size, block, every, HEAD_DIM)
+        up = load_matrix(W, all_features, block, HEAD_DIM)
+        gate = load_matrix(W + size, all_features, block, HEAD_DIM)
+        down = load_matrix(W + 2 * size, block, all_features, HEAD_DIM)
         return up, gate, down
     else:
-        return (load_matrix(W, every, block, HEAD_DIM),)
+        return (load_matrix(W, all_features, block, HEAD_DIM),)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from kha_megatron.heads.knock import Variant
 
 Kernel = Literal["forward", "backward_input", "backward_weight"]
 _TilingVariant = Variant | Literal["float32"]
+"""In float32, all variants have the same tilings."""
 
 KERNEL_VARIANTS: tuple[Variant, ...] = ("mlp", "gate")
 """KHA-Linear always uses PyTorch, since cuBLAS is faster (see ``benchmarks/kernels.md``)."""
@@ -39,9 +40,10 @@ SHARED_MEMORY = {
 class Tiling:
     """Tile sizes and launch options of one kernel."""
 
-    rows: int
+    rows: int  # that a program processes at a time
     columns: int
-    """Padded head dim, or the block size ``J`` if the matrices do not fit into shared memory."""
+    """Padded head dim, or the size of a block of columns if the matrices do not fit into shared
+    memory."""
     warps: int
     stages: int  # depth of software pipelining, which also saves registers; 1 disables it
     per_processor: int = 1  # programs that run concurrently on a multiprocessor
@@ -53,12 +55,17 @@ class Tiling:
         dtype: torch.dtype,
         arch: str,
     ) -> bool:
-        """Whether we use TMA. It does not work with column blocks, and sm_120 then spills."""
+        """Whether we use TMA. It does not work with column blocks, and is not used in float32.
+
+        sm_120 has TMA, too, but the kernels would then spill registers.
+        """
         loads_all_columns = variant == "mlp" or self.columns == padded(head_dim)
         has_tma = arch in ("sm_90", "sm_100")
-        return loads_all_columns and has_tma and dtype.itemsize == 2
+        is_16_bit = dtype.itemsize == 2
+        return loads_all_columns and has_tma and is_16_bit
 
     def options(self, variant: Variant, head_dim: int) -> dict[str, Any]:
+        """Return the keyword arguments of a kernel launch, except for ``TMA``."""
         return {
             "VARIANT": variant,
             "HEAD_DIM": head_dim,
@@ -71,6 +78,7 @@ class Tiling:
 
 
 def padded(head_dim: int) -> int:
+    """Round up to a power of two, which Triton requires for tiles."""
     return 1 << (head_dim - 1).bit_length()
 
 
@@ -89,48 +97,51 @@ def tiling(
     dtype: torch.dtype,
     arch: str,
 ) -> Tiling:
-    tiling_variant: _TilingVariant = variant if dtype.itemsize == 2 else "float32"
+    is_16_bit = dtype.itemsize == 2
+    tiling_variant: _TilingVariant = variant if is_16_bit else "float32"
     return TILINGS[arch][kernel, tiling_variant, padded(head_dim)]
 
 
 _HOPPER: dict[tuple[Kernel, _TilingVariant, int], Tiling] = {
-    ("forward", "mlp", 64): Tiling(128, 64, 8, 2, per_processor=2),
+    ("forward", "mlp", 64): Tiling(rows=128, columns=64, warps=8, stages=2, per_processor=2),
     # with 2 stages, a tile is loaded after the previous one was stored
-    ("forward", "mlp", 128): Tiling(128, 128, 8, 3),
-    ("forward", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),
-    ("forward", "gate", 128): Tiling(128, 128, 8, 3),
-    ("backward_input", "mlp", 64): Tiling(128, 64, 8, 2),
-    ("backward_input", "mlp", 128): Tiling(128, 64, 8, 2),
-    ("backward_input", "gate", 64): Tiling(128, 64, 8, 2, per_processor=2),
-    ("backward_input", "gate", 128): Tiling(128, 128, 8, 2),
-    ("backward_weight", "mlp", 64): Tiling(128, 64, 8, 2),
-    ("backward_weight", "mlp", 128): Tiling(128, 64, 8, 2),
-    ("backward_weight", "gate", 64): Tiling(128, 64, 8, 2),
-    ("backward_weight", "gate", 128): Tiling(128, 128, 8, 2),
-    # all variants in float32, where matmuls do not use tensor cores
-    ("forward", "float32", 64): Tiling(32, 32, 8, 1),
-    ("forward", "float32", 128): Tiling(32, 32, 8, 1),
-    ("backward_input", "float32", 64): Tiling(16, 16, 8, 1),
-    ("backward_input", "float32", 128): Tiling(16, 16, 8, 1),
-    ("backward_weight", "float32", 64): Tiling(16, 16, 8, 1),
-    ("backward_weight", "float32", 128): Tiling(16, 16, 8, 1),
+    ("forward", "mlp", 128): Tiling(rows=128, columns=128, warps=8, stages=3),
+    ("forward", "gate", 64): Tiling(rows=128, columns=64, warps=8, stages=2, per_processor=2),
+    ("forward", "gate", 128): Tiling(rows=128, columns=128, warps=8, stages=3),
+    ("backward_input", "mlp", 64): Tiling(rows=128, columns=64, warps=8, stages=2),
+    ("backward_input", "mlp", 128): Tiling(rows=128, columns=64, warps=8, stages=2),
+    ("backward_input", "gate", 64): Tiling(
+        rows=128, columns=64, warps=8, stages=2, per_processor=2
+    ),
+    ("backward_input", "gate", 128): Tiling(rows=128, columns=128, warps=8, stages=2),
+    ("backward_weight", "mlp", 64): Tiling(rows=128, columns=64, warps=8, stages=2),
+    ("backward_weight", "mlp", 128): Tiling(rows=128, columns=64, warps=8, stages=2),
+    ("backward_weight", "gate", 64): Tiling(rows=128, columns=64, warps=8, stages=2),
+    ("backward_weight", "gate", 128): Tiling(rows=128, columns=128, warps=8, stages=2),
+    # in float32, matmuls do not use tensor cores
+    ("forward", "float32", 64): Tiling(rows=32, columns=32, warps=8, stages=1),
+    ("forward", "float32", 128): Tiling(rows=32, columns=32, warps=8, stages=1),
+    ("backward_input", "float32", 64): Tiling(rows=16, columns=16, warps=8, stages=1),
+    ("backward_input", "float32", 128): Tiling(rows=16, columns=16, warps=8, stages=1),
+    ("backward_weight", "float32", 64): Tiling(rows=16, columns=16, warps=8, stages=1),
+    ("backward_weight", "float32", 128): Tiling(rows=16, columns=16, warps=8, stages=1),
 }
-"""Keys are kernel, variant (``float32`` is for all variants) and padded head dim."""
+"""Keys are kernel, variant and padded head dim."""
 
-# matmul instructions of a single warp read their operands from registers
+# smaller tiles, because matmul instructions of a single warp read their operands from registers
 _AMPERE = _HOPPER | {
-    ("forward", "mlp", 128): Tiling(64, 64, 8, 2),
-    ("forward", "gate", 128): Tiling(128, 128, 8, 1),
-    ("backward_input", "mlp", 128): Tiling(64, 64, 8, 2),
-    ("backward_input", "gate", 128): Tiling(64, 64, 8, 2),
-    ("backward_weight", "mlp", 64): Tiling(128, 32, 8, 2),
-    ("backward_weight", "mlp", 128): Tiling(128, 32, 8, 1),
-    ("backward_weight", "gate", 128): Tiling(128, 64, 8, 2),
+    ("forward", "mlp", 128): Tiling(rows=64, columns=64, warps=8, stages=2),
+    ("forward", "gate", 128): Tiling(rows=128, columns=128, warps=8, stages=1),
+    ("backward_input", "mlp", 128): Tiling(rows=64, columns=64, warps=8, stages=2),
+    ("backward_input", "gate", 128): Tiling(rows=64, columns=64, warps=8, stages=2),
+    ("backward_weight", "mlp", 64): Tiling(rows=128, columns=32, warps=8, stages=2),
+    ("backward_weight", "mlp", 128): Tiling(rows=128, columns=32, warps=8, stages=1),
+    ("backward_weight", "gate", 128): Tiling(rows=128, columns=64, warps=8, stages=2),
 }
 
 # Hopper's tiling would need 288 KB of shared memory here
 _BLACKWELL = _HOPPER | {
-    ("backward_weight", "mlp", 128): Tiling(64, 64, 8, 2),
+    ("backward_weight", "mlp", 128): Tiling(rows=64, columns=64, warps=8, stages=2),
 }
 
 TILINGS = {

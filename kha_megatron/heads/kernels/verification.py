@@ -10,7 +10,7 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from kha_megatron.announcements import announce
 from kha_megatron.heads import knock as knocking
 from kha_megatron.heads.kernels.rows import Strides, strides_of
-from kha_megatron.heads.kernels.tilings import Kernel, architecture, tiling
+from kha_megatron.heads.kernels.tilings import Kernel, Tiling, architecture, tiling
 from kha_megatron.heads.knock import MATRICES, Variant
 
 MAX_RELATIVE_ERROR = {
@@ -64,47 +64,13 @@ class KnockCase:
         """Run the kernels and return an error message if a result is wrong, otherwise None."""
         from kha_megatron.heads.kernels.knock_launch import processors
 
-        variant = self.variant
         x, weight, dy = self._draw_inputs(processors(self.device))
         if self.device.type == "cuda":
             # compile the kernels, so that we check the repeated launches of `launches`
-            _run_kernels(x, weight, dy, variant)
-        # The allocator will reuse this memory for the three results. If a kernel does not write an
-        # element, it is still NaN.
-        same_sizes_as_results = []
-        for tensor in (dy, dy, weight):
-            same_sizes_as_results.append(torch.full_like(tensor, math.nan))
-        del same_sizes_as_results
-        y, dx, dw = _run_kernels(x, weight, dy, variant)
-
-        weight = weight.double()
-        expected_dw = torch.zeros_like(weight)
-        y_comparison = _Comparison("result")
-        dx_comparison = _Comparison("input gradient")
-        dw_comparison = _Comparison("gradient of the matrices")
-        chunk_size = max(1, CHUNK // self.strides.heads)
-        chunks = zip(
-            x.split(chunk_size),
-            dy.split(chunk_size),
-            y.split(chunk_size),
-            dx.split(chunk_size),
-            strict=True,
-        )
-        for x_chunk, dy_chunk, y_chunk, dx_chunk in chunks:
-            inputs = x_chunk.double()
-            upstream = dy_chunk.double()
-            expected_y = knocking.knock(inputs, weight, variant)
-            expected_dx, chunk_dw = knocking.gradients(
-                inputs,
-                upstream,
-                weight,
-                variant,
-            )
-            expected_dw += chunk_dw
-            y_comparison.add(y_chunk, expected_y)
-            dx_comparison.add(dx_chunk, expected_dx)
-        dw_comparison.add(dw.flatten(1), expected_dw.flatten(1))
-        comparisons = (y_comparison, dx_comparison, dw_comparison)
+            _run_kernels(x, weight, dy, self.variant)
+        _fill_free_memory(dy, weight)
+        results = _run_kernels(x, weight, dy, self.variant)
+        comparisons = self._compare_with_torch(x, weight, dy, results)
         tolerance = MAX_RELATIVE_ERROR[self.dtype]
         for comparison in comparisons:
             error = comparison.find_row_error(tolerance)
@@ -116,38 +82,54 @@ class KnockCase:
                 return error
         return None
 
+    def _compare_with_torch(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        dy: Tensor,
+        results: "_Results",
+    ) -> list["_Comparison"]:
+        """Compare the results with those of PyTorch in float64, which are computed in chunks."""
+        weight = weight.double()
+        expected_dw = torch.zeros_like(weight)
+        y_comparison = _Comparison("result")
+        dx_comparison = _Comparison("input gradient")
+        dw_comparison = _Comparison("gradient of the matrices")
+        tokens_per_chunk = max(1, CHUNK // self.strides.heads)
+        chunks = zip(
+            x.split(tokens_per_chunk),
+            dy.split(tokens_per_chunk),
+            results.y.split(tokens_per_chunk),
+            results.dx.split(tokens_per_chunk),
+            strict=True,
+        )
+        for x_chunk, dy_chunk, y_chunk, dx_chunk in chunks:
+            inputs = x_chunk.double()
+            expected_y = knocking.knock(inputs, weight, self.variant)
+            expected_dx, chunk_dw = knocking.gradients(
+                inputs,
+                dy_chunk.double(),
+                weight,
+                self.variant,
+            )
+            expected_dw += chunk_dw
+            y_comparison.add(y_chunk, expected_y)
+            dx_comparison.add(dx_chunk, expected_dx)
+        dw_comparison.add(results.dw.flatten(1), expected_dw.flatten(1))
+        return [y_comparison, dx_comparison, dw_comparison]
+
     def _draw_inputs(self, processors: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the input, the weights and the gradient of the output."""
         generator = torch.Generator(self.device).manual_seed(0)  # keep the global RNG state
-        arch = architecture(self.device)
-        largest_tile = 0
-        rows_at_once = 0
-        for kernel in get_args(Kernel):
-            tile = tiling(
-                kernel,
-                self.variant,
-                self.head_dim,
-                self.dtype,
-                arch,
-            )
-            programs = processors * tile.per_processor
-            largest_tile = max(largest_tile, tile.rows)
-            rows_at_once = max(rows_at_once, programs * tile.rows)
-        rows = rows_at_once + largest_tile + 1
-        heads = self.strides.heads
-        tokens = math.ceil(rows / heads) | 1  # odd, so that the last tile is not full
+        tokens = math.ceil(self._rows_to_check(processors) / self.strides.heads)
+        if tokens % 2 == 0:
+            tokens += 1  # odd, so that the last tile is not full
         x = self._draw_rows(tokens, generator)
         matrices = len(MATRICES[self.variant])
         weight_shape = (matrices, self.head_dim, self.head_dim)
         weight = torch.randn(weight_shape, generator=generator, device=self.device)
         weight /= self.head_dim**0.5
-        weight_tile = tiling(
-            "backward_weight",
-            self.variant,
-            self.head_dim,
-            self.dtype,
-            arch,
-        )
+        weight_tile = self._tiling("backward_weight")
         row_scales = _scale_rarely_summed_rows(
             row_count=x[..., 0].numel(),
             rows_per_round=processors * weight_tile.rows,
@@ -158,6 +140,27 @@ class KnockCase:
         dy *= row_scales.view(*x.shape[:2], 1)
         return x, weight.to(self.dtype), dy.to(self.dtype)
 
+    def _rows_to_check(self, processors: int) -> int:
+        """Return more rows than the GPU processes at a time, plus a tile and one row."""
+        largest_tile = 0
+        rows_at_once = 0
+        for kernel in get_args(Kernel):
+            tile = self._tiling(kernel)
+            programs = processors * tile.per_processor
+            largest_tile = max(largest_tile, tile.rows)
+            rows_at_once = max(rows_at_once, programs * tile.rows)
+        return rows_at_once + largest_tile + 1
+
+    def _tiling(self, kernel: Kernel) -> Tiling:
+        arch = architecture(self.device)
+        return tiling(
+            kernel,
+            self.variant,
+            self.head_dim,
+            self.dtype,
+            arch,
+        )
+
     def _draw_rows(self, tokens: int, generator: torch.Generator) -> Tensor:
         """Return random rows with the layout of this case. Gaps in memory are filled with NaN."""
         sizes = (tokens, self.strides.heads, self.head_dim)
@@ -165,7 +168,7 @@ class KnockCase:
         head_stride = self.strides.head
         strides = (token_stride, head_stride, 1)
         start = self.shift // self.dtype.itemsize
-        length = start
+        length = start  # of the buffer, at least up to the last element
         for size, stride in zip(sizes, strides, strict=True):
             length += size * stride
         repeats_tokens = token_stride == 0
@@ -183,19 +186,38 @@ class KnockCase:
         return buffer.as_strided(sizes, strides, start).copy_(values)
 
 
+class _Results(NamedTuple):
+    """Output of KHA, and the gradients of its input and its matrices."""
+
+    y: Tensor
+    dx: Tensor
+    dw: Tensor
+
+
 def _run_kernels(
     x: Tensor,
     weight: Tensor,
     dy: Tensor,
     variant: Variant,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result, and the gradients of ``x`` and ``weight``."""
+) -> _Results:
     from kha_megatron.heads.kernels import knock_launch as kernels
 
-    y = kernels.knock_forward(x, weight, variant)
-    dx = kernels.knock_backward_input(x, dy, weight, variant)
-    dw = kernels.knock_backward_weight(x, dy, weight, variant)
-    return y, dx, dw
+    return _Results(
+        y=kernels.knock_forward(x, weight, variant),
+        dx=kernels.knock_backward_input(x, dy, weight, variant),
+        dw=kernels.knock_backward_weight(x, dy, weight, variant),
+    )
+
+
+def _fill_free_memory(dy: Tensor, weight: Tensor) -> None:
+    """Fill the memory that the allocator will use for the three results with NaN.
+
+    If a kernel does not write an element, it is then still NaN. ``dy`` and ``weight`` have the
+    sizes of the results.
+    """
+    freed_on_return = []
+    for tensor in (dy, dy, weight):
+        freed_on_return.append(torch.full_like(tensor, math.nan))
 
 
 @lru_cache(1024)
@@ -210,15 +232,15 @@ def _case_of_layout(
     head_dim = shape[-1]
     strides = strides_of(shape, stride)
     if strides is None:  # rows_of will make a contiguous copy
-        strides = Strides(1, head_dim, 0)
+        strides = Strides(heads=1, token=head_dim, head=0)
         shift = 0
     return KnockCase(
-        variant,
-        head_dim,
-        dtype,
-        strides,
-        shift,
-        device,
+        variant=variant,
+        head_dim=head_dim,
+        dtype=dtype,
+        strides=strides,
+        shift=shift,
+        device=device,
     )
 
 
@@ -232,6 +254,7 @@ class _Comparison:
         self.squares: list[Tensor] = []
 
     def add(self, actual: Tensor, expected: Tensor) -> None:
+        """Compare some rows (or matrices). Errors are relative to the norms of expected rows."""
         norms = expected.norm(dim=-1).clamp_min(1e-30)
         differences = actual.double() - expected
         errors = differences.norm(dim=-1) / norms
@@ -288,20 +311,22 @@ def is_trusted(case: KnockCase) -> bool:
 
 
 def _compare(case: KnockCase) -> str | None:
-    def compare() -> str | None:
-        if case.device.type != "cuda":
-            return case.find_error()
-        with torch.cuda.device(case.device):
-            return case.find_error()
-
+    """Run :meth:`KnockCase.find_error`. An exception is also an error."""
     try:
         # a new thread does not inherit autocast, inference mode or saved-tensor hooks
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(compare).result()
+            return thread.submit(_find_error_on_device, case).result()
     except Exception as error:
         error_type = type(error).__name__
         message = " ".join(str(error).split())[:500]
         return f"the kernels failed ({error_type}: {message})"
+
+
+def _find_error_on_device(case: KnockCase) -> str | None:
+    if case.device.type != "cuda":
+        return case.find_error()
+    with torch.cuda.device(case.device):
+        return case.find_error()
 
 
 def _scale_rarely_summed_rows(
