@@ -42,6 +42,8 @@ def is_hf_folder(path: Path) -> bool:
 
 
 class _FileEntry(NamedTuple):
+    """A tensor and the file that contains it."""
+
     file: Path
     entry: TensorEntry
 
@@ -77,9 +79,10 @@ class HFCheckpoint:
             )
         refuse_adapter(path)  # transformers would load it on top of the model
         config = json_object(path / CONFIG)
-        files = dict.fromkeys(_weight_map(path).values()) or (WEIGHTS,)
+        weight_map = _weight_map(path)
+        file_names = list(dict.fromkeys(weight_map.values())) if weight_map else [WEIGHTS]
         tensors: dict[str, _FileEntry] = {}
-        for name in files:
+        for name in file_names:
             file = path / name
             if not has_file(path, name):
                 raise CheckpointError(f"{file} not found. Copy the model again.")
@@ -130,6 +133,11 @@ class HFCheckpoint:
         return tensor
 
     def linears(self, keys: Sequence[str]) -> Tensor:
+        """Load and stack weights of ``torch.nn.Linear``, which are transposed for ``x @ weight``.
+
+        Returns:
+            Tensor: ``[len(keys), in_features, out_features]``
+        """
         return torch.stack([self.tensor(key).T for key in keys])
 
 
@@ -150,10 +158,10 @@ def _read_digests(path: Path, tensors: dict[str, _FileEntry]) -> dict[str, str]:
         return {}
     for key in sorted(manifest.keys() | tensors.keys()):
         expected: Any = "absent"
-        actual: Any = "absent"
         if key in manifest:
             listed = manifest[key]
             expected = (listed.dtype, listed.shape)
+        actual: Any = "absent"
         if key in tensors:
             entry = tensors[key].entry
             actual = (NAMES[entry.dtype], list(entry.shape))
@@ -200,18 +208,18 @@ def has_file(folder: Path, name: str) -> bool:
     Raises CheckpointError for symlinks, unless they stay within the directory or point to the blobs
     of the Hugging Face cache.
     """
-    path = Path(os.path.realpath(folder / name))
+    real_path = Path(os.path.realpath(folder / name))
     real_folder = Path(os.path.realpath(folder))
-    is_in_blobs = False
-    if real_folder.parent.name == "snapshots":
+    is_in_cache = False
+    if real_folder.parent.name == "snapshots":  # the cache has snapshots/COMMIT and blobs
         blobs = real_folder.parent.parent / "blobs"
-        is_in_blobs = path.parent == blobs
-    if not is_in_blobs and not path.is_relative_to(real_folder):
+        is_in_cache = real_path.parent == blobs
+    if not is_in_cache and not real_path.is_relative_to(real_folder):
         raise CheckpointError(
-            f"{folder / name} is a symbolic link to {path}, outside of the model directory. "
+            f"{folder / name} is a symbolic link to {real_path}, outside of the model directory. "
             "Replace the link by a copy of the file."
         )
-    return path.is_file()
+    return real_path.is_file()
 
 
 def copy_file(folder: Path, name: str, target: Path) -> None:

@@ -45,7 +45,7 @@ class HFWriter:
         self.folder = folder
         self._entries = {entry.name: entry for entry in tensors}
         self._files: dict[str, str] = {}
-        self._starts: dict[str, int] = {}  # byte offsets
+        self._file_offsets: dict[str, int] = {}  # in bytes
         self._digests: dict[str, str] = {}
         total_size = sum(entry.nbytes for entry in tensors)
         check_room(folder, total_size)
@@ -58,8 +58,8 @@ class HFWriter:
         self._shards = split.filename_to_tensors
         for file, names in self._shards.items():
             entries = [self._entries[name] for name in names]
-            header_bytes, starts = header(entries)
-            self._starts |= starts
+            header_bytes, file_offsets = header(entries)
+            self._file_offsets |= file_offsets
             self._files |= dict.fromkeys(names, file)
             data_size = sum(entry.nbytes for entry in entries)
             with (folder / file).open("wb") as shard:
@@ -74,7 +74,7 @@ class HFWriter:
         data = bytes_of(tensor)
         path = self.folder / self._files[name]
         with path.open("r+b") as shard:
-            shard.seek(self._starts[name])
+            shard.seek(self._file_offsets[name])
             shard.write(data)
         digest = hashlib.sha256(data)
         self._digests[name] = digest.hexdigest()

@@ -24,7 +24,8 @@ _REMEDY = "Copy it again, or load another checkpoint."
 _RANK_HASHES = "hashes-"
 """Prefix of files with the hashes of a rank. They only exist during a save."""
 _THREADS_TO_WRITE = 16
-_THREADS_TO_VERIFY = 2  # per rank; all ranks on a node do this at the same time
+_THREADS_TO_VERIFY = 2
+"""Threads that hash files, per rank. All ranks on a node verify files at the same time."""
 
 
 def write_and_hash(
@@ -158,32 +159,42 @@ def verify_hashes(folder: str | Path) -> None:
 
     folder = Path(folder)
     rank = 0
-    ranks = 1
+    num_ranks = 1
     if dist.is_initialized():
         rank = dist.get_rank()
-        ranks = dist.get_world_size()
-    shared: list[Any] = [None, None]
-    if rank == 0:
-        try:
-            shared[0] = _hashes_by_size(folder)
-        except CheckpointError as error:
-            shared[1] = str(error)
-    if ranks > 1:
-        dist.broadcast_object_list(shared, src=0)
-    digests, read_error = shared
-    if read_error is not None:
-        raise CheckpointError(read_error)
+        num_ranks = dist.get_world_size()
+    digests = _read_hashes_on_first_rank(folder, rank, num_ranks)
     if digests is None:
         announce(f"Skipping verification of {folder} because it has no {INTEGRITY}.")
         return
     names = list(digests)
-    error_on_this_rank = _verify_files(folder, digests, names[rank::ranks])
-    errors = [error_on_this_rank] * ranks
-    if ranks > 1:
+    error_on_this_rank = _verify_files(folder, digests, names[rank::num_ranks])
+    errors = [error_on_this_rank] * num_ranks
+    if num_ranks > 1:
         dist.all_gather_object(errors, error_on_this_rank)
     messages = sorted(error for error in errors if error is not None)
     if messages:
         raise CheckpointError(messages[0])
+
+
+def _read_hashes_on_first_rank(folder: Path, rank: int, num_ranks: int) -> dict[str, str] | None:
+    """Call :func:`_hashes_by_size` on rank 0. Return its result, or raise its error, on all."""
+    import torch.distributed as dist
+
+    digests = None
+    error_message = None
+    if rank == 0:
+        try:
+            digests = _hashes_by_size(folder)
+        except CheckpointError as error:
+            error_message = str(error)
+    if num_ranks > 1:
+        broadcast: list[Any] = [digests, error_message]
+        dist.broadcast_object_list(broadcast, src=0)
+        digests, error_message = broadcast
+    if error_message is not None:
+        raise CheckpointError(error_message)
+    return digests
 
 
 def _verify_files(
@@ -205,7 +216,7 @@ def _verify_files(
 
 
 def _hashes_by_size(folder: Path) -> dict[str, str] | None:
-    """Read the hashes of all files, those of large files first."""
+    """Read the hashes of all files, the largest first, so that ranks get similar amounts."""
     digests = read_hashes(folder)
     if digests is None:
         return None

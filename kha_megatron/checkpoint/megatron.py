@@ -45,22 +45,21 @@ NORMS = (
 Megatron only renames some of its local norms to match."""
 
 _ANY_NORM = "|".join(re.escape(name) for name in chain.from_iterable(NORMS))
-_NORM = re.compile(rf"(.*\.|)({_ANY_NORM})(weight|bias)")
-_NOT_MODEL = re.compile(r"(optimizer|chained_\d+)\.")
-"""Optimizer state."""
+_NORM_PARAMETER = re.compile(rf"(.*\.|)({_ANY_NORM})(weight|bias)")
+_OPTIMIZER_STATE = re.compile(r"(optimizer|chained_\d+)\.")
 
 
 def other_names(key: str) -> list[str]:
     """Return all aliases of a norm parameter. Empty for any other parameter."""
-    match = _NORM.fullmatch(key)
+    match = _NORM_PARAMETER.fullmatch(key)
     if match is None:
         return []
     prefix, norm, suffix = match.groups()
+    aliases = []
     for names in NORMS:
         if norm in names:
-            others = [name for name in names if name != norm]
-            return [prefix + name + suffix for name in others]
-    return []
+            aliases += [prefix + name + suffix for name in names if name != norm]
+    return aliases
 
 
 class MegatronCheckpoint:
@@ -115,7 +114,7 @@ class MegatronCheckpoint:
         """
         parameters = {}
         for key, tensor in self._folder.tensors.items():
-            if not _NOT_MODEL.match(key):
+            if not _OPTIMIZER_STATE.match(key):
                 parameters[key] = tensor
         return parameters
 
@@ -128,15 +127,16 @@ class MegatronCheckpoint:
         stacked_key = LAYERS + suffix
         stacked = self._folder.tensors.get(stacked_key)
         if stacked is not None:
-            layers, *_ = stacked.shape
-            return [self.tensor(stacked_key, (layer,)) for layer in range(layers)]
-        keys = {}
+            num_layers = stacked.shape[0]
+            return [self.tensor(stacked_key, (layer,)) for layer in range(num_layers)]
+        key_of_layer = re.compile(rf"{re.escape(LAYERS)}([0-9]+)\.{re.escape(suffix)}")
+        keys_by_layer = {}
         for key in self._folder.tensors:
-            if key.startswith(LAYERS):
-                layer, _, name = key.removeprefix(LAYERS).partition(".")
-                if name == suffix and layer.isdecimal():
-                    keys[int(layer)] = key
-        return [self.tensor(keys[layer]) for layer in sorted(keys)]
+            match = key_of_layer.fullmatch(key)
+            if match is not None:
+                layer = int(match[1])
+                keys_by_layer[layer] = key
+        return [self.tensor(keys_by_layer[layer]) for layer in sorted(keys_by_layer)]
 
     @cached_property
     def _common(self) -> dict[str, Any]:
@@ -178,22 +178,23 @@ class MegatronCheckpoint:
 
 
 def _is_small(value: Any) -> bool:
-    """Whether a value can be printed, compared and hashed.
+    """Whether a value can be printed, compared and hashed in little time.
 
-    In a small file, forty pairs of the previous pair have 2^40 elements.
+    The size of the file does not limit the number of elements: if each of forty pairs contains the
+    previous one twice, the last one has 2^40 elements.
     """
-    waiting = [value]
-    elements = 0
-    while waiting:
-        item = waiting.pop()
-        elements += 1
-        if isinstance(item, dict):
-            waiting += item.keys()
-            waiting += item.values()
-        elif isinstance(item, list | tuple | set):
-            waiting += item
-        elif isinstance(item, Record):
-            waiting += (item.arguments, item.state)
-        if elements + len(waiting) > _MAX_ELEMENTS:
+    unchecked = [value]
+    num_checked = 0
+    while unchecked:
+        element = unchecked.pop()
+        num_checked += 1
+        if isinstance(element, dict):
+            unchecked += element.keys()
+            unchecked += element.values()
+        elif isinstance(element, list | tuple | set):
+            unchecked += element
+        elif isinstance(element, Record):
+            unchecked += (element.arguments, element.state)
+        if num_checked + len(unchecked) > _MAX_ELEMENTS:
             return False
     return True

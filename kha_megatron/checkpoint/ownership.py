@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,15 @@ _NOT_REGULAR = (errno.EINVAL, errno.ELOOP, errno.EISDIR, errno.ENXIO)
 """Error codes for links, directories and devices."""
 
 
+class Lock(Enum):
+    """Result of :func:`try_lock`."""
+
+    ACQUIRED = auto()
+    HELD_BY_ANOTHER_PROCESS = auto()
+    UNSUPPORTED = auto()
+    """The file system has no locks."""
+
+
 class Ownership:
     """Returned by :func:`claim`. Call :meth:`check` to see if we still own the directory."""
 
@@ -51,13 +61,14 @@ class Ownership:
         directory: Path,
         descriptor: int,
         run_id: str,
-        is_locked: bool,
+        *,
+        needs_heartbeat: bool,
     ) -> None:
         self.directory = directory
         self.run_id = run_id
         self._descriptor = descriptor
         self._is_released = threading.Event()
-        if not is_locked:
+        if needs_heartbeat:
             thread = threading.Thread(
                 target=self._send_heartbeats,
                 name="heartbeat",
@@ -129,9 +140,9 @@ def _claim(directory: Path) -> Ownership:
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = open_for_locking(directory / OWNER)
     try:
-        is_locked = try_lock(descriptor, directory)
-        owner = _read_owner(descriptor)
-        _refuse_running_owner(directory, descriptor, owner, is_locked)
+        lock = try_lock(descriptor, directory)
+        previous_owner = _read_owner(descriptor)
+        _refuse_running_owner(directory, descriptor, previous_owner, lock)
         run_id = uuid.uuid4().hex
         content = json.dumps({"run_id": run_id, **_this_process()})
         os.ftruncate(descriptor, 0)
@@ -140,19 +151,27 @@ def _claim(directory: Path) -> Ownership:
     except BaseException:
         os.close(descriptor)
         raise
-    return Ownership(directory, descriptor, run_id, is_locked is not None)
+    return Ownership(
+        directory,
+        descriptor,
+        run_id,
+        needs_heartbeat=lock is Lock.UNSUPPORTED,
+    )
 
 
 def _refuse_running_owner(
     directory: Path,
     descriptor: int,
     owner: dict[str, Any],
-    is_locked: bool | None,
+    lock: Lock,
 ) -> None:
-    """Raise OutputError if another process still writes to ``directory``."""
-    if is_locked or _is_requeued(owner):
+    """Raise OutputError if another process still writes to ``directory``.
+
+    A requeued job may also take over a directory whose lock the file server has not released yet.
+    """
+    if lock is Lock.ACQUIRED or _is_requeued(owner):
         return
-    if is_locked is False or _runs_on_this_host(owner):
+    if lock is Lock.HELD_BY_ANOTHER_PROCESS or _runs_on_this_host(owner):
         raise OutputError(
             f"{directory} is in use by {_describe(owner)}. Wait until that process has ended, or "
             "choose another directory."
@@ -189,26 +208,24 @@ def has_files(directory: Path) -> bool:
     return any(path.name != OWNER for path in directory.iterdir())
 
 
-def try_lock(descriptor: int, target: Path) -> bool | None:
+def try_lock(descriptor: int, target: Path) -> Lock:
     """Try to lock an open file (non-blocking).
 
-    Returns:
-        bool | None: True if we got the lock, and False if another process has it. None if the file
-        system does not support locks (this logs a warning with ``target``). File systems report
-        this with many different error codes.
+    If the file system does not support locks, this logs a warning with ``target``. File systems
+    report this with many different error codes.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return Lock.HELD_BY_ANOTHER_PROCESS
     except OSError as error:
         announce(
             f"WARNING: the file system of {target} does not support locks ({error.strerror}). Make "
             "sure that no other process writes to it.",
             once=(try_lock, target),
         )
-        return None
-    return True
+        return Lock.UNSUPPORTED
+    return Lock.ACQUIRED
 
 
 def _this_process() -> dict[str, Any]:
@@ -250,12 +267,13 @@ def _read_owner(descriptor: int) -> dict[str, Any]:
 
 
 def _is_requeued(owner: dict[str, Any]) -> bool:
-    this = _this_process()
-    return (
-        this["slurm_job"] is not None
-        and owner.get("slurm_job") == this["slurm_job"]
-        and owner.get("slurm_restarts", 0) < this["slurm_restarts"]
-    )
+    """Whether the owner is an earlier attempt of the Slurm job that this process belongs to."""
+    this_process = _this_process()
+    if this_process["slurm_job"] is None:
+        return False
+    if owner.get("slurm_job") != this_process["slurm_job"]:
+        return False
+    return bool(owner.get("slurm_restarts", 0) < this_process["slurm_restarts"])
 
 
 def _is_on_another_host(owner: dict[str, Any]) -> bool:
@@ -271,7 +289,7 @@ def _runs_on_this_host(owner: dict[str, Any]) -> bool:
         created = psutil.Process(owner["pid"]).create_time()
     except psutil.NoSuchProcess:
         return False
-    return abs(created - owner["created"]) < 1
+    return abs(created - owner["created"]) < 1  # otherwise, another process got the same ID
 
 
 def _describe(owner: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ DTYPES = {
 """Dtype names in the header. ``save_file`` sorts tensors in this order."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_ORDER = {dtype: place for place, dtype in enumerate(NAMES)}
+_POSITIONS = {dtype: position for position, dtype in enumerate(NAMES)}
 
 
 class TensorEntry(NamedTuple):
@@ -68,7 +68,7 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
             tensor.
     """
     content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    data_starts = {}
+    data_offsets = {}
     start = 0
     for entry in sorted(entries, key=_file_order):
         end = start + entry.nbytes
@@ -77,21 +77,21 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
             "shape": entry.shape,
             "data_offsets": (start, end),
         }
-        data_starts[entry.name] = start
+        data_offsets[entry.name] = start
         start = end
     encoded = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
-    padding = -len(encoded) % 8
+    padding = -len(encoded) % 8  # the format aligns data to 8 bytes
     encoded += b" " * padding
     size = len(encoded).to_bytes(8, "little")
     header_bytes = size + encoded
-    starts = {}
-    for name, start in data_starts.items():
-        starts[name] = len(header_bytes) + start
-    return header_bytes, starts
+    file_offsets = {}
+    for name, data_offset in data_offsets.items():
+        file_offsets[name] = len(header_bytes) + data_offset
+    return header_bytes, file_offsets
 
 
 def _file_order(entry: TensorEntry) -> tuple[int, str]:
-    return _ORDER[entry.dtype], entry.name
+    return _POSITIONS[entry.dtype], entry.name
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kha_megatron.checkpoint.ownership import OWNER, open_for_locking, try_lock
+from kha_megatron.checkpoint.ownership import OWNER, Lock, open_for_locking, try_lock
 from kha_megatron.errors import OutputError
 
 
@@ -37,7 +37,7 @@ def check_output_folder(
     if not target.exists() and _leftovers(target, "replaced"):
         with _locked(target) as is_locked:
             if is_locked:
-                _clean_up(target)
+                _clean_up(target)  # restores the directory that a killed process was replacing
     if not folder.exists():
         _check_parents(target)
         return
@@ -58,8 +58,11 @@ def check_output_folder(
             f"{folder} contains no {mark}, so it was not written by this command and is not "
             "overwritten. Choose another directory."
         )
+    if not only:
+        return
     for path in existing:
-        if only and not any(map(path.match, only)):
+        is_own_output = any(path.match(pattern) for pattern in only)
+        if not is_own_output:
             raise OutputError(
                 f"{folder} contains {path.name}, which was not written by this command. Move it "
                 "to another directory."
@@ -75,13 +78,13 @@ def _check_parents(target: Path) -> None:
         raise OutputError(f"Could not write {target}: {existing} is not a directory.")
 
 
-def check_room(folder: Path, needed: int) -> None:
-    """Raise OutputError if there is less free disk space than ``needed`` (in bytes)."""
-    free = shutil.disk_usage(folder).free
-    if free < needed:
+def check_room(folder: Path, required_bytes: int) -> None:
+    """Raise OutputError if there is less free disk space than ``required_bytes``."""
+    free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < required_bytes:
         raise OutputError(
-            f"Not enough disk space for {folder}: {needed:,} bytes are required, but only {free:,} "
-            "are free."
+            f"Not enough disk space for {folder}: {required_bytes:,} bytes are required, but only "
+            f"{free_bytes:,} are free."
         )
 
 
@@ -185,13 +188,15 @@ def _open_locked(file: Path, target: Path) -> tuple[int, bool]:
     while True:
         descriptor = open_for_locking(file)
         try:
-            is_locked = try_lock(descriptor, target)
-            if is_locked is False:
+            lock = try_lock(descriptor, target)
+            if lock is Lock.HELD_BY_ANOTHER_PROCESS:
                 raise OutputError(
                     f"{target} is being written by another process. Choose another directory."
                 )
-            if is_locked is None or _is_file_of(file, descriptor):
-                return descriptor, is_locked is True
+            if lock is Lock.UNSUPPORTED:
+                return descriptor, False
+            if _is_file_of(file, descriptor):
+                return descriptor, True
         except BaseException:
             os.close(descriptor)
             raise

@@ -40,6 +40,24 @@ _OBJECT_PACKAGES = ("argparse", "io", "megatron", "numpy", "pathlib", "signal", 
 """Megatron's state may contain objects from these packages. We do not import their classes."""
 
 
+_ALLOWED_CLASSES = (
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    # with torch 2.14, each rank's plan, which Megatron adds as an attribute
+    planner.SavePlan,
+    planner.TensorWriteData,
+    planner.WriteItem,
+    planner.WriteItemType,
+)
+
+
 def _list_allowed() -> dict[str, Any]:
     allowed: dict[str, Any] = {
         "torch.serialization._get_layout": torch.serialization._get_layout,
@@ -47,24 +65,8 @@ def _list_allowed() -> dict[str, Any]:
         "pathlib.PosixPath": pathlib.PurePosixPath,
         "pathlib._local.PosixPath": pathlib.PurePosixPath,  # Python 3.13
     }
-    classes = (
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorProperties,
-        metadata.TensorStorageMetadata,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-        # with torch 2.14, each rank's plan, which Megatron adds as an attribute
-        planner.SavePlan,
-        planner.TensorWriteData,
-        planner.WriteItem,
-        planner.WriteItemType,
-    )
-    for each in classes:
-        allowed[f"{each.__module__}.{each.__name__}"] = each
+    for allowed_class in _ALLOWED_CLASSES:
+        allowed[f"{allowed_class.__module__}.{allowed_class.__name__}"] = allowed_class
     for value in vars(torch).values():
         if isinstance(value, torch.dtype):
             allowed[str(value)] = value
@@ -76,7 +78,8 @@ _ALLOWED = _list_allowed()
 
 _SAFE_GLOBALS_LOCK = threading.Lock()  # `compare` reads checkpoints in several threads
 
-_MEMO = {"PUT", "BINPUT", "LONG_BINPUT"}
+_MEMO_OPCODES = {"PUT", "BINPUT", "LONG_BINPUT"}
+"""Opcodes of a pickle that store an object under an index, to be referred to later."""
 
 Shape = tuple[int, ...]
 Index = tuple[int, ...]
@@ -125,13 +128,17 @@ class Chunk:
     """Part of a global tensor, and where to find it in the shards."""
 
     offsets: Index
+    """Position of its first element in the global tensor."""
     sizes: Shape
     file: str
     start: int
+    """First byte in the file."""
     length: int
+    """Number of bytes."""
 
     @property
     def ends(self) -> Index:
+        """Position after its last element in each dimension."""
         ends = []
         for offset, size in zip(self.offsets, self.sizes, strict=True):
             ends.append(offset + size)
@@ -148,6 +155,7 @@ class StoredTensor:
 
 
 ChunksByIndex = dict[Index, list[Chunk]]
+"""Chunks that contain elements of the slice at an index."""
 
 
 class TorchDistFolder:
@@ -165,7 +173,8 @@ class TorchDistFolder:
     def __init__(self, path: Path, checks: FileChecks) -> None:
         self.path = path
         self.checks = checks
-        self._by_index: dict[tuple[str, int], ChunksByIndex] = {}
+        self._chunks_by_index: dict[tuple[str, int], ChunksByIndex] = {}
+        """By tensor name and length of the index, see :meth:`_chunks_at`."""
         refuse_lfs_pointer(path / METADATA, CheckpointError)
         try:
             pickled = read_regular(path / METADATA)
@@ -216,7 +225,7 @@ class TorchDistFolder:
             tensor = self._load(key, chunk, stored.dtype)
             for position, offset in zip(index, chunk.offsets, strict=False):
                 tensor = tensor[position - offset]
-            if tensor.shape == shape:
+            if tensor.shape == shape:  # this chunk contains the entire slice
                 return tensor
             if assembled is None:
                 assembled = torch.empty(shape, dtype=stored.dtype)
@@ -231,10 +240,10 @@ class TorchDistFolder:
     def _chunks_at(self, key: str, index: Index) -> list[Chunk]:
         """Find all chunks that overlap with ``tensor[index]``."""
         depth = len(index)
-        if (key, depth) not in self._by_index:
+        if (key, depth) not in self._chunks_by_index:
             stored = self.tensors[key]
-            self._by_index[key, depth] = _group_by_index(stored.chunks, depth)
-        chunks_by_index = self._by_index[key, depth]
+            self._chunks_by_index[key, depth] = _group_by_index(stored.chunks, depth)
+        chunks_by_index = self._chunks_by_index[key, depth]
         return chunks_by_index.get(index, [])
 
     def read_object(self, key: str) -> Any:
@@ -324,7 +333,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _unpickle(pickled: bytes) -> metadata.Metadata:
     for opcode, argument, _ in pickletools.genops(pickled):
-        if opcode.name not in _MEMO:
+        if opcode.name not in _MEMO_OPCODES:
             continue
         # otherwise, the unpickler would allocate a memo of this size
         memo_index = int(argument or 0)
@@ -356,20 +365,20 @@ _Locations = dict[tuple[str, torch.Size | None], _Location]
 
 
 def _parse_metadata(
-    index: metadata.Metadata,
+    parsed: metadata.Metadata,
 ) -> tuple[dict[str, StoredTensor], dict[str, Chunk]]:
-    """Return all tensors and objects by name. Can raise any error if ``index`` is malformed."""
+    """Return all tensors and objects by name. Can raise any error if ``parsed`` is malformed."""
     locations: _Locations = {}
-    storage_data = index.storage_data or {}
+    storage_data = parsed.storage_data or {}
     for stored, info in storage_data.items():
         if not is_file_name(info.relative_path):
             raise ValueError(f"shard {show_value(info.relative_path)} is not a file name")
-        start, length = _sizes(torch.Size((info.offset, info.length)))
+        start, length = _to_sizes(torch.Size((info.offset, info.length)))
         location = _Location(info.relative_path, start, length)
         locations[stored.fqn, stored.offset] = location
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Chunk] = {}
-    for key, entry in index.state_dict_metadata.items():
+    for key, entry in parsed.state_dict_metadata.items():
         if isinstance(entry, metadata.TensorStorageMetadata):
             tensors[key] = _parse_tensor(key, entry, locations)
         else:
@@ -384,15 +393,15 @@ def _parse_tensor(
 ) -> StoredTensor:
     """Collect a tensor's chunks and make sure that they cover it exactly."""
     dtype = entry.properties.dtype
-    shape = _sizes(entry.size)
+    shape = _to_sizes(entry.size)
     if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
         raise TypeError("a tensor has no name or dtype")
     chunks = []
     stored_elements = 0
-    for box in entry.chunks:
-        location = locations[key, box.offsets]
-        offsets = _sizes(box.offsets)
-        sizes = _sizes(box.sizes)
+    for stored_chunk in entry.chunks:
+        location = locations[key, stored_chunk.offsets]
+        offsets = _to_sizes(stored_chunk.offsets)
+        sizes = _to_sizes(stored_chunk.sizes)
         chunk = location.chunk(offsets, sizes)
         for end, size in zip(chunk.ends, shape, strict=True):
             if end > size:
@@ -416,19 +425,28 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
     chunks) as overlapping. No parallel layout produces them.
     """
     not_empty = [chunk for chunk in chunks if math.prod(chunk.sizes)]
-    waiting = [not_empty]
-    while waiting:
-        group = waiting.pop()
+    unchecked_groups = [not_empty]
+    while unchecked_groups:
+        group = unchecked_groups.pop()
         if len(group) <= 1:
             continue
-        for dimension in range(len(group[0].sizes)):
-            smaller_groups = _split(group, dimension)
-            if len(smaller_groups) > 1:
-                break
-        else:
+        smaller_groups = _split_along_any_dimension(group)
+        if len(smaller_groups) == 1:
             return True
-        waiting += smaller_groups
+        unchecked_groups += smaller_groups
     return False
+
+
+def _split_along_any_dimension(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
+    """Split chunks along the first dimension that separates them. Returns one group if none does.
+
+    There must be at least one chunk.
+    """
+    for dimension in range(len(chunks[0].sizes)):
+        groups = _split(chunks, dimension)
+        if len(groups) > 1:
+            return groups
+    return [list(chunks)]
 
 
 def _split(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
@@ -444,7 +462,8 @@ def _split(chunks: Sequence[Chunk], dimension: int) -> list[list[Chunk]]:
     return groups
 
 
-def _sizes(value: Sequence[int]) -> Shape:
+def _to_sizes(value: Sequence[int]) -> Shape:
+    """Convert to a tuple. Raises TypeError for anything but a ``torch.Size`` without negatives."""
     if not isinstance(value, torch.Size) or any(size < 0 for size in value):
         raise TypeError("a size is not a list of numbers")
     return tuple(value)

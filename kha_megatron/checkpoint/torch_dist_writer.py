@@ -44,7 +44,7 @@ class TorchDistWriter:
     def __init__(self, iteration_folder: Path) -> None:
         self.folder = iteration_folder
         self._lock = threading.Lock()
-        self._thread = threading.local()
+        self._thread = threading.local()  # has the attribute shard: the file of this thread
         self._shards: list[IO[bytes]] = []
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._objects: dict[str, BytesStorageMetadata] = {}
@@ -109,6 +109,7 @@ class TorchDistWriter:
         ``shape=(num_layers,)`` and ``offsets=(layer,)`` if layers are stacked, and
         ``shape=(num_layers, num_experts)`` and ``offsets=(layer, expert)`` for experts.
         """
+        # Megatron's name for a shard of an object, e.g. KEY/shard_3.0_12.8
         position = ".".join(map(str, offsets))
         size = ".".join(map(str, shape))
         name = f"{key}/shard_{position}_{size}"

@@ -61,21 +61,33 @@ class Selection(NamedTuple):
     """Result of :func:`select_iteration`."""
 
     folder: Path
-    tracker: str | None
+    """The ``--save`` directory."""
+    tracker_content: str | None
+    """None if there is no tracker file."""
     newest: Path | None
     """The checkpoint to load (always complete), if there is one."""
     named: Path | None
     """The checkpoint that the tracker file names. Might be incomplete."""
-    problem: str | None
-    """What's wrong with the tracker file. None if it names ``newest``."""
+    tracker_problem: str | None
+    """Predicate of an error message about the tracker file, e.g. ``is missing``.
+
+    None if the tracker file names ``newest``, or if ``newest`` is None.
+    """
     incomplete: list[str]
     """Incomplete checkpoints with a higher iteration than ``newest``."""
 
-    def line(self, doing: str) -> str | None:
-        """Log message, e.g. ``resuming from iter_0000007: ...``. None if everything's fine."""
+    def describe(self, action: str) -> str | None:
+        """Return a log message like ``resuming from iter_0000007: ...``.
+
+        Args:
+            action (str): What is done with ``newest``, e.g. ``resuming from``.
+
+        Returns:
+            str | None: None if the tracker file is correct and no checkpoint is ignored.
+        """
         messages = []
-        if self.problem and self.newest:
-            messages.append(f"{doing} {self.newest.name}: {TRACKER} {self.problem}")
+        if self.tracker_problem and self.newest:
+            messages.append(f"{action} {self.newest.name}: {TRACKER} {self.tracker_problem}")
         if self.incomplete:
             names = ", ".join(self.incomplete)
             messages.append(f"ignoring {names}: incomplete checkpoint")
@@ -94,70 +106,86 @@ def select_iteration(folder: Path) -> Selection:
     If the tracker file does not help, we use the checkpoint that was committed last. Other programs
     do not record the commit time, so for their checkpoints we go by iteration (release is 0).
     """
-    file = folder / TRACKER
-    tracker = read_tracker(file)
-    saves = _list_saves(folder)
+    tracker_file = folder / TRACKER
+    tracker_content = read_tracker(tracker_file)
+    paths = _list_checkpoints(folder)
     commits = {}
-    for iteration, path in saves.items():
+    for iteration, path in paths.items():
         if is_complete(path):
-            commits[iteration] = _commit(path)
-    named = _parse_tracker(tracker)
-    newest = _last_committed(commits)
-    problem = None
-    if newest is None:
-        pass
-    elif tracker is None:
-        problem = "is missing"
-    elif named is None:
-        problem = f"contains {tracker[:20]!r} instead of an iteration"
-    elif named not in commits:
-        problem = f"names {tracker}, which is not a complete checkpoint"
+            commits[iteration] = _read_commit(path)
+    named_iteration = _parse_tracker(tracker_content)
+    if named_iteration is None or named_iteration not in commits:
+        iteration_to_load = _last_committed(commits)
     else:
-        tracker_time = file.stat().st_mtime_ns
-        newest = _newest_since_tracker(commits, named, tracker_time=tracker_time)
-        if newest != named:
-            name = saves[newest].name
-            problem = f"names {tracker}, but {name} was completed after that"
+        tracker_time = tracker_file.stat().st_mtime_ns
+        iteration_to_load = _newest_since_tracker(
+            commits,
+            named_iteration,
+            tracker_time=tracker_time,
+        )
+    newest = None
+    tracker_problem = None
+    if iteration_to_load is not None:
+        newest = paths[iteration_to_load]
+        tracker_problem = _find_tracker_problem(tracker_content, newest, commits)
     incomplete = []
-    for iteration in sorted(saves.keys() - commits.keys()):
-        if iteration > (newest or 0):
-            incomplete.append(saves[iteration].name)
+    for iteration in sorted(paths.keys() - commits.keys()):
+        if iteration > (iteration_to_load or 0):
+            incomplete.append(paths[iteration].name)
     return Selection(
         folder=folder,
-        tracker=tracker,
-        newest=None if newest is None else saves[newest],
-        named=None if named is None else saves.get(named),
-        problem=problem,
+        tracker_content=tracker_content,
+        newest=newest,
+        named=None if named_iteration is None else paths.get(named_iteration),
+        tracker_problem=tracker_problem,
         incomplete=incomplete,
     )
 
 
-def _list_saves(folder: Path) -> dict[int, Path]:
-    """Return the directories of all checkpoints by iteration."""
-    saves = {}
+def _list_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the directories of all checkpoints, complete or not, by iteration."""
+    paths = {}
     for path in folder.iterdir():
         iteration = iteration_of(path)
         if iteration is not None:
-            saves[iteration] = path
-    return saves
+            paths[iteration] = path
+    return paths
 
 
-def _parse_tracker(tracker: str | None) -> int | None:
+def _find_tracker_problem(
+    tracker_content: str | None,
+    newest: Path,
+    commits: Mapping[int, "_Commit"],
+) -> str | None:
+    """Return ``Selection.tracker_problem``, given the checkpoint that should be loaded."""
+    if tracker_content is None:
+        return "is missing"
+    named_iteration = _parse_tracker(tracker_content)
+    if named_iteration is None:
+        return f"contains {tracker_content[:20]!r} instead of an iteration"
+    if named_iteration not in commits:
+        return f"names {tracker_content}, which is not a complete checkpoint"
+    if named_iteration != iteration_of(newest):
+        return f"names {tracker_content}, but {newest.name} was completed after that"
+    return None
+
+
+def _parse_tracker(content: str | None) -> int | None:
     """Return the iteration that a tracker file names (0 for ``release``), or None."""
-    if tracker == RELEASE:
+    if content == RELEASE:
         return 0
-    if tracker is None or not re.fullmatch(r"[0-9]{1,19}", tracker):
+    if content is None or not re.fullmatch(r"[0-9]{1,19}", content):
         return None
-    return int(tracker)
+    return int(content)
 
 
 def _last_committed(commits: Mapping[int, "_Commit"]) -> int | None:
-    def order(iteration: int) -> tuple[int, int]:
+    def recorded_time_and_iteration(iteration: int) -> tuple[int, int]:
         commit = commits[iteration]
-        recorded_time = commit.time if commit.recorded else 0
+        recorded_time = commit.time if commit.is_recorded else 0
         return recorded_time, iteration
 
-    return max(commits, key=order, default=None)
+    return max(commits, key=recorded_time_and_iteration, default=None)
 
 
 def _newest_since_tracker(
@@ -173,7 +201,8 @@ def _newest_since_tracker(
     newest = named
     newest_time = max(tracker_time + 1, commits[named].time)
     for iteration, commit in sorted(commits.items()):
-        is_candidate = commit.recorded or iteration > named
+        # copying checkpoints changes modification times, also those of older iterations
+        is_candidate = commit.is_recorded or iteration > named
         if is_candidate and commit.time >= newest_time:
             newest = iteration
             newest_time = commit.time
@@ -214,6 +243,7 @@ def publish(written: Path, final: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        # the marks come last, so that an incomplete checkpoint never looks complete
         marks = (COMMIT_MARK, INTEGRITY)
         for file in sorted(written.iterdir(), key=lambda file: file.name in marks):
             file.rename(final / file.name)
@@ -228,9 +258,9 @@ def record_commit(path: Path) -> None:
     even if the clocks of two machines differ.
     """
     latest = 0
-    for save in _list_saves(path.parent).values():
-        if is_complete(save):
-            commit = _commit(save)
+    for checkpoint in _list_checkpoints(path.parent).values():
+        if is_complete(checkpoint):
+            commit = _read_commit(checkpoint)
             latest = max(latest, commit.time)
     with staged_file(path / COMMIT) as staged:
         staged.touch()
@@ -240,19 +270,22 @@ def record_commit(path: Path) -> None:
 
 
 class _Commit(NamedTuple):
+    """When a checkpoint was completed."""
+
     time: int
-    recorded: bool
+    """Nanoseconds since the epoch."""
+    is_recorded: bool
     """False if there is no ``commit.json``, and ``time`` is the mtime of the commit mark."""
 
 
-def _commit(path: Path) -> _Commit:
+def _read_commit(path: Path) -> _Commit:
     try:
         content = json.loads(read_regular(path / COMMIT, _MAX_BYTES))
-        return _Commit(time=int(content["time"]), recorded=True)
+        return _Commit(time=int(content["time"]), is_recorded=True)
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         mark = path / COMMIT_MARK
         time = mark.stat().st_mtime_ns if mark.exists() else 0
-        return _Commit(time=time, recorded=False)
+        return _Commit(time=time, is_recorded=False)
 
 
 def newest(folder: Path) -> Path | None:
@@ -290,23 +323,23 @@ def resolve(path: Path) -> Path:
     checkpoint = selection.newest or selection.named
     if checkpoint is None:
         problem = f"no {TRACKER}"
-        if selection.tracker is not None:
-            problem = f"{selection.tracker[:20]!r} in {TRACKER}"
+        if selection.tracker_content is not None:
+            problem = f"{selection.tracker_content[:20]!r} in {TRACKER}"
         raise CheckpointError(f"{path} has {problem}. {choices(path)}")
-    line = selection.line("loading")
-    if line:
-        announce(line, once=line)
+    message = selection.describe("loading")
+    if message:
+        announce(message, once=message)
     return checkpoint
 
 
 def repair(selection: Selection) -> None:
     """Fix the tracker file (and log this) if it does not name the selected checkpoint."""
-    if selection.problem and selection.newest:
+    if selection.tracker_problem and selection.newest:
         with staged_file(selection.folder / TRACKER) as staged:
             staged.write_text(tracker_word(selection.newest))
-    line = selection.line("resuming from")
-    if line:
-        announce(line)
+    message = selection.describe("resuming from")
+    if message:
+        announce(message)
 
 
 def folder_name(iteration: int) -> str:

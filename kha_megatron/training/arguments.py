@@ -34,28 +34,39 @@ _UNSUPPORTED = (
 )
 """Arguments that this entry point or Megatron would ignore."""
 
-_UNFUSED = "--no-gradient-accumulation-fusion"
+_NO_FUSION = "--no-gradient-accumulation-fusion"
+
+
+def _describe_head_options() -> dict[str, str]:
+    """Return the help texts of :class:`HeadOptions` by argument."""
+    mechanisms = ", ".join((Knock.name, *mechanism_types()))
+    texts = {
+        "kha_heads_from": "Python files with head mechanisms of your own, see "
+        "`docs/own_mechanism.md`.",
+        "kha_preset": "Named KHA configuration, or several joined with +, e.g. "
+        f"kha_mlp+gate_output. Available presets: {', '.join(PRESETS)}. With Muon, KHA matrices "
+        "are updated by Adam.",
+        "kha_heads": "Configure other head mechanisms as NAME.FIELD=VALUE, e.g. "
+        "gate.output=element. NAME enables a mechanism with its default settings and NAME=none "
+        f"disables it. Available mechanisms: {mechanisms}.",
+        "kha_attention": "Attention type that Megatron does not provide. gta: grouped-tied "
+        "attention, requires --rotary-percent 0.5, and --kha-value applies to the tied state. gla: "
+        "grouped latent attention, requires --multi-latent-attention.",
+        "kha_latent_heads": "Number of latent heads if --kha-attention is gla.",
+        "kha_init": "Initialization of the shared matrices. random is an ablation of the paper, "
+        "with which a model does not start with the outputs of the model without KHA.",
+        "kha_init_seed": "Random seed for --kha-init random.",
+    }
+    for projection in PROJECTIONS:
+        texts[f"kha_{projection}"] = (
+            f"KHA variant to apply to {projection} heads: {', '.join(MATRICES)}, or none to "
+            "disable it. Overrides the preset."
+        )
+    return texts
+
+
+_HELP = _describe_head_options()
 _CHOICES = {"kha_attention": ATTENTIONS, "kha_init": INITS}
-_HELP = {
-    "kha_heads_from": "Python files with head mechanisms of your own, see `docs/own_mechanism.md`.",
-    "kha_preset": "Named KHA configuration, or several joined with +, e.g. kha_mlp+gate_output. "
-    f"Available presets: {', '.join(PRESETS)}. With Muon, KHA matrices are updated by Adam.",
-    **{
-        f"kha_{p}": f"KHA variant to apply to {p} heads: {', '.join(MATRICES)}, or none to disable "
-        "it. Overrides the preset."
-        for p in PROJECTIONS
-    },
-    "kha_heads": "Configure other head mechanisms as NAME.FIELD=VALUE, e.g. gate.output=element. "
-    "NAME enables a mechanism with its default settings and NAME=none disables it. Available "
-    f"mechanisms: {', '.join((Knock.name, *mechanism_types()))}.",
-    "kha_attention": "Attention type that Megatron does not provide. gta: grouped-tied attention, "
-    "requires --rotary-percent 0.5, and --kha-value applies to the tied state. gla: grouped latent "
-    "attention, requires --multi-latent-attention.",
-    "kha_latent_heads": "Number of latent heads if --kha-attention is gla.",
-    "kha_init": "Initialization of the shared matrices. random is an ablation of the paper, with "
-    "which a model does not start with the outputs of the model without KHA.",
-    "kha_init_seed": "Random seed for --kha-init random.",
-}
 _SWITCH = {"action": "store_true"}
 _TRAINING_OPTIONS: dict[str, dict[str, Any]] = {
     "device": {"choices": DEVICES, "default": "cuda"},
@@ -125,14 +136,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         "--kha-preset kha_mlp --num-layers 24 ... (Megatron's own arguments)",
     )
     for field in declared_fields(HeadOptions):
-        several: dict[str, Any] = {"action": "extend", "nargs": "+"}
+        options: dict[str, Any] = {"type": field.value_type}
+        if field.is_list:
+            options = {"action": "extend", "nargs": "+"}
         group.add_argument(
             field.flag,
             dest=field.argument,
             default=field.default,
             choices=_CHOICES.get(field.argument),
             help=_HELP[field.argument],
-            **(several if field.is_list else {"type": field.value_type}),
+            **options,
         )
     return parser
 
@@ -150,49 +163,58 @@ def choose_device(argv: list[str]) -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--transformer-impl", default="transformer_engine")
     parser.add_argument("--heads-from", nargs="+", action="extend", default=[])
-    asked = parser.parse_known_args(argv[1:])[0]
-    use_files(asked.heads_from)
-    given = {word.split("=", 1)[0] for word in argv}
-    trains = not {"-h", "--help"} & given
-    if asked.device != "cpu":
-        if trains:
-            _prepare_for_cuda(argv, asked.transformer_impl)
-        return
+    options, _ = parser.parse_known_args(argv[1:])
+    use_files(options.heads_from)
+    passed_flags = {word.split("=", 1)[0] for word in argv}
+    is_training = passed_flags.isdisjoint(("-h", "--help"))
+    if options.device == "cpu":
+        _prepare_for_cpu(argv, passed_flags, is_training=is_training)
+    elif is_training:
+        _prepare_for_cuda(argv, options.transformer_impl)
+
+
+def _prepare_for_cpu(argv: list[str], passed_flags: set[str], *, is_training: bool) -> None:
     for name, variable in cpu.ENVIRONMENT.items():
         os.environ.setdefault(name, variable)
-    if given & {"--use-torch-fsdp2", "--use-megatron-fsdp"}:  # Megatron does not allow 1 with FSDP
-        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]
-    cpu.install(despite_cuda=True, quiet=not trains)
+    if passed_flags & {"--use-torch-fsdp2", "--use-megatron-fsdp"}:
+        del os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]  # Megatron does not allow 1 with FSDP
+    cpu.install(despite_cuda=True, quiet=not is_training)
     flags = cpu.MEGATRON_FLAGS
-    if "--fp8-format" in given and flags["--transformer-impl"] == "local":
+    if "--fp8-format" in passed_flags and flags["--transformer-impl"] == "local":
         raise ConfigError(
             "--fp8-format is not supported with --device cpu, because Megatron's local layers "
             "ignore it."
         )
-    added = {name: value for name, value in flags.items() if name not in given}
-    words = [word for item in added.items() for word in item if word is not None]
-    argv += words
-    if words and trains:
-        announce(f"Adding arguments for --device cpu: {' '.join(words)}")
+    added_words = []
+    for flag, value in flags.items():
+        if flag in passed_flags:
+            continue
+        added_words.append(flag)
+        if value is not None:
+            added_words.append(value)
+    argv += added_words
+    if added_words and is_training:
+        announce(f"Adding arguments for --device cpu: {' '.join(added_words)}")
 
 
-def _prepare_for_cuda(argv: list[str], layers: str) -> None:
+def _prepare_for_cuda(argv: list[str], transformer_impl: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
         raise ConfigError(
             f"No CUDA device found ({cuda_versions()}). To train on the CPU, add --device cpu."
         )
-    if layers == "transformer_engine" and lacks_te_extension():
+    if transformer_impl == "transformer_engine" and lacks_te_extension():
         raise ConfigError(
             "Transformer Engine is installed without its compiled extension. Run "
             f"{install_command('te', '--no-build-isolation ')}, or add --transformer-impl local."
         )
-    unfused = layers == "local" or "--use-torch-fsdp2" in argv  # TE does not need apex, see patches
-    missing = find_spec("fused_weight_gradient_mlp_cuda") is None
-    if missing and unfused and _UNFUSED not in argv:
-        argv.append(_UNFUSED)
-        announce(f"Adding {_UNFUSED}, because NVIDIA's apex is not installed.")
+    # Transformer Engine's layers do not need apex, see mcore.patches
+    needs_apex = transformer_impl == "local" or "--use-torch-fsdp2" in argv
+    has_apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    if needs_apex and not has_apex and _NO_FUSION not in argv:
+        argv.append(_NO_FUSION)
+        announce(f"Adding {_NO_FUSION}, because NVIDIA's apex is not installed.")
 
 
 def kha_from_args(args: argparse.Namespace) -> HeadsConfig:
@@ -206,7 +228,8 @@ def kha_from_args(args: argparse.Namespace) -> HeadsConfig:
             f"{CONFIG_VARIABLE} only applies to layer specs (--spec). Unset it and use --kha-* "
             "arguments."
         )
-    if (kha := parse_kha_config(vars(args))) is None:
+    kha = parse_kha_config(vars(args))
+    if kha is None:
         raise ConfigError(
             "No head mechanism given. Pass --kha-preset, --kha-query, --kha-key, --kha-value or "
             "--heads."
@@ -220,13 +243,23 @@ def describe_layers(args: argparse.Namespace, *, pattern_is_saved: bool = False)
     ``pattern_is_saved`` means that a pattern comes from a checkpoint. If its pipeline stages do not
     fit the current layout, we split it again.
     """
-    saved = LayerPattern.parse(args.hybrid_layer_pattern or "") if pattern_is_saved else None
-    ranks = args.pipeline_model_parallel_size
-    if saved and (len(saved.stages) % ranks or ranks == 1 < len(saved.stages)):
+    saved_pattern = None
+    if pattern_is_saved:
+        saved_pattern = LayerPattern.parse(args.hybrid_layer_pattern or "")
+    if saved_pattern and not _fits_pipeline(saved_pattern, args.pipeline_model_parallel_size):
         args.hybrid_layer_pattern = None
-        args.num_layers, args.moe_layer_freq = len(saved.moe), list(saved.moe)
-        args.mtp_num_layers = saved.predictions or None
+        args.num_layers = len(saved_pattern.moe)
+        args.moe_layer_freq = list(saved_pattern.moe)
+        args.mtp_num_layers = saved_pattern.predictions or None
     vars(args).update(as_hybrid(vars(args)))
+
+
+def _fits_pipeline(pattern: LayerPattern, num_ranks: int) -> bool:
+    """Whether each pipeline rank gets the same number of stages of the pattern."""
+    num_stages = len(pattern.stages)
+    if num_ranks == 1:  # Megatron has no virtual stages without pipeline parallelism
+        return num_stages == 1
+    return num_stages % num_ranks == 0
 
 
 def check_args(args: argparse.Namespace) -> None:
@@ -294,8 +327,10 @@ def check_restored_sizes(args: argparse.Namespace, kha: HeadsConfig) -> None:
     """
     if not args.use_checkpoint_args:
         return
+    # with this argument, check_arguments would assume that the sizes are not known yet
+    restored_arguments = vars(args) | {"use_checkpoint_args": False}
     try:
-        check_arguments(vars(args) | {"use_checkpoint_args": False}, args.world_size, kha)
+        check_arguments(restored_arguments, args.world_size, kha)
     except ConfigError as error:
         raise ConfigError(
             f"{error} --use-checkpoint-args has read sizes from the checkpoint. Choose a parallel "

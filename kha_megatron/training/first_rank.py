@@ -26,8 +26,10 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from kha_megatron.errors import CheckpointError, KHAError
 
-_PREFIX = "kha_megatron"
+_KEY_PREFIX = "kha_megatron"
 _ATTEMPT = "attempt"
+"""Key of the current attempt's name."""
+
 _INTERVAL = 0.2
 """Seconds until a rank looks for a key again."""
 
@@ -46,56 +48,74 @@ def compute_on_first_rank(compute: Callable[[], Any], timeout: timedelta) -> Any
         CheckpointError: If a rank has waited for longer than ``timeout``.
     """
     is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if is_alone or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+    has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    if is_alone or not has_agent_store:
         return compute()
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    client = TCPStore(address, port, is_master=False, timeout=timeout, wait_for_workers=False)
-    store = PrefixStore(_PREFIX, client)
+    store = _connect(timeout)
     deadline = time.monotonic() + timeout.total_seconds()
-    is_first = os.environ["RANK"] == "0"
-    text = _send(store, compute, deadline) if is_first else _receive(store, deadline)
-    answer = json.loads(text)
-    if "exit_code" in answer:
-        sys.exit(answer["exit_code"])
-    return answer["result"]
+    if os.environ["RANK"] == "0":
+        message = _send(store, compute, deadline)
+    else:
+        message = _receive(store, deadline)
+    outcome = json.loads(message)
+    if "exit_code" in outcome:
+        sys.exit(outcome["exit_code"])
+    return outcome["result"]
+
+
+def _connect(timeout: timedelta) -> Store:
+    """Connect to the store of torchrun's agent."""
+    client = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        timeout=timeout,
+        wait_for_workers=False,
+    )
+    return PrefixStore(_KEY_PREFIX, client)
 
 
 def _send(store: Store, compute: Callable[[], Any], deadline: float) -> str:
+    """Compute the result on rank 0, and send it as JSON. Returns the message."""
     attempt = uuid.uuid4().hex
     store.set(_ATTEMPT, attempt)
     try:
-        text = json.dumps({"result": compute()})
+        message = json.dumps({"result": compute()})
     except KHAError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        text = json.dumps({"exit_code": error.exit_code})
+        message = json.dumps({"exit_code": error.exit_code})
     while not store.check([f"{attempt}/complete"]):
         _sleep(deadline, "Some ranks have not started in time")
     store.set(_ATTEMPT, "")
-    store.set(f"{attempt}/answer", text)
-    return text
+    store.set(f"{attempt}/message", message)
+    return message
 
 
 def _receive(store: Store, deadline: float) -> str:
+    """Report this rank to each new attempt, until one of them has a message."""
     attempt = ""
     while True:
-        newest = store.get(_ATTEMPT).decode() if store.check([_ATTEMPT]) else ""
-        if newest and newest != attempt:
-            attempt = newest
+        newest_attempt = ""
+        if store.check([_ATTEMPT]):
+            newest_attempt = store.get(_ATTEMPT).decode()
+        if newest_attempt and newest_attempt != attempt:
+            attempt = newest_attempt
             _report(store, attempt)
-        if attempt and store.check([f"{attempt}/answer"]):
-            return store.get(f"{attempt}/answer").decode()
+        if attempt and store.check([f"{attempt}/message"]):
+            return store.get(f"{attempt}/message").decode()
         _sleep(deadline, "Rank 0 did not report in time which checkpoint to load")
 
 
 def _report(store: Store, attempt: str) -> None:
     """Report this rank. The last one marks the attempt as complete."""
-    others = int(os.environ["WORLD_SIZE"]) - 1
-    if store.add(f"{attempt}/ranks", 1) == others:
+    num_other_ranks = int(os.environ["WORLD_SIZE"]) - 1
+    num_reported = store.add(f"{attempt}/ranks", 1)
+    if num_reported == num_other_ranks:
         store.set(f"{attempt}/complete", "")
 
 
 def _sleep(deadline: float, problem: str) -> None:
-    # torch logs a warning whenever it waits for a key in vain
+    """Sleep between two checks of a key. With ``store.wait``, torch would log each timeout."""
     if time.monotonic() > deadline:
         raise CheckpointError(
             f"{problem}. See the output of the other ranks, or increase "

@@ -7,6 +7,7 @@ import argparse
 import atexit
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -76,8 +77,10 @@ from kha_megatron.training.speed import log_speed
 from kha_megatron.training.timed_saves import keep_release, save_by_time
 from kha_megatron.training.weights import stop_on_non_finite_weights
 
-_SPIKY_LOSS_FACTOR = 10  # times the largest loss seen, as in Megatron's pretrain_gpt.py
-_BATCH = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_SPIKY_LOSS_FACTOR = 10
+"""A loss is a spike if it exceeds the largest loss so far times this, as in pretrain_gpt.py."""
+
+_BATCH_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def run(program_start: float) -> None:
@@ -109,7 +112,7 @@ def run(program_start: float) -> None:
     config = _model_config(
         args,
         kha,
-        upcycled_path,
+        upcycled_path=upcycled_path,
         is_pretrained=start.is_pretrained,
     )
     with explain_failures(args):
@@ -203,8 +206,8 @@ def _configure_saves(args: argparse.Namespace) -> None:
 def _model_config(
     args: argparse.Namespace,
     kha: HeadsConfig,
-    upcycled_path: str | None,
     *,
+    upcycled_path: str | None,
     is_pretrained: bool,
 ) -> Any:
     """Build Megatron's model config and register our hooks on the unwrapped model."""
@@ -261,11 +264,12 @@ def _perturb_embedding(
 
 
 def _balance_experts(models: list[torch.nn.Module], args: argparse.Namespace) -> None:
-    runs_no_python = args.cuda_graph_impl == "full_iteration"
+    # a replayed graph of a full iteration calls no Python code
+    can_report = args.cuda_graph_impl != "full_iteration"
     balance_experts(
         models,
-        "rms" if args.moe_router_bias_update_rms else "sign",
-        None if runs_no_python else report_expert_load,
+        update="rms" if args.moe_router_bias_update_rms else "sign",
+        report=report_expert_load if can_report else None,
     )
 
 
@@ -284,10 +288,10 @@ def _watch_heads(models: list[torch.nn.Module], args: argparse.Namespace, kha: H
 def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
-    sizes = None
+    sequences_per_dataset = None
     if args.per_dataset_sequences_path:
         file = Path(args.per_dataset_sequences_path)
-        sizes = json.loads(read_regular(file, MAX_JSON_BYTES))
+        sequences_per_dataset = json.loads(read_regular(file, MAX_JSON_BYTES))
     config = GPTDatasetConfig(
         random_seed=args.seed,
         sequence_length=args.seq_length,
@@ -309,16 +313,17 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
-        sequences_per_dataset=sizes,
+        sequences_per_dataset=sequences_per_dataset,
     )
 
-    def is_built_here() -> bool:
-        return mpu.get_tensor_model_parallel_rank() == 0 and is_first_or_last_pipeline_stage(
-            vp_stage
-        )
+    def is_built_on_rank() -> bool:
+        if mpu.get_tensor_model_parallel_rank() != 0:
+            return False
+        return is_first_or_last_pipeline_stage(vp_stage)
 
-    dataset = MockGPTDataset if args.mock_data else GPTDataset
-    return BlendedMegatronDatasetBuilder(dataset, num_samples, is_built_here, config).build()
+    dataset_class = MockGPTDataset if args.mock_data else GPTDataset
+    builder = BlendedMegatronDatasetBuilder(dataset_class, num_samples, is_built_on_rank, config)
+    return builder.build()
 
 
 _build_datasets.is_distributed = True  # type: ignore[attr-defined]  # all ranks call it
@@ -332,16 +337,15 @@ def _masks_are_data(args: argparse.Namespace) -> bool:
 def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
     """Get this rank's tokens, labels, loss mask, attention mask and position ids."""
     if not is_first_or_last_pipeline_stage(vp_stage):
-        return [None] * len(_BATCH)
+        return [None] * len(_BATCH_KEYS)
     args = get_args()
     batch: dict[str, Tensor | None] = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         sample = next(data_iterator)
         _check_token_ids(sample)
-        batch = {
-            name: sample[name].cuda(non_blocking=True) if sample.get(name) is not None else None
-            for name in _BATCH
-        }
+        for key in _BATCH_KEYS:
+            tensor = sample.get(key)
+            batch[key] = None if tensor is None else tensor.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -362,18 +366,18 @@ def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
     batch = get_batch_on_this_cp_rank(
         batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
     )
-    return [batch.get(name) for name in _BATCH]
+    return [batch.get(key) for key in _BATCH_KEYS]
 
 
 def _check_token_ids(sample: dict[str, Tensor]) -> None:
     """Raise DataError for ids that would silently train the padding rows of the embedding."""
     args = get_args()
-    size = max(get_tokenizer().vocab_size, args.vocab_size or 0)
-    largest = max(int(sample[name].max()) for name in ("tokens", "labels"))
-    if largest >= size:
+    vocab_size = max(get_tokenizer().vocab_size, args.vocab_size or 0)
+    largest_id = max(int(sample[key].max()) for key in ("tokens", "labels"))
+    if largest_id >= vocab_size:
         raise DataError(
-            f"The data contains token id {largest}, but the vocabulary has {size} tokens. Train "
-            "with the tokenizer that the data was prepared with."
+            f"The data contains token id {largest_id}, but the vocabulary has {vocab_size} tokens. "
+            "Train with the tokenizer that the data was prepared with."
         )
 
 
@@ -382,25 +386,35 @@ def _loss(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, 
     loss_mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * loss_mask)
     num_tokens = loss_mask.sum().detach().to(torch.int)
-    args, rerun = get_args(), get_rerun_state_machine()
-    checks = []
-    if args.check_for_nan_in_loss_and_grad:
-        checks += [("found NaN", torch.isnan, True), ("found Inf", torch.isinf, True)]
-    if args.check_for_spiky_loss:
-        unexpected = partial(
-            rerun.is_unexpectedly_large, threshold=_SPIKY_LOSS_FACTOR, context="loss"
-        )
-        checks.append(("found a spike", unexpected, False))
-    for what, is_bad, fatal in checks:
-        rerun.validate_result(
-            result=loss,
-            rejection_func=is_bad,
-            message=f"{what} in the loss of this rank",
-            tolerance=0.0,
-            fatal=fatal,
-        )
+    _check_loss(loss)
     report = torch.cat([loss.detach().view(1), num_tokens.view(1)])
     return loss, num_tokens, {"lm loss": report}
+
+
+def _check_loss(loss: Tensor) -> None:
+    """Let Megatron's rerun state machine check for NaN, Inf (both fatal) and spikes."""
+    args = get_args()
+    rerun = get_rerun_state_machine()
+
+    def check(problem: str, is_rejected: Callable[[Any], Any], *, is_fatal: bool) -> None:
+        rerun.validate_result(
+            result=loss,
+            rejection_func=is_rejected,
+            message=f"found {problem} in the loss of this rank",
+            tolerance=0.0,
+            fatal=is_fatal,
+        )
+
+    if args.check_for_nan_in_loss_and_grad:
+        check("NaN", torch.isnan, is_fatal=True)
+        check("Inf", torch.isinf, is_fatal=True)
+    if args.check_for_spiky_loss:
+        is_spike = partial(
+            rerun.is_unexpectedly_large,
+            threshold=_SPIKY_LOSS_FACTOR,
+            context="loss",
+        )
+        check("a spike", is_spike, is_fatal=False)
 
 
 def _forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
@@ -409,6 +423,7 @@ def _forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = F
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, attention_mask, position_ids = _get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
-    build = model.build_schedule_plan if return_schedule_plan else model
-    output = build(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    # with --overlap-moe-expert-parallel-comm, Megatron runs the forward pass itself
+    forward = model.build_schedule_plan if return_schedule_plan else model
+    output = forward(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
     return output, partial(_loss, loss_mask)

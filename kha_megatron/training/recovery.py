@@ -18,27 +18,38 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from kha_megatron.announcements import announce, is_first_rank
 from kha_megatron.checkpoint.torch_dist import reason
 from kha_megatron.checkpoint.tracker import (
     RELEASE,
     TRACKER,
+    Selection,
     is_object_store,
     newest,
     repair,
     select_iteration,
 )
-from kha_megatron.errors import CheckpointError, OutputError, show_value
+from kha_megatron.errors import CheckpointError, KHAError, OutputError, show_value
 
-_WAIT = 60  # seconds until rank 0's changes must be visible on a shared file system
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_SCHEDULE = re.compile(
+_REPAIR_TIMEOUT = 60
+"""Seconds until rank 0's repair must be visible to other ranks on a shared file system."""
+
+_PR_SET_PDEATHSIG = 1
+"""Option of ``prctl`` that sets the signal sent when the parent dies, from ``linux/prctl.h``."""
+
+_SCHEDULE_DIFFERS = re.compile(
     r"OptimizerParamScheduler: class input value (.+) and checkpoint\s*value (.+) for (.+) do not "
 )
-_DIFFERING = re.compile(
+"""Megatron's error for a learning rate schedule that differs from the checkpoint."""
+
+_ARGUMENT_DIFFERS = re.compile(
     r"(\w+) value from checkpoint \((.*)\) is not equal to the input argument value \((.*)\)"
 )
-_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
+"""Megatron's error for any other argument that differs from the checkpoint."""
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def repair_tracker(args: Namespace) -> bool:
@@ -55,40 +66,56 @@ def repair_tracker(args: Namespace) -> bool:
         CheckpointError: If a rank does not see the change within a minute.
         OutputError: If the tracker file cannot be written.
     """
-    if args.ckpt_format != "torch_dist" or not args.load or not args.save:
+    selection = _select_to_repair(args)
+    if selection is None:
         return False
-    folder = Path(args.load)
-    if not folder.is_dir() or folder.resolve() != Path(args.save).resolve():
-        return False
-    verdict = select_iteration(folder)
-    # Megatron reads the tracker file even with --ckpt-step
-    readable = verdict.tracker in (None, RELEASE) or verdict.tracker.isdecimal()
-    if args.ckpt_step and readable:
-        return False
-    is_wrong = verdict.problem is not None and verdict.newest is not None
     if is_first_rank():
-        repair(verdict)
-        return is_wrong
-    deadline = time.monotonic() + _WAIT
-    while verdict.problem and verdict.newest:
+        repair(selection)
+    elif selection.tracker_problem:
+        _wait_for_repair(selection.folder)
+    return selection.tracker_problem is not None
+
+
+def _select_to_repair(args: Namespace) -> Selection | None:
+    """Select the checkpoint to resume from, or return None if the tracker file must not change."""
+    if args.ckpt_format != "torch_dist" or not args.load or not args.save:
+        return None
+    directory = Path(args.load)
+    if not directory.is_dir() or directory.resolve() != Path(args.save).resolve():
+        return None
+    selection = select_iteration(directory)
+    # --ckpt-step selects the checkpoint, but Megatron parses the tracker file anyway
+    if args.ckpt_step and _can_megatron_parse(selection.tracker_content):
+        return None
+    return selection
+
+
+def _can_megatron_parse(tracker_content: str | None) -> bool:
+    """Whether Megatron accepts this content of a tracker file (None if there is no file)."""
+    return tracker_content in (None, RELEASE) or tracker_content.isdecimal()
+
+
+def _wait_for_repair(directory: Path) -> None:
+    """Wait until this rank sees the tracker file that rank 0 has repaired."""
+    deadline = time.monotonic() + _REPAIR_TIMEOUT
+    while problem := select_iteration(directory).tracker_problem:
         if time.monotonic() > deadline:
             raise CheckpointError(
-                f"{verdict.folder / TRACKER} {verdict.problem}, and it was not repaired by rank 0 "
-                f"within {_WAIT} s."
+                f"{directory / TRACKER} {problem}, and it was not repaired by rank 0 within "
+                f"{_REPAIR_TIMEOUT} s."
             )
         time.sleep(0.1)
-        verdict = select_iteration(folder)
-    return is_wrong
 
 
 def warn_of_a_fresh_start(args: Namespace) -> None:
     """Warn about a missing ``--load`` if ``--save`` already contains a checkpoint."""
     if args.load or not args.save or is_object_store(args.save):
         return
-    if found := newest(Path(args.save)):
+    checkpoint = newest(Path(args.save))
+    if checkpoint is not None:
         announce(
-            f"WARNING: {args.save} contains {found.name}, which this run may overwrite. To resume "
-            f"from it, add --load {args.save}"
+            f"WARNING: {args.save} contains {checkpoint.name}, which this run may overwrite. To "
+            f"resume from it, add --load {args.save}"
         )
 
 
@@ -104,22 +131,31 @@ def protect_children() -> None:
     if prctl is None:
         return
 
-    def prepare_child() -> None:
+    def prepare_forked_child() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
-    def spawn(*args: Any) -> int:
-        # the new process inherits the mask of this thread
+    os.register_at_fork(after_in_child=prepare_forked_child)
+    _block_sigterm_in_spawned_children()
+
+
+def _block_sigterm_in_spawned_children() -> None:
+    """Replace the function with which multiprocessing's methods spawn and forkserver start a child.
+
+    Such a child runs no at-fork handlers, but inherits the signal mask of the thread that starts
+    it.
+    """
+    util: Any = multiprocessing.util
+    original_spawn = util.spawnv_passfds
+
+    def spawn_with_blocked_sigterm(*args: Any) -> int:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         try:
             return original_spawn(*args)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    os.register_at_fork(after_in_child=prepare_child)
-    util: Any = multiprocessing.util
-    original_spawn = util.spawnv_passfds
-    util.spawnv_passfds = spawn
+    util.spawnv_passfds = spawn_with_blocked_sigterm
 
 
 @contextmanager
@@ -130,46 +166,70 @@ def explain_failures(args: Namespace) -> Iterator[None]:
         OutputError: If a checkpoint cannot be written, e.g. because the disk is full.
         CheckpointError: If a checkpoint cannot be read, or was saved with other arguments.
     """
-    from torch.distributed.checkpoint.api import CheckpointException
-
+    explanation: KHAError | None
     try:
         yield
     except CheckpointException as error:
-        if error.args[0] == "read":
-            why = next((reason(e) for e, _ in error.failures.values()), "see the other ranks")
-            raise CheckpointError(
-                f"Could not read a checkpoint from {args.load}: {why}. Choose another checkpoint "
-                "with --ckpt-step."
-            ) from error
-        if error.args[0] != "write" or not args.save:
+        explanation = _explain_checkpoint_exception(error, args)
+        if explanation is None:
             raise
-        raise _not_written(args.save, "see the lines above") from error
+        raise explanation from error
     except AssertionError as error:
-        if differing := _DIFFERING.search(str(error)):
-            name, stored, given = differing.groups()
-            raise CheckpointError(
-                f"{name} is {given}, but {args.load} was saved with {show_value(stored)}. Use the "
-                "value of that run, or start a new run in another directory."
-            ) from error
-        if (found := _SCHEDULE.search(str(error))) is None:
+        explanation = _explain_assertion(str(error), args)
+        if explanation is None:
             raise
-        given, stored, name = found.groups()
-        raise CheckpointError(
-            f"The {name} is {given}, but {args.load} was saved with {show_value(stored)}. Add "
-            "--override-opt-param-scheduler to use the new value, or "
-            "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
-        ) from error
+        raise explanation from error
     except OSError as error:
-        if error.errno not in _DISK or not args.save:
+        if error.errno not in _DISK_ERRORS or not args.save:
             raise
         raise _not_written(args.save, error.strerror or str(error)) from error
 
 
-def _not_written(save: str, why: str) -> OutputError:
-    folder = Path(save)
-    last = newest(folder)
-    free = shutil.disk_usage(folder if folder.is_dir() else folder.parent).free >> 20
+def _explain_checkpoint_exception(
+    error: CheckpointException,
+    args: Namespace,
+) -> KHAError | None:
+    """Explain an error of PyTorch's distributed checkpoints, which contains those of all ranks."""
+    failed_step = error.args[0]
+    if failed_step == "read":
+        causes = [reason(rank_error) for rank_error, _ in error.failures.values()]
+        cause = causes[0] if causes else "see the other ranks"
+        return CheckpointError(
+            f"Could not read a checkpoint from {args.load}: {cause}. Choose another checkpoint "
+            "with --ckpt-step."
+        )
+    if failed_step == "write" and args.save:
+        return _not_written(args.save, "see the lines above")
+    return None
+
+
+def _explain_assertion(message: str, args: Namespace) -> KHAError | None:
+    """Explain an assertion of Megatron that compares arguments with those of the checkpoint."""
+    argument = _ARGUMENT_DIFFERS.search(message)
+    if argument is not None:
+        name, saved_value, value = argument.groups()
+        return CheckpointError(
+            f"{name} is {value}, but {args.load} was saved with {show_value(saved_value)}. Use the "
+            "value of that run, or start a new run in another directory."
+        )
+    schedule = _SCHEDULE_DIFFERS.search(message)
+    if schedule is not None:
+        value, saved_value, name = schedule.groups()
+        return CheckpointError(
+            f"The {name} is {value}, but {args.load} was saved with {show_value(saved_value)}. Add "
+            "--override-opt-param-scheduler to use the new value, or "
+            "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
+        )
+    return None
+
+
+def _not_written(save: str, cause: str) -> OutputError:
+    directory = Path(save)
+    checkpoint = newest(directory)
+    existing = directory if directory.is_dir() else directory.parent
+    free_megabytes = shutil.disk_usage(existing).free >> 20
     return OutputError(
-        f"Could not write a checkpoint to {save}: {why} ({free} MB free). Free some space and run "
-        f"the same command again to resume from {last.name if last else 'the start'}."
+        f"Could not write a checkpoint to {save}: {cause} ({free_megabytes} MB free). Free some "
+        "space and run the same command again to resume from "
+        f"{checkpoint.name if checkpoint else 'the start'}."
     )

@@ -37,23 +37,35 @@ from kha_megatron.model.run import parse_kha_config
 from kha_megatron.training.arguments import kha_from_args
 from kha_megatron.training.recovery import repair_tracker, warn_of_a_fresh_start
 
-_STATELESS = ("tensorwise", "blockwise", "mxfp8")
+_RECIPES_WITHOUT_SCALES = ("tensorwise", "blockwise", "mxfp8")
 """FP8 recipes without state, i.e. without scaling factors to save."""
 
-_ROPE = ("position_embedding_type", "use_rope_scaling", "rope_", "rotary_", "yarn_", "mscale")
+_ROPE_PREFIXES = (
+    "position_embedding_type",
+    "use_rope_scaling",
+    "rope_",
+    "rotary_",
+    "yarn_",
+    "mscale",
+)
 """Prefixes of arguments for RoPE."""
-_SCALING = tuple(f"rope_{name}" for name in LLAMA3_ROPE)
+
+_ROPE_SCALING = tuple(f"rope_{name}" for name in LLAMA3_ROPE)
 """Arguments that are only used with ``--use-rope-scaling``."""
-_RESTORED = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
+
+_RESTORED_ROPE = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
 """Arguments for RoPE that ``--use-checkpoint-args`` restores."""
 
-_STATES = {"optim": "optimizer state", "rng": "states of random number generators"}
-"""What a run can leave out of its checkpoints."""
+_OPTIONAL_STATES = {"optim": "optimizer state", "rng": "states of random number generators"}
+"""What ``--no-save-NAME`` leaves out of checkpoints."""
 
 _MAX_ELEMENTS = 2**16
 _MAX_DEPTH = 16
 _MAX_BITS = 64
-"""Limits for recorded arguments. Larger values are ignored."""
+"""Limits for recorded arguments, since a malicious checkpoint could exhaust the memory.
+
+Larger values are ignored.
+"""
 
 
 @dataclass(frozen=True)
@@ -113,12 +125,14 @@ def find_start(args: Namespace) -> Start:
     Raises:
         CheckpointError: If the checkpoint is corrupted or incomplete.
     """
-    is_pretrained = starts_from_pretrained(args)
-    is_remote = is_object_store(_directory_to_load(args))
+    start = Start(
+        is_pretrained=starts_from_pretrained(args),
+        is_remote=is_object_store(_directory_to_load(args)),
+    )
     path = path_to_load(args)
     if path is None:
-        return Start(is_pretrained, is_remote)
-    return Start(is_pretrained, is_remote, str(path), _read_arguments(path))
+        return start
+    return replace(start, path=str(path), arguments=_read_arguments(path))
 
 
 def path_to_load(args: Namespace) -> Path | None:
@@ -142,10 +156,12 @@ def path_to_load(args: Namespace) -> Path | None:
     persistent = _persistent_checkpoint(Path(directory), args)
     if args.non_persistent_ckpt_type != "global":
         return persistent
-    other_directory = Path(args.non_persistent_global_ckpt_dir or Path(directory) / NON_PERSISTENT)
-    if not _is_tracked(other_directory):
+    non_persistent_directory = Path(directory) / NON_PERSISTENT
+    if args.non_persistent_global_ckpt_dir:
+        non_persistent_directory = Path(args.non_persistent_global_ckpt_dir)
+    if not _is_tracked(non_persistent_directory):
         return persistent
-    non_persistent = _tracked_iteration(other_directory)
+    non_persistent = _tracked_iteration(non_persistent_directory)
     if persistent is None:
         return non_persistent
     is_older = (iteration_of(non_persistent) or 0) < (iteration_of(persistent) or 0)
@@ -189,14 +205,16 @@ def _tracked_iteration(directory: Path) -> Path:
 
     Megatron would exit with code 0 or start from scratch in this case.
     """
-    verdict = select_iteration(directory) if directory.is_dir() else None
-    if verdict and verdict.problem and verdict.newest:
-        raise CheckpointError(
-            f"{directory / TRACKER} {verdict.problem}. It is repaired automatically only if --save "
-            f"is the same directory. Write {tracker_word(verdict.newest)} into this file."
-        )
-    if verdict and not (verdict.newest or verdict.named):
-        refuse_foreign_checkpoint(directory)
+    if directory.is_dir():
+        selection = select_iteration(directory)
+        if selection.tracker_problem and selection.newest:
+            raise CheckpointError(
+                f"{directory / TRACKER} {selection.tracker_problem}. It is repaired automatically "
+                "only if --save is the same directory. Write "
+                f"{tracker_word(selection.newest)} into this file."
+            )
+        if selection.newest is None and selection.named is None:
+            refuse_foreign_checkpoint(directory)
     return resolve(directory)
 
 
@@ -217,20 +235,28 @@ def check_model_class(start: Start, args: Namespace) -> None:
     """
     if start.path is None:
         return
-    saved = start.arguments
-    centered = bool(saved.get("layernorm_zero_centered_gamma"))
-    if centered != args.layernorm_zero_centered_gamma:
-        trained, remedy = ("with", "Add") if centered else ("without", "Remove")
-        raise CheckpointError(
-            f"{start.path} was trained {trained} --apply-layernorm-1p, which changes the meaning "
-            f"of norm weights. {remedy} this flag."
-        )
-    if saved.get("hybrid_layer_pattern"):
-        if args.gpt_model:
-            raise CheckpointError(f"{start.path} contains a HybridModel. Remove --gpt-model.")
+    _check_same_norm(start, args)
+    contains_hybrid_model = bool(start.arguments.get("hybrid_layer_pattern"))
+    if contains_hybrid_model and args.gpt_model:
+        raise CheckpointError(f"{start.path} contains a HybridModel. Remove --gpt-model.")
+    if not contains_hybrid_model and not args.gpt_model:
+        _check_gpt_layers(start, args)
+
+
+def _check_same_norm(start: Start, args: Namespace) -> None:
+    is_centered = bool(start.arguments.get("layernorm_zero_centered_gamma"))
+    if is_centered == args.layernorm_zero_centered_gamma:
         return
-    if args.gpt_model:
-        return
+    saved = "with" if is_centered else "without"
+    remedy = "Add" if is_centered else "Remove"
+    raise CheckpointError(
+        f"{start.path} was trained {saved} --apply-layernorm-1p, which changes the meaning of norm "
+        f"weights. {remedy} this flag."
+    )
+
+
+def _check_gpt_layers(start: Start, args: Namespace) -> None:
+    """Raise CheckpointError if a GPTModel cannot be loaded into this HybridModel."""
     from megatron.core.dist_checkpointing import gpt_checkpoint_interop
 
     try:
@@ -277,7 +303,7 @@ def check_same_state(start: Start, args: Namespace) -> None:
 def _check_saved_states(start: Start, args: Namespace) -> None:
     if args.finetune or start.is_pretrained or start.is_release:
         return
-    for name, state in _STATES.items():
+    for name, state in _OPTIONAL_STATES.items():
         is_missing = start.arguments.get(f"no_save_{name}")
         if is_missing and not getattr(args, f"no_load_{name}"):
             raise CheckpointError(
@@ -287,27 +313,30 @@ def _check_saved_states(start: Start, args: Namespace) -> None:
 
 
 def _loads_optimizer(start: Start, args: Namespace) -> bool:
-    starts_anew = args.no_load_optim or args.finetune or start.is_pretrained
-    return not (starts_anew or start.arguments.get("no_save_optim") or start.is_release)
+    if args.no_load_optim or args.finetune or start.is_pretrained:
+        return False
+    return not start.arguments.get("no_save_optim") and not start.is_release
 
 
 def _check_same_rope(start: Start, args: Namespace) -> None:
     is_scaled = args.use_rope_scaling or start.arguments.get("use_rope_scaling")
-    for name, old in start.arguments.items():
-        if not name.startswith(_ROPE):
+    for name, saved_value in start.arguments.items():
+        if not name.startswith(_ROPE_PREFIXES):
             continue
-        if name in _SCALING and not is_scaled:  # had no effect
+        if name in _ROPE_SCALING and not is_scaled:  # had no effect
             continue
-        if args.use_checkpoint_args and name in _RESTORED:
+        if name in _RESTORED_ROPE and args.use_checkpoint_args:
             continue
-        new = getattr(args, name, old)
-        if old == new:
+        value = getattr(args, name, saved_value)
+        if value == saved_value:
             continue
+        # Megatron sets position_embedding_type from this flag later
         if name == "position_embedding_type" and args.use_rotary_position_embeddings:
             continue
         raise CheckpointError(
-            f"--{name.replace('_', '-')} is {new}, but {start.path} was trained with "
-            f"{show_value(old)}. Use the same RoPE arguments, or add --finetune to change them."
+            f"--{name.replace('_', '-')} is {value}, but {start.path} was trained with "
+            f"{show_value(saved_value)}. Use the same RoPE arguments, or add --finetune to change "
+            "them."
         )
 
 
@@ -331,11 +360,13 @@ def is_upcycled(start: Start, args: Namespace, kha: HeadsConfig) -> bool:
         )
     if not start.is_pretrained:
         return False
-    saved = start.kha or HeadsConfig()
-    if saved.without_output_gate().mechanisms or saved.has_output_gate != kha.has_output_gate:
+    saved_kha = start.kha or HeadsConfig()
+    has_mechanisms = bool(saved_kha.without_output_gate().mechanisms)
+    # the output gate is part of Megatron's linear_qkv, so both models need to have it or not
+    if has_mechanisms or saved_kha.has_output_gate != kha.has_output_gate:
         raise CheckpointError(
             f"--kha-upcycle requires a checkpoint without KHA, but {start.path} was trained with "
-            f"{saved}. Remove --kha-upcycle to continue with {kha}."
+            f"{saved_kha}. Remove --kha-upcycle to continue with {kha}."
         )
     return True
 
@@ -350,10 +381,10 @@ def vocabulary_size(start: Start, args: Namespace, tokenizer_size: int) -> int |
         return int(args.vocab_size)
     if start.path is None:
         return None if start.is_remote else tokenizer_size
-    recorded = start.arguments.get("vocab_size")
-    if not recorded or not isinstance(recorded, int):
+    recorded_size = start.arguments.get("vocab_size")
+    if not recorded_size or not isinstance(recorded_size, int):
         return None
-    return max(recorded, tokenizer_size)
+    return max(recorded_size, tokenizer_size)
 
 
 def loads_fp8_scales(start: Start, args: Namespace) -> bool:
@@ -364,15 +395,16 @@ def loads_fp8_scales(start: Start, args: Namespace) -> bool:
         return True  # loading fails if the checkpoint has none
     if start.path is None:
         return False
-    stored = not start.is_release and _has_fp8_scales(start.arguments)
-    if not stored:
+    are_saved = not start.is_release and _has_fp8_scales(start.arguments)
+    if not are_saved:
         announce(f"FP8 scaling factors are reset to defaults, because {start.path} contains none.")
-    return stored
+    return are_saved
 
 
 def _has_fp8_scales(args: Mapping[str, Any]) -> bool:
-    engine = args.get("transformer_impl") == "transformer_engine"
-    return engine and bool(args.get("fp8")) and args.get("fp8_recipe") not in _STATELESS
+    if args.get("transformer_impl") != "transformer_engine" or not args.get("fp8"):
+        return False
+    return args.get("fp8_recipe") not in _RECIPES_WITHOUT_SCALES
 
 
 def _read_arguments(path: Path) -> dict[str, Any]:
@@ -393,21 +425,23 @@ def _read_arguments(path: Path) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON can represent a value."""
-    waiting = [(value, 0)]
-    elements = 0
-    while waiting:
-        item, depth = waiting.pop()
-        elements += 1
+    """Whether JSON can represent a value, and it is within the limits."""
+    unchecked = [(value, 0)]
+    num_checked = 0
+    while unchecked:
+        element, depth = unchecked.pop()
+        num_checked += 1
         contained: list[Any] = []
-        if isinstance(item, dict) and all(isinstance(key, str) for key in item):
-            contained = list(item.values())
-        elif isinstance(item, list | tuple):
-            contained = list(item)
-        elif not isinstance(item, int | float | str | None):
+        if isinstance(element, dict) and all(isinstance(key, str) for key in element):
+            contained = list(element.values())
+        elif isinstance(element, list | tuple):
+            contained = list(element)
+        elif not isinstance(element, int | float | str | None):
             return False
-        is_huge = isinstance(item, int) and item.bit_length() > _MAX_BITS
-        waiting += [(each, depth + 1) for each in contained]
-        if is_huge or depth > _MAX_DEPTH or elements + len(waiting) > _MAX_ELEMENTS:
+        if isinstance(element, int) and element.bit_length() > _MAX_BITS:
+            return False
+        for contained_element in contained:
+            unchecked.append((contained_element, depth + 1))
+        if depth > _MAX_DEPTH or num_checked + len(unchecked) > _MAX_ELEMENTS:
             return False
     return True

@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def make_saves_safe(ownership: Ownership | None) -> None:
     """Patch Megatron's checkpointing.
 
     - Write each checkpoint to a directory of this run, and rename it once it is complete.
-    - Before overwriting a complete checkpoint, remove its commit marker. Otherwise, a job killed
+    - Before overwriting a complete checkpoint, remove its commit mark. Otherwise, a job killed
       during the save would resume from the old checkpoint, even after a rollback.
     - Write the tracker file atomically, and record the time of the commit.
     - Before the first shard and before the rename, call ``ownership.check()``. It stops the save if
@@ -63,16 +62,6 @@ def make_saves_safe(ownership: Ownership | None) -> None:
         if ownership is not None:
             ownership.check()
 
-    @contextmanager
-    def open_staged(file: Path) -> Iterator[Any]:
-        with staged_file(file) as staged, staged.open("w") as stream:
-            yield stream
-
-    def open_atomically(open_file: Any, file: Any, mode: str = "r", **options: Any) -> Any:
-        if mode != "w" or Path(file).name != TRACKER or is_object_store(file):
-            return open_file(file, mode, **options)
-        return open_staged(Path(file))
-
     def save_and_publish(
         save: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
     ) -> Any:
@@ -90,35 +79,56 @@ def make_saves_safe(ownership: Ownership | None) -> None:
             check_owner()
             clear_for_overwriting(final)
             written.mkdir(parents=True, exist_ok=True)
-        request = save(state, str(written), *args, **kwargs)
-        if request is None:
+        async_request = save(state, str(written), *args, **kwargs)
+        if async_request is None:
             finish()
         else:  # --async-save
-            request.add_finalize_fn(finish)
-        return request
+            async_request.add_finalize_fn(finish)
+        return async_request
 
-    def commit(write_marker: Any, config: Any, checkpoint_dir: Any) -> None:
+    def commit(write_mark: Any, config: Any, checkpoint_dir: Any) -> None:
         check_owner()
         if not is_object_store(checkpoint_dir):
             record_commit(Path(checkpoint_dir))
-        write_marker(config, checkpoint_dir)
-
-    def save_safely(
-        async_save: Any, self: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if writer := get_tensorboard_writer():
-            writer.flush()
-        dist.barrier()  # rank 0 has created the directory
-        request = async_save(self, state, checkpoint_dir, *args, **kwargs)
-        is_hashed = get_args().verify_integrity and not is_object_store(checkpoint_dir)
-        if request.async_fn is None or not is_hashed:
-            return request
-        return request._replace(async_fn=partial(write_and_hash, request.async_fn))
+        write_mark(config, checkpoint_dir)
 
     patches.replace_integrity_manifest(write_hashes, verify_hashes)
     patches.wrap_checkpoint_files(
-        open_tracker=open_atomically, save=save_and_publish, commit=commit, write=save_safely
+        open_tracker=_open_atomically,
+        save=save_and_publish,
+        commit=commit,
+        write=_write_shards,
     )
+
+
+def _open_atomically(open_file: Any, file: Any, mode: str = "r", **options: Any) -> Any:
+    """Open a file for Megatron. The tracker file is staged, and replaced when it is closed."""
+    is_tracker = mode == "w" and Path(file).name == TRACKER
+    if not is_tracker or is_object_store(file):
+        return open_file(file, mode, **options)
+    return _open_staged(Path(file))
+
+
+@contextmanager
+def _open_staged(file: Path) -> Iterator[Any]:
+    with staged_file(file) as staged, staged.open("w") as stream:
+        yield stream
+
+
+def _write_shards(
+    async_save: Any, strategy: Any, state: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Prepare to write and hash the shards of this rank."""
+    tensorboard = get_tensorboard_writer()
+    if tensorboard is not None:
+        tensorboard.flush()
+    dist.barrier()  # rank 0 has created the directory
+    request = async_save(strategy, state, checkpoint_dir, *args, **kwargs)
+    is_hashed = get_args().verify_integrity and not is_object_store(checkpoint_dir)
+    if request.async_fn is None or not is_hashed:  # without async_fn, it writes no shards
+        return request
+    write_shards = partial(write_and_hash, request.async_fn)
+    return request._replace(async_fn=write_shards)
 
 
 def check_optimizer_of_experts(models: list[torch.nn.Module], args: Namespace) -> None:
@@ -134,24 +144,27 @@ def check_optimizer_of_experts(models: list[torch.nn.Module], args: Namespace) -
     if not args.save or args.no_save_optim or not dist.is_initialized():
         return
     if args.use_distributed_optimizer:
-        fails = not HAVE_APEX_OR_TE
+        is_affected = not HAVE_APEX_OR_TE
         cause = "--use-distributed-optimizer and torch's Adam"
     else:
-        fails = args.bf16 or args.fp16
+        is_affected = args.bf16 or args.fp16
         cause = "half precision and without --use-distributed-optimizer"
-    if not fails:
+    if not is_affected:
         return
-    parameters = chain.from_iterable(model.parameters() for model in models)
-    # as Megatron distinguishes them
-    has_experts = any(not getattr(parameter, "allreduce", True) for parameter in parameters)
-    ranks = [has_experts] * dist.get_world_size()
-    dist.all_gather_object(ranks, has_experts)
-    if any(ranks) and not ranks[0]:
+    has_experts = any(map(_has_expert_parameters, models))
+    has_experts_by_rank = [has_experts] * dist.get_world_size()
+    dist.all_gather_object(has_experts_by_rank, has_experts)
+    if any(has_experts_by_rank) and not has_experts_by_rank[0]:
         raise ConfigError(
             f"The first pipeline stage has no MoE layers. With {cause}, Megatron cannot save and "
             "resume the optimizer of experts that another stage has. Move a MoE layer to the first "
             "stage, or add --no-save-optim."
         )
+
+
+def _has_expert_parameters(model: torch.nn.Module) -> bool:
+    """Whether Megatron gives parameters of a model to the optimizer of experts."""
+    return any(not getattr(parameter, "allreduce", True) for parameter in model.parameters())
 
 
 def remove_partial_saves(folder: Path) -> None:

@@ -16,7 +16,8 @@ from kha_megatron.training.arguments import add_model_arguments, kha_from_args
 SPEC = ["kha_megatron.training.stock", "layer_spec"]
 """``--spec`` value for :func:`layer_spec`."""
 
-_BYTES = 2  # per activation, as in Megatron's theoretical memory report
+_BYTES_PER_ACTIVATION = 2
+"""16-bit activations, as in Megatron's theoretical memory report."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -34,7 +35,8 @@ def use_arguments(args: argparse.Namespace) -> None:
     if not args.kha_stock:  # used by our own entry point, or already called
         return
     args.kha_stock = False
-    if all(getattr(args, field.argument) == field.default for field in HEAD_FIELDS):
+    has_only_defaults = all(getattr(args, f.argument) == f.default for f in HEAD_FIELDS)
+    if has_only_defaults:
         for projection in PROJECTIONS:  # else a checkpoint would record the baseline preset
             delattr(args, f"kha_{projection}")
         return
@@ -79,6 +81,7 @@ def forward_flops_per_token(args: argparse.Namespace) -> int:
     """Extra forward FLOPs per token for KHA in one (causal) attention layer."""
     kha, sizes = _kha_and_sizes(args)
     costs = kha.costs(sizes)
+    # a token attends to half of the keys on average
     return costs.flops + args.seq_length * costs.pair_flops // 2
 
 
@@ -92,11 +95,12 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
     """Activation memory of KHA in bytes (per layer, rank and microbatch)."""
     kha, sizes = _kha_and_sizes(args)
     costs = kha.costs(sizes.on_rank(args.tensor_model_parallel_size))
-    between = costs.sharded_activations
+    sharded = costs.sharded_activations
     if args.sequence_parallel:
-        between //= args.tensor_model_parallel_size
-    elements = costs.activations + between + args.seq_length * costs.pair_activations
-    return _BYTES * elements * args.seq_length * args.micro_batch_size
+        sharded //= args.tensor_model_parallel_size
+    pairs = costs.pair_activations * args.seq_length  # each token with all keys
+    tokens = args.seq_length * args.micro_batch_size
+    return _BYTES_PER_ACTIVATION * tokens * (costs.activations + sharded + pairs)
 
 
 def _kha_and_sizes(args: argparse.Namespace) -> tuple[HeadsConfig, HeadSizes]:

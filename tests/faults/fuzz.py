@@ -70,7 +70,7 @@ def read_hugging_face(folder: Path) -> None:
 def follow_tracker(folder: Path) -> None:
     selection = select_iteration(folder)
     assert selection.newest == folder / "iter_0000007", selection
-    assert "\n" not in (selection.line("taking") or "")
+    assert "\n" not in (selection.describe("taking") or "")
 
 
 def _saves(folder: Path) -> None:

@@ -158,7 +158,7 @@ def test_other_ranks_wait_for_the_repair(tmp_path, monkeypatch):
     assert tracker(tmp_path) == "1"
 
     (tmp_path / TRACKER).write_text("")
-    monkeypatch.setattr(recovery, "_WAIT", 0.2)
+    monkeypatch.setattr(recovery, "_REPAIR_TIMEOUT", 0.2)
     with pytest.raises(CheckpointError, match="not repaired by rank 0"):
         recovery.repair_tracker(args(tmp_path))
 

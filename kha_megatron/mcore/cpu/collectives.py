@@ -36,9 +36,11 @@ def _all_to_all_single(
     all_to_all: Any, output, input, output_split_sizes=None, input_split_sizes=None, *args, **kwargs
 ):
     """Convert split sizes to lists. Megatron itself only does this for CUDA tensors."""
-    sizes = (output_split_sizes, input_split_sizes)
-    lists = (size.tolist() if isinstance(size, Tensor) else size for size in sizes)
-    return all_to_all(output, input, *lists, *args, **kwargs)
+    if isinstance(output_split_sizes, Tensor):
+        output_split_sizes = output_split_sizes.tolist()
+    if isinstance(input_split_sizes, Tensor):
+        input_split_sizes = input_split_sizes.tolist()
+    return all_to_all(output, input, output_split_sizes, input_split_sizes, *args, **kwargs)
 
 
 # Ranks have different numbers of tokens with expert tensor parallelism, but gloo only supports
@@ -46,21 +48,21 @@ def _all_to_all_single(
 
 
 def _all_gather(all_gather: Any, tensor_list, tensor, group=None, async_op=False):
-    if _even(tensor_list):
+    if _have_equal_shapes(tensor_list):
         return all_gather(tensor_list, tensor, group=group, async_op=async_op)
     tensor_list[dist.get_rank(group)].copy_(tensor)
-    for rank, part in enumerate(tensor_list):
-        dist.broadcast(part, group=group, group_src=rank)
+    for rank, tensor_of_rank in enumerate(tensor_list):
+        dist.broadcast(tensor_of_rank, group=group, group_src=rank)
     return None
 
 
 def _reduce_scatter(
     reduce_scatter: Any, output, input_list, op=dist.ReduceOp.SUM, group=None, async_op=False
 ):
-    if _even(input_list):
+    if _have_equal_shapes(input_list):
         return reduce_scatter(output, input_list, op=op, group=group, async_op=async_op)
-    for rank, part in enumerate(input_list):
-        total = part.clone()  # reduce also overwrites the inputs of other ranks
+    for rank, input_for_rank in enumerate(input_list):
+        total = input_for_rank.clone()  # reduce also overwrites the inputs of other ranks
         dist.reduce(total, op=op, group=group, group_dst=rank)
         if rank == dist.get_rank(group):
             output.copy_(total)
@@ -80,5 +82,5 @@ def _all_gather_into_tensor(
     return all_gather(output_tensor, input_tensor, group, async_op)
 
 
-def _even(tensors: list[Tensor]) -> bool:
+def _have_equal_shapes(tensors: list[Tensor]) -> bool:
     return len({tensor.shape for tensor in tensors}) == 1

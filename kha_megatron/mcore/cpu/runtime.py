@@ -21,11 +21,29 @@ from kha_megatron.mcore.cpu import collectives
 from kha_megatron.mcore.patching import patch
 
 _CPU = torch.device("cpu")
-_HIDDEN = ("apex", "flash_attn", "transformer_engine")
+_GPU_PACKAGES = ("apex", "flash_attn", "transformer_engine")
 """GPU-only packages that Megatron would use if they are installed."""
 
-_LIKE = ("empty", "full", "ones", "rand", "randint", "randn", "zeros")  # torch.X_like
-_NEW = ("empty", "empty_strided", "full", "ones", "tensor", "zeros")  # Tensor.new_X
+_LIKE_FUNCTIONS = (
+    "empty_like",
+    "full_like",
+    "ones_like",
+    "rand_like",
+    "randint_like",
+    "randn_like",
+    "zeros_like",
+)
+"""Functions of ``torch`` with a tensor and a device as arguments."""
+
+_NEW_METHODS = (
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_tensor",
+    "new_zeros",
+)
+"""Methods of tensors with a device as argument."""
 
 _installed = False
 
@@ -54,13 +72,17 @@ def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
     if not quiet:
         announce("Megatron-Core runs on the CPU with gloo, which is slower than on a GPU.")
     modules: dict[str, Any] = sys.modules
-    modules.update(dict.fromkeys(_HIDDEN))  # None makes an import fail
-    for name, stand_in in _cuda_stand_ins().items():
-        setattr(torch.cuda, name, stand_in)
+    for package in _GPU_PACKAGES:
+        modules[package] = None  # makes an import fail
+    _replace_cuda_functions()
     # optimizers of torch 2.12 and newer look for an accelerator's stream
     torch.accelerator.current_accelerator = lambda check_available=False: None
-    _rewrite_devices()
-    _patch_torch()
+    _redirect_devices()
+    _disable_compilation()
+    _ignore_rng_warning()
+    collectives.install()
+    _patch_device_mesh()
+    _patch_data_loader()
     _installed = True
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
 
@@ -73,28 +95,30 @@ def _is_cuda(device: Any) -> bool:
     return isinstance(device, int) and not isinstance(device, bool)  # 0 means cuda:0
 
 
-def _rewrite_devices() -> None:
+def _redirect_devices() -> None:
     """Patch all torch functions that take a device."""
-    makers = {function.__name__ for function in _device_constructors()} & set(dir(torch))
-    patch(torch, *makers, *(f"{name}_like" for name in _LIKE))(_on_cpu)
-    patch(torch.Tensor, *(f"new_{name}" for name in _NEW), "to")(_on_cpu)
+    constructors = {function.__name__ for function in _device_constructors()}
+    constructors &= set(dir(torch))  # the others belong to submodules
+    patch(torch, *constructors, *_LIKE_FUNCTIONS)(_call_on_cpu)
+    patch(torch.Tensor, *_NEW_METHODS, "to")(_call_on_cpu)
     patch(torch.Tensor, "cuda", "pin_memory")(lambda original, self, *args, **kwargs: self)
 
     @patch(torch.Tensor, "to")
-    def to(move: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def move(to: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if args and _is_cuda(args[0]):
             args = (_CPU, *args[1:])
-        return move(self, *args, **kwargs)
+        return to(self, *args, **kwargs)
 
     @patch(torch.Tensor, "type")
-    def type_(kind: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_or_change_type(type_: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
-            return kind(self, *args, **kwargs)
-        # Megatron's optimizers check this string
-        return kind(self).replace("torch.", "torch.cuda.", 1)
+            return type_(self, *args, **kwargs)
+        # Megatron's optimizers only accept torch.cuda.FloatTensor etc.
+        return type_(self).replace("torch.", "torch.cuda.", 1)
 
 
-def _on_cpu(function: Any, *args: Any, **kwargs: Any) -> Any:
+def _call_on_cpu(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function with keyword arguments that place its result on the CPU."""
     if kwargs:
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
@@ -127,17 +151,71 @@ class _Stream:
     def record_event(self, event: "_Stream | None" = None) -> "_Stream":
         return event or _Stream()
 
-    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+    def synchronize(self) -> None:
         pass
 
-    synchronize = wait = wait_stream = wait_event = _nothing
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
 
 
-def _cuda_stand_ins() -> dict[str, Any]:
-    # torch.compile does not allow two names of one function
-    def nothing() -> Any:
-        return lambda *args, **kwargs: None
+def _replace_cuda_functions() -> None:
+    """Replace functions of ``torch.cuda`` that fail without a GPU.
 
+    Each name gets a function of its own, because torch.compile does not allow two names of one
+    function.
+    """
+    _replace_device_functions(torch.cuda)
+    _replace_stream_functions(torch.cuda)
+    _replace_random_generator(torch.cuda)
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, _no_op())
+
+
+def _no_op() -> Any:
+    """Return a new function that does nothing."""
+    return lambda *args, **kwargs: None
+
+
+def _replace_device_functions(cuda: Any) -> None:
+    properties = SimpleNamespace(
+        name="cpu",
+        major=8,
+        minor=0,
+        total_memory=0,
+        multi_processor_count=1,
+    )
+    cuda.is_available = lambda: True
+    # otherwise torch would defer manual_seed until CUDA is initialized
+    cuda.is_initialized = lambda: True
+    cuda.device_count = lambda: 1
+    cuda.current_device = lambda: 0
+    cuda.set_device = _no_op()
+    cuda.get_device_name = lambda device=None: properties.name
+    cuda.get_device_properties = lambda device=None: properties
+    # that of an A100, which has no FP8
+    cuda.get_device_capability = lambda device=None: (properties.major, properties.minor)
+    cuda.synchronize = _no_op()
+    cuda.empty_cache = _no_op()
+    cuda.memory_stats = lambda device=None: defaultdict(int)
+    cuda.reset_peak_memory_stats = _no_op()
+
+
+def _replace_stream_functions(cuda: Any) -> None:
+    for name in ("Stream", "Event", "stream", "device"):
+        setattr(cuda, name, type(name, (_Stream,), {}))
+    cuda.current_stream = lambda device=None: _Stream()
+    cuda.default_stream = lambda device=None: _Stream()
+    cuda.set_stream = _no_op()
+    cuda.is_current_stream_capturing = lambda: False
+
+
+def _replace_random_generator(cuda: Any) -> None:
     def get_rng_state(device: Any = None) -> torch.Tensor:
         return torch.random.get_rng_state()
 
@@ -145,57 +223,47 @@ def _cuda_stand_ins() -> dict[str, Any]:
         torch.random.set_rng_state(state)
 
     # Megatron's RNG tracker uses torch.cuda.random
-    torch.cuda.random.get_rng_state = get_rng_state
-    torch.cuda.random.set_rng_state = set_rng_state  # type: ignore[assignment]
-    for name in ("range_push", "range_pop"):
-        setattr(torch.cuda.nvtx, name, nothing())
-    properties = SimpleNamespace(
-        name="cpu", major=8, minor=0, total_memory=0, multi_processor_count=1
-    )
-    return {
-        "is_available": lambda: True,
-        # otherwise torch would defer manual_seed until CUDA is initialized
-        "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda device=None: properties,
-        "get_device_capability": lambda device=None: (8, 0),  # no FP8
-        "get_device_name": lambda device=None: "cpu",
-        **{n: type(n, (_Stream,), {}) for n in ("Stream", "Event", "stream", "device")},
-        "current_stream": lambda device=None: _Stream(),
-        "default_stream": lambda device=None: _Stream(),
-        **{n: nothing() for n in ("set_device", "set_stream", "synchronize", "empty_cache")},
-        "reset_peak_memory_stats": nothing(),
-        "is_current_stream_capturing": lambda: False,
-        "memory_stats": lambda device=None: defaultdict(int),
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
-        "manual_seed": lambda seed: torch.default_generator.manual_seed(int(seed)),
-        "manual_seed_all": lambda seed: torch.default_generator.manual_seed(int(seed)),
-        "default_generators": (torch.default_generator,),
-    }
+    for module in (cuda, cuda.random):
+        module.get_rng_state = get_rng_state
+        module.set_rng_state = set_rng_state
+    cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.manual_seed_all = lambda seed: torch.default_generator.manual_seed(int(seed))
+    cuda.default_generators = (torch.default_generator,)
 
 
-def _patch_torch() -> None:
-    # torch.compile would need a compiler for the device
-    def uncompiled(model: Any = None, **kwargs: Any) -> Any:
-        return model if model is not None else (lambda f: f)
+def _disable_compilation() -> None:
+    """Replace ``torch.compile``, which would need a compiler for the device."""
 
-    torch.compile = uncompiled
+    def compile_nothing(model: Any = None, **kwargs: Any) -> Any:
+        if model is None:  # called as a decorator with options
+            return lambda function: function
+        return model
 
-    # this warning does not apply, because the tracker forks the CPU generator
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
-        lambda record: "CPU RNG state changed" not in record.getMessage()
-    )
+    torch.compile = compile_nothing
 
-    collectives.install()
 
-    # FSDP requires the mesh and the parameters to have the same device type
+def _ignore_rng_warning() -> None:
+    """Drop a warning that does not apply, because the RNG tracker forks the CPU generator."""
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    logger.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _patch_device_mesh() -> None:
+    """Build device meshes on the CPU. FSDP requires them to be where the parameters are."""
+
     @patch(dist.device_mesh.DeviceMesh, "__init__")
     def build_mesh(build: Any, self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-        build(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+        if device_type == "cuda":
+            device_type = "cpu"
+        build(self, device_type, *args, **kwargs)
 
-    # new iterators draw a seed from the CPU generator, but the model also uses it
+
+def _patch_data_loader() -> None:
+    """Prevent data loaders from pinning memory and from changing the state of the CPU generator.
+
+    New iterators draw a seed from this generator, but here the model also uses it.
+    """
+
     @patch(torch.utils.data.dataloader._BaseDataLoaderIter, "__init__")
     def build_iterator(build: Any, self: Any, loader: Any) -> None:
         loader.pin_memory = False
