@@ -58,6 +58,8 @@ _RESERVED_NAMES = {
     "init_seed",
     "attention",
     "latent_heads",
+    "folded",
+    "fold_linear",
     "upcycle",
     "log_interval",
     "perturb_embedding",

@@ -1,5 +1,6 @@
 """Register mechanisms from files and packages."""
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import pytest
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import registry
 from kha_megatron.heads.config import PRESETS, HeadsConfig
+from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.run import Run
+from kha_megatron.training.arguments import add_kha_arguments
 
 TOY = Path(__file__).parents[1] / "mechanisms" / "toy.py"
 OWN = ["collaborative", "talking", "gate", "moh"]
@@ -88,3 +91,15 @@ def test_invalid_files_raise_an_error_and_register_nothing(change, message, tmp_
     with pytest.raises(ConfigError, match=message):
         registry.use_files([tmp_path / "own.py"])
     assert [*registry.mechanism_types()] == OWN
+
+
+def test_no_mechanism_can_have_the_name_of_an_option(tmp_path):
+    """Mechanisms store their settings as ``kha_NAME``, as options and fields of models do."""
+    parser = add_kha_arguments(argparse.ArgumentParser())
+    names = {*vars(parser.parse_args([])), *ModelConfig.__dataclass_fields__}
+    names = {name.removeprefix("kha_") for name in names if name.startswith("kha_")}
+    assert {"value", "folded", "fold_linear"} <= names
+    for name in names - set(OWN):
+        (tmp_path / "own.py").write_text(TOY.read_text().replace('"toy"', f'"{name}"'))
+        with pytest.raises(ConfigError, match=f"'{name}' in .* already in use"):
+            registry.use_files([tmp_path / "own.py"])
