@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kha_megatron.conversion.to_hf import plan_export
 from kha_megatron.errors import CheckpointError
 from kha_megatron.hf import KHAModelConfig, read_kha
 from tests.bridge import cases
@@ -156,6 +157,8 @@ def test_round_trip_through_a_megatron_checkpoint(
     source = folders[name]
     arguments = (source, megatron, target, config_only, hybrid)
     built = bridge_ranks(through_a_checkpoint, 1, *arguments)[0]
+    with pytest.raises(CheckpointError, match=r"was saved by Megatron-Bridge\. Export it with .*export_ckpt"):
+        plan_export(megatron)
     assert built == ("KHAHybridModelProvider" if hybrid else "KHAModelProvider", kha)
     before = cases.tensors(source)
     after = cases.tensors(target)

@@ -100,6 +100,7 @@ def test_no_mechanism_can_have_the_name_of_an_option(tmp_path):
     names = {name.removeprefix("kha_") for name in names if name.startswith("kha_")}
     assert {"value", "folded", "fold_linear"} <= names
     for name in names - set(OWN):
-        (tmp_path / "own.py").write_text(TOY.read_text().replace('"toy"', f'"{name}"'))
+        file = tmp_path / f"{name}.py"
+        file.write_text(TOY.read_text().replace('"toy"', f'"{name}"'))
         with pytest.raises(ConfigError, match=f"'{name}' in .* already in use"):
-            registry.use_files([tmp_path / "own.py"])
+            registry.use_files([file])
