@@ -73,7 +73,7 @@ class HFPlan(Plan):
         tensors: Sequence[Tensor],
     ) -> list[tuple[str, Tensor]]:
         """Return the tensors of a slot as in the files, and then their copies."""
-        files = FAMILIES[self.config.model_type].files
+        files = FAMILIES[self.config.model_type].file_format
         model = self.source.model
         names = files.names(slot, model)
         stored = files.write(slot, model, tensors)
@@ -205,7 +205,7 @@ def plan_export(
         architecture = _fitting_architecture(source.model, only_stock=only_stock)
     if not can_predict(source.model, architecture):
         source = drop_predictions(source, f"{architecture} does not support them")
-    if FAMILIES[architecture].always.get("layernorm_zero_centered_gamma"):
+    if FAMILIES[architecture].has_zero_centered_norms:
         source = center_and_round_norms(source)
     config = to_hf_config(source.model, architecture)
     for name, value in source.tokenizer.token_ids.items():
