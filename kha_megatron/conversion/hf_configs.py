@@ -59,8 +59,10 @@ def from_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
     _check_sizes(family, raw)  # first, because transformers allocates lists of these lengths
     try:
         known = known_fields(family) - {"auto_map", "model_type"}
-        # transformers modifies its arguments, so pass a copy
-        arguments = {name: deepcopy(value) for name, value in raw.items() if name in known}
+        arguments = {}
+        for name, value in raw.items():
+            if name in known:
+                arguments[name] = deepcopy(value)  # transformers modifies its arguments
         config = family.config_class(**arguments)
         check_fields(family, raw, config)
         return _to_model_config(family, config)
@@ -108,19 +110,16 @@ def _to_model_config(family: Family, config: PreTrainedConfig) -> ModelConfig:
     if family.experts:
         fields |= family.experts.from_config(config)
     _check_integers(fields)
+    _check_query_groups(fields)
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     fields["layernorm_epsilon"] = float(fields["layernorm_epsilon"])
-    heads = fields["num_attention_heads"]
-    groups = fields["num_query_groups"]
-    if heads % groups:
-        why = f"num_attention_heads ({heads}) must be divisible by it"
-        raise unsupported("num_key_value_heads", groups, why)
+    has_query_groups = fields["num_query_groups"] != fields["num_attention_heads"]
     return ModelConfig(
         **STYLE,
         **fields,
         **family.fixed_fields,
         **_read_rope_fields(family, config, is_latent),
-        group_query_attention=heads != groups,
+        group_query_attention=has_query_groups,
         padded_vocab_size=config.vocab_size,
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
         kha=_read_heads(family, config),
@@ -144,6 +143,14 @@ def _check_integers(fields: Mapping[str, Any]) -> None:
         is_missing = value is None and name not in COMMON
         if type(value) is not int and not is_missing:
             raise unsupported(HF_KEYS[name], value, "expected an integer")
+
+
+def _check_query_groups(fields: Mapping[str, Any]) -> None:
+    heads = fields["num_attention_heads"]
+    groups = fields["num_query_groups"]
+    if heads % groups:
+        why = f"num_attention_heads ({heads}) must be divisible by it"
+        raise unsupported("num_key_value_heads", groups, why)
 
 
 def _read_heads(family: Family, config: PreTrainedConfig) -> HeadsConfig:
@@ -200,8 +207,9 @@ def _read_yarn(parameters: Mapping[str, Any]) -> Yarn:
         raise unsupported("rope_parameters", dict(parameters), why)
     mscale = parameters.get("mscale")
     mscale_all_dim = parameters.get("mscale_all_dim")
-    is_mscale_default = mscale == 1 and mscale_all_dim in (0, None)
-    if bool(mscale) != bool(mscale_all_dim) and not is_mscale_default:
+    is_default = mscale == 1 and mscale_all_dim in (0, None)
+    is_only_one_set = bool(mscale) != bool(mscale_all_dim)
+    if is_only_one_set and not is_default:
         why = "mscale and mscale_all_dim must be set together"
         raise unsupported("rope_parameters", dict(parameters), why)
     return Yarn(
