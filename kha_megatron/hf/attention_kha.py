@@ -96,7 +96,9 @@ class LayerMechanism:
     """A head mechanism and its submodules in one layer."""
 
     mechanism: Mechanism
+    # Projections of the layer input, which are rows of `linear_qkv` in Megatron.
     rows: Sequence[HeadRows]
+    # All other weights.
     tensors: Sequence[HeadTensor]
 
 
