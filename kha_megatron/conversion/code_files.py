@@ -48,36 +48,41 @@ def update_code(folder: Path) -> CodeUpdate:
             f"{folder} has model_type {raw.get('model_type')!r}. Only kha models contain modeling "
             "code. All other architectures are part of transformers."
         )
-    code = modelling_files(_read_config(folder, raw))
-    contents = {name: text.encode() for name, text in code.items()}
-    for name in contents:
-        file = folder / name
-        if file.exists() and not is_modelling_file(file):
-            raise OutputError(
-                f"{file} was not written by kha-megatron and is not replaced. Move it to "
-                "another directory."
-            )
+    new_contents: dict[str, bytes] = {}
+    for name, code in modelling_files(_read_config(folder, raw)).items():
+        _check_ours(folder / name)
+        new_contents[name] = code.encode()
     auto_map = _merge_auto_map(folder, raw)
     if auto_map != raw.get("auto_map"):
         config = as_json(raw | {"auto_map": auto_map}) + "\n"
-        contents[CONFIG] = config.encode()
-    present = {}
-    for name in contents:
+        new_contents[CONFIG] = config.encode()
+    added = {}
+    replaced = {}
+    unchanged = []
+    for name, content in new_contents.items():
         file = folder / name
-        if file.exists():
-            present[name] = read_regular(file, MAX_JSON_BYTES)
-    changed = {}
-    for name, content in contents.items():
-        if present.get(name) != content:
-            changed[name] = content
-    _replace_files(folder, changed)
+        if not file.exists():
+            added[name] = content
+        elif read_regular(file, MAX_JSON_BYTES) != content:
+            replaced[name] = content
+        else:
+            unchanged.append(name)
+    _write_files(folder, added | replaced)
     return CodeUpdate(
         path=folder,
         version=__version__,
-        added=sorted(changed.keys() - present.keys()),
-        replaced=sorted(changed.keys() & present.keys()),
-        unchanged=sorted(contents.keys() - changed.keys()),
+        added=sorted(added),
+        replaced=sorted(replaced),
+        unchanged=sorted(unchanged),
     )
+
+
+def _check_ours(file: Path) -> None:
+    if file.exists() and not is_modelling_file(file):
+        raise OutputError(
+            f"{file} was not written by kha-megatron and is not replaced. Move it to "
+            "another directory."
+        )
 
 
 def _read_config(folder: Path, raw: dict[str, Any]) -> KHAModelConfig:
@@ -103,7 +108,8 @@ def _merge_auto_map(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
     return auto_map | AUTO_MAP
 
 
-def _replace_files(folder: Path, contents: dict[str, bytes]) -> None:
+def _write_files(folder: Path, contents: dict[str, bytes]) -> None:
+    """Write all files to temporary ones first. Leaving the stack moves them to their places."""
     with ExitStack() as stack:
         for name, content in contents.items():
             staged = stack.enter_context(staged_file(folder / name))

@@ -13,9 +13,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
+from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED_GATED_ATTENTION, Family
 from kha_megatron.conversion.hf_fields import (
     COMMON,
+    SIZES,
     check_fields,
     field_names,
     known_fields,
@@ -28,25 +29,28 @@ from kha_megatron.model.config import HF_KEYS, LATENT, MODEL_FIELDS, STYLE, Mode
 from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS
 from kha_megatron.model.rope import Llama3Scaling, Yarn
 
-_MAX = {
+_MAX_LENGTHS = {
     "num_hidden_layers": MAX_LAYERS,
     "num_nextn_predict_layers": MAX_LAYERS,
     "num_experts": MAX_EXPERTS,
     "n_routed_experts": MAX_EXPERTS,
 }
 """Sanity limits for fields that set the length of a list."""
+_MAX_INTEGER = 2**31 - 1
+"""Sanity limit for all other integers."""
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
     """Look up the family for ``model_type``."""
-    name = raw.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
-            f"Unsupported model_type {name!r} in config.json. Supported architectures: "
+            f"Unsupported model_type {model_type!r} in config.json. Supported architectures: "
             f"{', '.join(FAMILIES)}."
         )
-    is_published = name == "qwen3" and raw.keys() & PUBLISHED.switches.keys()
-    return PUBLISHED if is_published else FAMILIES[name]
+    if model_type == "qwen3" and raw.keys() & PUBLISHED_GATED_ATTENTION.gate_switches.keys():
+        return PUBLISHED_GATED_ATTENTION
+    return FAMILIES[model_type]
 
 
 def from_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
@@ -55,42 +59,47 @@ def from_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
     _check_sizes(family, raw)  # first, because transformers allocates lists of these lengths
     try:
         known = known_fields(family) - {"auto_map", "model_type"}
-        # transformers modifies its arguments, so pass a copy
-        arguments = {name: deepcopy(value) for name, value in raw.items() if name in known}
-        config = family.config(**arguments)
+        arguments = {}
+        for name, value in raw.items():
+            if name in known:
+                arguments[name] = deepcopy(value)  # transformers modifies its arguments
+        config = family.config_class(**arguments)
         check_fields(family, raw, config)
-        return _to_architecture(family, config)
+        return _to_model_config(family, config)
     except KHAError:
         raise
     except Exception as error:  # bad types can raise almost anything
         raise CheckpointError(
-            f"config.json is not a valid {family.config.__name__} ({type(error).__name__}: "
+            f"config.json is not a valid {family.config_class.__name__} ({type(error).__name__}: "
             f"{in_one_line(error)})."
         ) from error
 
 
 def _check_sizes(family: Family, raw: Mapping[str, Any]) -> None:
-    names = {HF_KEYS[field] for field in field_names(family)} | _MAX.keys()
+    keys = {HF_KEYS[name] for name in field_names(family)}
+    keys |= _MAX_LENGTHS.keys()
     if family.experts:
-        names.update(family.experts.keys.values())
-    positive = {HF_KEYS[field] for field in COMMON[:8]}
-    for name in names:
-        value = raw.get(name)
-        least = 1 if name in positive else 0
-        most = _MAX.get(name, 2**31 - 1)
-        if type(value) is int and not least <= value <= most:
+        keys.update(family.experts.keys.values())
+    positive_keys = {HF_KEYS[name] for name in SIZES}
+    for key in keys:
+        value = raw.get(key)
+        if type(value) is not int:
+            continue
+        minimum = 1 if key in positive_keys else 0
+        maximum = _MAX_LENGTHS.get(key, _MAX_INTEGER)
+        if not minimum <= value <= maximum:
             raise CheckpointError(
-                f"Invalid config.json: {name}={value} must be between {least} and {most}."
+                f"Invalid config.json: {key}={value} must be between {minimum} and {maximum}."
             )
 
 
-def _to_architecture(family: Family, config: PreTrainedConfig) -> ModelConfig:
-    latent = family.latent is not False and config.kv_lora_rank is not None
+def _to_model_config(family: Family, config: PreTrainedConfig) -> ModelConfig:
+    is_latent = family.has_latent_fields and config.kv_lora_rank is not None
     fields: dict[str, Any] = {}
     for name in field_names(family):
-        if latent or name not in LATENT:
+        if is_latent or name not in LATENT:
             fields[name] = getattr(config, HF_KEYS[name], None)
-    if latent:
+    if is_latent:
         _check_latent_heads(config)
         fields["multi_latent_attention"] = True
         fields["kv_channels"] = fields["v_head_dim"]
@@ -101,19 +110,16 @@ def _to_architecture(family: Family, config: PreTrainedConfig) -> ModelConfig:
     if family.experts:
         fields |= family.experts.from_config(config)
     _check_integers(fields)
+    _check_query_groups(fields)
     fields["attention_dropout"] = float(fields["attention_dropout"] or 0.0)
     fields["layernorm_epsilon"] = float(fields["layernorm_epsilon"])
-    heads = fields["num_attention_heads"]
-    groups = fields["num_query_groups"]
-    if heads % groups:
-        why = f"num_attention_heads ({heads}) must be divisible by it"
-        raise unsupported("num_key_value_heads", groups, why)
+    has_query_groups = fields["num_query_groups"] != fields["num_attention_heads"]
     return ModelConfig(
         **STYLE,
         **fields,
-        **family.always,
-        **_read_rope(family, config, latent),
-        group_query_attention=heads != groups,
+        **family.fixed_fields,
+        **_read_rope_fields(family, config, is_latent),
+        group_query_attention=has_query_groups,
         padded_vocab_size=config.vocab_size,
         untie_embeddings_and_output_weights=not config.tie_word_embeddings,
         kha=_read_heads(family, config),
@@ -139,37 +145,60 @@ def _check_integers(fields: Mapping[str, Any]) -> None:
             raise unsupported(HF_KEYS[name], value, "expected an integer")
 
 
+def _check_query_groups(fields: Mapping[str, Any]) -> None:
+    heads = fields["num_attention_heads"]
+    groups = fields["num_query_groups"]
+    if heads % groups:
+        why = f"num_attention_heads ({heads}) must be divisible by it"
+        raise unsupported("num_key_value_heads", groups, why)
+
+
 def _read_heads(family: Family, config: PreTrainedConfig) -> HeadsConfig:
     if isinstance(config, KHAModelConfig):
         return read_kha(config)
-    gate = family.gate
-    for name, switched_gate in family.switches.items():
-        if gate is None and getattr(config, name):
-            gate = switched_gate
-    return HeadsConfig(gate) if gate else HeadsConfig()
+    if family.output_gate is not None:
+        return HeadsConfig(family.output_gate)
+    for name, gate in family.gate_switches.items():
+        if getattr(config, name):
+            return HeadsConfig(gate)
+    return HeadsConfig()
 
 
-def _read_rope(family: Family, config: PreTrainedConfig, latent: bool) -> dict[str, Any]:
+def _read_rope_fields(
+    family: Family,
+    config: PreTrainedConfig,
+    is_latent: bool,
+) -> dict[str, Any]:
+    """Return the ``ModelConfig`` fields for RoPE."""
     parameters = dict(config.rope_parameters)
-    factor = parameters.get("partial_rotary_factor")
-    fraction = 1.0 if factor is None else float(factor)
-    if not 0.0 < fraction <= 1.0 or (fraction != 1.0 and not family.partial_rope):
-        allowed = "a value in (0.0, 1.0]" if family.partial_rope else "1.0"
-        raise unsupported("partial_rotary_factor", fraction, f"expected {allowed}")
-    rope: dict[str, Any] = {
-        "rotary_base": float(parameters["rope_theta"]),
-        "rotary_percent": fraction,
-    }
     rope_type = parameters.get("rope_type", "default")
-    if rope_type == "llama3" and not latent:
+    fields: dict[str, Any] = {
+        "rotary_base": float(parameters["rope_theta"]),
+        "rotary_percent": _read_rotary_fraction(family, parameters),
+    }
+    if rope_type == "llama3" and not is_latent:
         names = [field.name for field in dataclasses.fields(Llama3Scaling)]
-        rope["scaling"] = Llama3Scaling(**{name: parameters[name] for name in names})
+        fields["scaling"] = Llama3Scaling(**{name: parameters[name] for name in names})
     elif rope_type == "yarn":
-        rope["scaling"] = _read_yarn(parameters)
+        fields["scaling"] = _read_yarn(parameters)
     elif rope_type != "default":
         why = f"Megatron does not implement rope_type {rope_type!r} for this attention"
         raise unsupported("rope_parameters", parameters, why)
-    return rope
+    return fields
+
+
+def _read_rotary_fraction(family: Family, parameters: Mapping[str, Any]) -> float:
+    value = parameters.get("partial_rotary_factor")
+    fraction = 1.0 if value is None else float(value)
+    if family.supports_partial_rope:
+        is_supported = 0.0 < fraction <= 1.0
+        expected = "a value in (0.0, 1.0]"
+    else:
+        is_supported = fraction == 1.0
+        expected = "1.0"
+    if not is_supported:
+        raise unsupported("partial_rotary_factor", fraction, f"expected {expected}")
+    return fraction
 
 
 def _read_yarn(parameters: Mapping[str, Any]) -> Yarn:
@@ -178,8 +207,9 @@ def _read_yarn(parameters: Mapping[str, Any]) -> Yarn:
         raise unsupported("rope_parameters", dict(parameters), why)
     mscale = parameters.get("mscale")
     mscale_all_dim = parameters.get("mscale_all_dim")
-    is_mscale_default = mscale == 1 and mscale_all_dim in (0, None)
-    if bool(mscale) != bool(mscale_all_dim) and not is_mscale_default:
+    is_default = mscale == 1 and mscale_all_dim in (0, None)
+    is_only_one_set = bool(mscale) != bool(mscale_all_dim)
+    if is_only_one_set and not is_default:
         why = "mscale and mscale_all_dim must be set together"
         raise unsupported("rope_parameters", dict(parameters), why)
     return Yarn(
@@ -195,8 +225,11 @@ def _read_yarn(parameters: Mapping[str, Any]) -> Yarn:
 def has_stock_heads(model: ModelConfig) -> bool:
     """Whether the attention has no head mechanisms, except for an output gate."""
     kha = model.kha
-    gate_fits = not (kha.has_output_gate and model.multi_latent_attention)
-    return kha.attention is None and gate_fits and not kha.without_output_gate().mechanisms
+    if kha.attention is not None:
+        return False  # GTA or GLA
+    if kha.has_output_gate and model.multi_latent_attention:
+        return False
+    return not kha.without_output_gate().mechanisms
 
 
 def stock_type(model: ModelConfig) -> str:
@@ -211,10 +244,10 @@ def stock_type(model: ModelConfig) -> str:
         )
     closest = _closest_stock_type(model)
     others = [name for name in FAMILIES if name not in ("kha", closest)]
-    refusals = []
+    refusals = []  # the first one is from the closest architecture
     for model_type in (closest, *others):
         exported = model
-        if FAMILIES[model_type].always.get("layernorm_zero_centered_gamma"):
+        if FAMILIES[model_type].has_zero_centered_norms:
             exported = replace(model, layernorm_zero_centered_gamma=True)  # see center_norms
         try:
             to_hf_config(exported, model_type)
@@ -250,12 +283,13 @@ def fill_missing_tensors(model: ModelConfig, model_type: str) -> ModelConfig:
     """
     if not model.experts:
         return model
-    size = model.expert_width
     if model_type == "qwen3_next":
-        return with_zero_tensors(model, shared=size, bias=False, gate=True)
+        return with_zero_tensors(model, shared=model.expert_width, bias=False, gate=True)
     if model.moe_router_score_function != "sigmoid":
         return model
-    return with_zero_tensors(model, shared=0 if model_type == "kha" else size)
+    if model_type == "kha":
+        return with_zero_tensors(model, shared=0)
+    return with_zero_tensors(model, shared=model.expert_width)
 
 
 def can_predict(model: ModelConfig, model_type: str) -> bool:
@@ -264,11 +298,12 @@ def can_predict(model: ModelConfig, model_type: str) -> bool:
     ``glm4_moe`` and ``deepseek_v3`` always have experts in these layers. In ``qwen3_next``, vLLM
     builds them like the first layer, while Megatron builds them like the last one.
     """
-    files = FAMILIES[model_type].files
-    if model.predictions > files.predictions:
+    file_format = FAMILIES[model_type].file_format
+    if model.predictions > file_format.predictions:
         return False
-    requires_experts = files.shared or model.is_moe(0)
-    return model.is_moe(model.layers) == requires_experts
+    first_prediction = model.layers  # MTP layers are counted after the others
+    requires_experts = file_format.shared or model.is_moe(0)
+    return model.is_moe(first_prediction) == requires_experts
 
 
 def with_zero_tensors(
@@ -278,12 +313,13 @@ def with_zero_tensors(
 
     If the model already has a shared expert, we keep it as is.
     """
-    width: Any = model.shared_width or shared or None
+    model = replace(model, moe_router_enable_expert_bias=bias)
+    if model.shared_width:
+        return model
     return replace(
         model,
-        moe_router_enable_expert_bias=bias,
-        moe_shared_expert_intermediate_size=width,
-        moe_shared_expert_gate=model.moe_shared_expert_gate if model.shared_width else gate,
+        moe_shared_expert_intermediate_size=shared or None,
+        moe_shared_expert_gate=gate,
     )
 
 
@@ -296,18 +332,19 @@ def to_hf_config(model: ModelConfig, model_type: str) -> PreTrainedConfig:
     try:
         config = _build_config(model, FAMILIES[model_type], model_type)
         raw = json.loads(config.to_json_string())
-        back = from_hf_config(raw | names_in_transformers_4(raw))
+        reparsed = from_hf_config(raw | names_in_transformers_4(raw))
     except (CheckpointError, ArithmeticError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"The model cannot be exported as {model_type}: {in_one_line(error)}"
         ) from error
-    for name, (ours, theirs) in model.differences(back, ("mtp_num_layers",)).items():
+    differences = model.differences(reparsed, ("mtp_num_layers",))
+    for name, (value, supported_value) in differences.items():
         remedy = "--architecture kha"
         if name.startswith("kha") and model.kha.mechanisms and model.kha.is_foldable:
             remedy += " or `kha-megatron convert fold`"
         raise CheckpointError(
-            f"The model cannot be exported as {model_type}: it has {name}={ours!r}, but "
-            f"{model_type} supports only {theirs!r}. Please use {remedy}."
+            f"The model cannot be exported as {model_type}: it has {name}={value!r}, but "
+            f"{model_type} supports only {supported_value!r}. Please use {remedy}."
         )
     return config
 
@@ -338,27 +375,37 @@ def _build_config(model: ModelConfig, family: Family, model_type: str) -> PreTra
         names.remove("kv_channels")  # for MLA, head_dim in config.json is the rotary dim
         names += LATENT
     fields = {HF_KEYS[name]: getattr(model, name) for name in names}
-    fields |= family.only
+    fields |= family.required_values
     fields["tie_word_embeddings"] = model.tied_embeddings
     if model_type == "kha":
-        for name, value in model.kha.to_dict(start=False).items():
-            fields[f"kha_{name}"] = value
-        fields |= model.kha.providers_entry
-        if model.kha_folded:
-            fields["kha_folded"] = list(model.kha_folded)
-    fields |= family.extra(model)
+        fields |= _kha_fields(model)
+    fields |= family.extra_fields(model)
     if family.experts:
         fields |= family.experts.to_config(model)
-    # be explicit about partial_rotary_factor, libraries disagree on the default
-    rope = {
+    fields["rope_parameters"] = _rope_parameters(model, family)
+    config = family.config_class(**fields)
+    config.architectures = [family.causal_lm or ""]
+    return config
+
+
+def _kha_fields(model: ModelConfig) -> dict[str, Any]:
+    settings = model.kha.to_dict(start=False)
+    fields = {f"kha_{name}": value for name, value in settings.items()}
+    fields |= model.kha.providers_entry
+    if model.kha_folded:
+        fields["kha_folded"] = list(model.kha_folded)
+    return fields
+
+
+def _rope_parameters(model: ModelConfig, family: Family) -> dict[str, Any]:
+    parameters = {
         "rope_type": "default",
         "rope_theta": model.rotary_base,
+        # be explicit, libraries disagree on the default
         "partial_rotary_factor": model.rotary_percent,
     }
     if model.scaling is not None:
-        rope |= dataclasses.asdict(model.scaling)
-        rope["rope_type"] = model.scaling.rope_type
-    rope |= family.rope(model)
-    config = family.config(**fields, rope_parameters=rope)
-    config.architectures = [family.causal_lm or ""]
-    return config
+        parameters |= dataclasses.asdict(model.scaling)
+        parameters["rope_type"] = model.scaling.rope_type
+    parameters |= family.extra_rope_parameters(model)
+    return parameters

@@ -1,7 +1,8 @@
 """Registry of supported Hugging Face architectures."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import (
@@ -18,121 +19,186 @@ from transformers import (
 )
 
 from kha_megatron.conversion.file_format import STANDARD, FileFormat
-from kha_megatron.conversion.hf_experts import DEEPSEEK, KHA, QWEN3, QWEN3_NEXT, ExpertFields
+from kha_megatron.conversion.hf_experts import (
+    DEEPSEEK_EXPERTS,
+    KHA_EXPERTS,
+    QWEN3_EXPERTS,
+    QWEN3_NEXT_EXPERTS,
+    ExpertFields,
+    no_fields,
+)
 from kha_megatron.conversion.tensor_names import QWEN_LAYER_NAMES, QWEN_PREDICTION_NAMES
 from kha_megatron.heads import Gate
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.model.config import ModelConfig
 
 
-class Family(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class Family:
     """Everything we need to know about a transformers architecture."""
 
-    config: type[PreTrainedConfig]
+    config_class: type[PreTrainedConfig]
     causal_lm: str | None
     """Name of the causal LM class. None if transformers does not have one."""
-    always: Mapping[str, Any] = {}
-    """``ModelConfig`` fields with a fixed value."""
-    only: Mapping[str, Any] = {}
+    fixed_fields: Mapping[str, Any] = field(default_factory=dict)
+    """``ModelConfig`` fields that are the same in all models of this family."""
+    required_values: Mapping[str, Any] = field(default_factory=dict)
     """Config fields where Megatron supports only this value."""
     experts: ExpertFields | None = None
-    latent: bool | None = False
-    """True for MLA/GLA. None if it depends on the config."""
-    partial_rope: bool = False
-    gate: Gate | None = None
+    """How the config stores MoE settings. None if there are only dense models."""
+    has_latent_fields: bool = False
+    """True if the config has fields for MLA or GLA. Models use it if ``kv_lora_rank`` is set."""
+    supports_partial_rope: bool = False
+    output_gate: Gate | None = None
     """Set if all models of this family have an output gate."""
-    switches: Mapping[str, Gate] = {}
+    gate_switches: Mapping[str, Gate] = field(default_factory=dict)
     """Boolean config fields that turn on a gate."""
-    files: FileFormat = STANDARD
-    extra: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    """Additional config fields."""
-    rope: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
-    """Additional ``rope_parameters`` (these do not affect text)."""
+    file_format: FileFormat = STANDARD
+    extra_fields: Callable[[ModelConfig], dict[str, Any]] = no_fields
+    """Returns additional config fields to write."""
+    extra_rope_parameters: Callable[[ModelConfig], dict[str, Any]] = no_fields
+    """Returns additional ``rope_parameters`` to write (these do not affect text)."""
+
+    @property
+    def has_zero_centered_norms(self) -> bool:
+        """Whether all models of this family have norms that multiply by ``1 + weight``."""
+        return self.fixed_fields.get("layernorm_zero_centered_gamma", False)
 
 
-def _full_attention(model: ModelConfig) -> dict[str, Any]:
+def _full_attention_layers(model: ModelConfig) -> dict[str, Any]:
     return {"layer_types": ["full_attention"] * model.layers}
 
 
-def _predictions(model: ModelConfig) -> dict[str, Any]:
+def _no_sliding_window(model: ModelConfig) -> dict[str, Any]:
+    return {"sliding_window": None}
+
+
+def _number_of_predictions(model: ModelConfig) -> dict[str, Any]:
     return {"num_nextn_predict_layers": model.mtp_num_layers or 0}
 
 
-def _sections(model: ModelConfig) -> dict[str, Any]:
-    """Multimodal RoPE sections. The format requires them, but they do not matter for text."""
-    pairs = int(model.kv_channels * model.rotary_percent) // 2
-    sections = [(pairs + rest) // 3 for rest in (2, 1, 0)]
-    return {"mrope_section": sections, "mrope_interleaved": True}
+def _multimodal_rope(model: ModelConfig) -> dict[str, Any]:
+    """Return the sections of multimodal RoPE, which rotate by time, height and width.
+
+    The format requires them. In text, all three positions are equal, so the sizes of the sections
+    do not matter. Like Qwen, we use three equal sections (rounded to integers).
+    """
+    rotary_pairs = int(model.kv_channels * model.rotary_percent) // 2
+    width = rotary_pairs // 3
+    height = (rotary_pairs - width) // 2
+    time = rotary_pairs - width - height
+    return {"mrope_section": [time, height, width], "mrope_interleaved": True}
 
 
 OUTPUT_GATE = Gate(output="element")
 """Same as ``--attention-output-gate`` in Megatron."""
-_STANDARD = {"layernorm_zero_centered_gamma": False}
-_QWEN3 = _STANDARD | {"qk_layernorm": True, "add_qkv_bias": False}
-_QWEN3_NEXT = _QWEN3 | {"layernorm_zero_centered_gamma": True}
-_QWEN2 = _STANDARD | {"qk_layernorm": False, "add_qkv_bias": True}
-_LLAMA = _STANDARD | {"qk_layernorm": False, "add_qkv_bias": False}
-_NO_BIAS = {"attention_bias": False}  # would also add a bias to o_proj
-_QWEN3_5_FILES = FileFormat(layer_names=QWEN_LAYER_NAMES, gate_in_query="head")
-_QWEN3_NEXT_FILES = FileFormat(
+
+# ModelConfig fields that are fixed in some of the families
+_PLAIN_NORMS = {"layernorm_zero_centered_gamma": False}
+_ZERO_CENTERED_NORMS = {"layernorm_zero_centered_gamma": True}
+_QK_NORM = {"qk_layernorm": True}
+_NO_QK_NORM = {"qk_layernorm": False}
+_QKV_BIAS = {"add_qkv_bias": True}
+_NO_QKV_BIAS = {"add_qkv_bias": False}
+
+_NO_ATTENTION_BIAS = {"attention_bias": False}
+"""Required, because ``attention_bias`` also adds a bias to ``o_proj``."""
+
+_QWEN3_5_FORMAT = FileFormat(layer_names=QWEN_LAYER_NAMES, gate_in_query="head")
+_QWEN3_NEXT_FORMAT = FileFormat(
     layer_names=QWEN_LAYER_NAMES,
     prediction_names=QWEN_PREDICTION_NAMES,
     prediction_prefix="mtp.layers.0.",
     gate_in_query="head",
     predictions=1,
 )
-_DEEPSEEK_FILES = FileFormat(predictions=1000, shared=True)
+_MANY_PREDICTIONS = 1000
+"""These architectures do not limit the number of MTP layers."""
+_DEEPSEEK_FORMAT = FileFormat(predictions=_MANY_PREDICTIONS, shared=True)
 
 FAMILIES: dict[str, Family] = {
-    "kha": Family(KHAModelConfig, "KHAForCausalLM", experts=KHA, latent=None, partial_rope=True),
-    "qwen3": Family(Qwen3Config, "Qwen3ForCausalLM", _QWEN3, _NO_BIAS),
-    "qwen3_moe": Family(Qwen3MoeConfig, "Qwen3MoeForCausalLM", _QWEN3, _NO_BIAS, QWEN3),
+    "kha": Family(
+        config_class=KHAModelConfig,
+        causal_lm="KHAForCausalLM",
+        experts=KHA_EXPERTS,
+        has_latent_fields=True,
+        supports_partial_rope=True,
+    ),
+    "qwen3": Family(
+        config_class=Qwen3Config,
+        causal_lm="Qwen3ForCausalLM",
+        fixed_fields=_PLAIN_NORMS | _QK_NORM | _NO_QKV_BIAS,
+        required_values=_NO_ATTENTION_BIAS,
+    ),
+    "qwen3_moe": Family(
+        config_class=Qwen3MoeConfig,
+        causal_lm="Qwen3MoeForCausalLM",
+        fixed_fields=_PLAIN_NORMS | _QK_NORM | _NO_QKV_BIAS,
+        required_values=_NO_ATTENTION_BIAS,
+        experts=QWEN3_EXPERTS,
+    ),
     "glm4_moe": Family(
-        Glm4MoeConfig,
-        "Glm4MoeForCausalLM",
-        _STANDARD,
-        experts=DEEPSEEK,
-        partial_rope=True,
-        files=_DEEPSEEK_FILES,
-        extra=_predictions,
+        config_class=Glm4MoeConfig,
+        causal_lm="Glm4MoeForCausalLM",
+        fixed_fields=_PLAIN_NORMS,
+        experts=DEEPSEEK_EXPERTS,
+        supports_partial_rope=True,
+        file_format=_DEEPSEEK_FORMAT,
+        extra_fields=_number_of_predictions,
     ),
     "deepseek_v3": Family(
-        DeepseekV3Config,
-        "DeepseekV3ForCausalLM",
-        _QWEN3,  # for MLA, these are the norms of the compressed states
-        # transformers hardcodes eps=1e-6 for these norms
-        _NO_BIAS | {"rope_interleave": True, "rms_norm_eps": 1e-6},
-        DEEPSEEK,
-        latent=True,
-        files=_DEEPSEEK_FILES,
-        extra=_predictions,
+        config_class=DeepseekV3Config,
+        causal_lm="DeepseekV3ForCausalLM",
+        # for MLA, QK-norm means the norms of the compressed states
+        fixed_fields=_PLAIN_NORMS | _QK_NORM | _NO_QKV_BIAS,
+        required_values={
+            **_NO_ATTENTION_BIAS,
+            "rope_interleave": True,
+            "rms_norm_eps": 1e-6,  # transformers hardcodes this for the compressed states
+        },
+        experts=DEEPSEEK_EXPERTS,
+        has_latent_fields=True,
+        file_format=_DEEPSEEK_FORMAT,
+        extra_fields=_number_of_predictions,
     ),
-    "qwen2": Family(Qwen2Config, "Qwen2ForCausalLM", _QWEN2),
-    "llama": Family(LlamaConfig, "LlamaForCausalLM", _LLAMA, _NO_BIAS | {"mlp_bias": False}),
+    "qwen2": Family(
+        config_class=Qwen2Config,
+        causal_lm="Qwen2ForCausalLM",
+        fixed_fields=_PLAIN_NORMS | _NO_QK_NORM | _QKV_BIAS,
+    ),
+    "llama": Family(
+        config_class=LlamaConfig,
+        causal_lm="LlamaForCausalLM",
+        fixed_fields=_PLAIN_NORMS | _NO_QK_NORM | _NO_QKV_BIAS,
+        required_values={**_NO_ATTENTION_BIAS, "mlp_bias": False},
+    ),
     "mistral": Family(
-        MistralConfig, "MistralForCausalLM", _LLAMA, extra=lambda model: {"sliding_window": None}
+        config_class=MistralConfig,
+        causal_lm="MistralForCausalLM",
+        fixed_fields=_PLAIN_NORMS | _NO_QK_NORM | _NO_QKV_BIAS,
+        extra_fields=_no_sliding_window,
     ),
     "qwen3_next": Family(
-        Qwen3NextConfig,
-        "Qwen3NextForCausalLM",
-        _QWEN3_NEXT,
-        _NO_BIAS,
-        QWEN3_NEXT,
-        partial_rope=True,
-        gate=OUTPUT_GATE,
-        files=_QWEN3_NEXT_FILES,
-        extra=_full_attention,
+        config_class=Qwen3NextConfig,
+        causal_lm="Qwen3NextForCausalLM",
+        fixed_fields=_ZERO_CENTERED_NORMS | _QK_NORM | _NO_QKV_BIAS,
+        required_values=_NO_ATTENTION_BIAS,
+        experts=QWEN3_NEXT_EXPERTS,
+        supports_partial_rope=True,
+        output_gate=OUTPUT_GATE,
+        file_format=_QWEN3_NEXT_FORMAT,
+        extra_fields=_full_attention_layers,
     ),
     "qwen3_5_text": Family(
-        Qwen3_5TextConfig,
-        "Qwen3_5ForCausalLM",
-        _QWEN3_NEXT,
-        _NO_BIAS,
-        partial_rope=True,
-        gate=OUTPUT_GATE,
-        files=_QWEN3_5_FILES,
-        extra=_full_attention,
-        rope=_sections,
+        config_class=Qwen3_5TextConfig,
+        causal_lm="Qwen3_5ForCausalLM",
+        fixed_fields=_ZERO_CENTERED_NORMS | _QK_NORM | _NO_QKV_BIAS,
+        required_values=_NO_ATTENTION_BIAS,
+        supports_partial_rope=True,
+        output_gate=OUTPUT_GATE,
+        file_format=_QWEN3_5_FORMAT,
+        extra_fields=_full_attention_layers,
+        extra_rope_parameters=_multimodal_rope,
     ),
 }
 """Keyed by ``model_type``."""
@@ -151,15 +217,15 @@ class PublishedConfig(Qwen3Config):
     qkv_bias: bool = False
 
 
-PUBLISHED = Family(
-    PublishedConfig,
-    None,
-    _STANDARD | {"add_qkv_bias": False},
-    _NO_BIAS | {"qkv_bias": False},
-    switches={
+PUBLISHED_GATED_ATTENTION = Family(
+    config_class=PublishedConfig,
+    causal_lm=None,
+    fixed_fields=_PLAIN_NORMS | _NO_QKV_BIAS,
+    required_values={**_NO_ATTENTION_BIAS, "qkv_bias": False},
+    gate_switches={
         "headwise_attn_output_gate": Gate(output="head"),
         "elementwise_attn_output_gate": OUTPUT_GATE,
     },
-    files=FileFormat(gate_in_query="group"),
+    file_format=FileFormat(gate_in_query="group"),
 )
-"""Published gated-attention models (import only)."""
+"""Can only be imported."""

@@ -19,13 +19,13 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from kha_megatron.announcements import announce
-from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED, Family
+from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED_GATED_ATTENTION, Family
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.config import setting_names
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.model.config import HF_KEYS, LATENT
 
-COMMON = (
+SIZES = (
     "vocab_size",
     "hidden_size",
     "ffn_hidden_size",
@@ -34,13 +34,17 @@ COMMON = (
     "num_query_groups",
     "kv_channels",
     "max_position_embeddings",
+)
+"""``ModelConfig`` fields that every family has in its config, and that must be positive."""
+COMMON = (
+    *SIZES,
     "layernorm_epsilon",
     "init_method_std",
     "attention_dropout",
 )
 """``ModelConfig`` fields that every family has in its config."""
-_OPEN = ("qk_layernorm", "add_qkv_bias", "layernorm_zero_centered_gamma")
-"""Not configurable in every architecture."""
+_SOMETIMES_FIXED = ("qk_layernorm", "add_qkv_bias", "layernorm_zero_centered_gamma")
+"""``ModelConfig`` fields that some families have in their config. See ``Family.fixed_fields``."""
 _HARMLESS = {
     *PreTrainedConfig().to_dict(),
     "rope_parameters",
@@ -96,9 +100,14 @@ _NOT_COMPUTED = re.compile(
 
 
 def field_names(family: Family) -> tuple[str, ...]:
-    """Names of all ``ModelConfig`` fields that this family has in its config."""
-    latent = LATENT if family.latent is not False else ()
-    return (*COMMON, *(name for name in _OPEN if name not in family.always), *latent)
+    """Return the names of all ``ModelConfig`` fields that this family has in its config."""
+    names = [*COMMON]
+    for name in _SOMETIMES_FIXED:
+        if name not in family.fixed_fields:
+            names.append(name)
+    if family.has_latent_fields:
+        names += LATENT
+    return tuple(names)
 
 
 def unsupported(name: str, value: Any, why: str) -> CheckpointError:
@@ -109,21 +118,41 @@ def check_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfi
     """Reject all settings that Megatron cannot represent, and warn about ignored fields.
 
     Args:
-        family: ModelConfig of the model.
+        family: Family of the model.
         raw: Content of the ``config.json``.
         config: Config of transformers, built from those fields that we know.
     """
-    for name, value in _required_values(family).items():
-        is_optional = name not in ("hidden_act", *family.only)
-        found = raw.get(name, value) if is_optional else getattr(config, name)
-        if found != value:
-            raise unsupported(name, found, f"expected {value!r}")
+    for name, expected in _required_values(family).items():
+        # missing fields have the default value of `config`
+        _check_value(name, getattr(config, name), expected)
+    for name, expected in _required_values_if_present(family).items():
+        if name in raw:
+            _check_value(name, raw[name], expected)
     window = getattr(config, "sliding_window", None)
     if window is not None and window < config.max_position_embeddings:
         raise unsupported("sliding_window", window, "only full attention can be converted")
-    if set(kinds := getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-        raise unsupported("layer_types", kinds, "only full attention can be converted")
+    layer_types = getattr(config, "layer_types", None) or ()
+    if not set(layer_types) <= {"full_attention"}:
+        raise unsupported("layer_types", layer_types, "only full attention can be converted")
     _check_unknown_fields(family, raw, config)
+
+
+def _check_value(name: str, value: Any, expected: Any) -> None:
+    if value != expected:
+        raise unsupported(name, value, f"expected {expected!r}")
+
+
+def _required_values(family: Family) -> dict[str, Any]:
+    """Return the fields where Megatron supports only one value."""
+    return {"hidden_act": "silu", **family.required_values}
+
+
+def _required_values_if_present(family: Family) -> dict[str, Any]:
+    """Return the optional fields where Megatron supports only one value."""
+    required_values: dict[str, Any] = {"is_causal": True}
+    if family.experts:
+        required_values.update(family.experts.required_values)
+    return required_values
 
 
 def may_change_outputs(name: str) -> bool:
@@ -135,29 +164,28 @@ def may_change_outputs(name: str) -> bool:
     return name in _fields_of_all_models() and not _NOT_COMPUTED.search(name)
 
 
-def _required_values(family: Family) -> dict[str, Any]:
-    """Return the fields where Megatron supports only one value."""
-    implied = family.experts.implied if family.experts else {}
-    return {"hidden_act": "silu", "is_causal": True, **family.only, **implied}
-
-
 def known_fields(family: Family) -> set[str]:
     """Return the fields that we convert, check, or know to be harmless."""
     known = {HF_KEYS[name] for name in field_names(family)}
-    known |= _HARMLESS | _required_values(family).keys() | family.switches.keys()
+    known |= _HARMLESS
+    known |= _required_values(family).keys()
+    known |= _required_values_if_present(family).keys()
+    known |= family.gate_switches.keys()
     if family.experts:
-        known |= {*family.experts.keys.values(), *family.experts.known}
-    if family.config is KHAModelConfig:
+        known |= family.experts.all_keys
+    if family.config_class is KHAModelConfig:
         known |= {f"kha_{name}" for name in (*setting_names(), "folded", "providers")}
     return known
 
 
 def _check_unknown_fields(family: Family, raw: Mapping[str, Any], config: PreTrainedConfig) -> None:
-    known, ignored = known_fields(family), []
+    known = known_fields(family)
+    ignored = []
     for name, value in raw.items():
-        # OK if transformers would derive the same value from the other fields
-        if name in known or value in (None, False, getattr(config, name, None)):
+        if name in known or value in (None, False):
             continue
+        if value == getattr(config, name, None):
+            continue  # transformers derives the same value from the other fields
         if "quantiz" in name:
             raise unsupported(name, value, "please save the model in bfloat16 or float32 first")
         if may_change_outputs(name):
@@ -181,7 +209,11 @@ def _fields_of_all_models() -> frozenset[str]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    configs = [CONFIG_MAPPING[name] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
-    configs += [family.config for family in (*FAMILIES.values(), PUBLISHED)]
-    names = {field.name for config in configs for field in dataclasses.fields(config)}
-    return frozenset(names.union(*(config.attribute_map for config in configs)))
+    config_classes = [CONFIG_MAPPING[name] for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    for family in (*FAMILIES.values(), PUBLISHED_GATED_ATTENTION):
+        config_classes.append(family.config_class)
+    names: set[str] = set()
+    for config_class in config_classes:
+        names.update(field.name for field in dataclasses.fields(config_class))
+        names.update(config_class.attribute_map)
+    return frozenset(names)

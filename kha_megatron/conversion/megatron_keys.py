@@ -21,7 +21,13 @@ _IN_PREDICTION = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")
 
 
 def checkpoint_key(name: str, layer: int | None, model: ModelConfig) -> str:
-    """Return the key of a tensor that is not stacked."""
+    """Return the key of a tensor that is not stacked.
+
+    Args:
+        name: Megatron name without the layer.
+        layer: None for tensors outside of the layers. MTP layers come after the others.
+        model: Config of the model.
+    """
     if layer is None:
         if name == "decoder.final_layernorm.weight" and not model.gpt_model:
             return "decoder.final_norm.weight"
@@ -34,11 +40,12 @@ def checkpoint_key(name: str, layer: int | None, model: ModelConfig) -> str:
         return f"{prediction}.{name}"
     if model.gpt_model:
         return f"{prediction}.transformer_layer.{name}"
-    index = _layer_index(name, 0, model)
+    index = _layer_index(name, 0, model)  # an MTP layer is a model with one layer
     return f"{prediction}.mtp_model_layer.layers.{index}.{name}"
 
 
 def _layer_index(name: str, layer: int, model: ModelConfig) -> int:
+    """Return the index that Megatron's model class gives to the layer of a tensor."""
     if model.gpt_model:
         return layer
     if name.startswith(_IN_ATTENTION):
@@ -66,22 +73,25 @@ class LocatedTensors:
     """Keys of tensors that belong to no slot."""
 
 
-def locate_tensors(infos: Mapping[str, StoredTensor], model: ModelConfig) -> LocatedTensors:
+def locate_tensors(
+    stored_tensors: Mapping[str, StoredTensor],
+    model: ModelConfig,
+) -> LocatedTensors:
     """Find out where each slot is stored in a Megatron checkpoint."""
-    stored = _unstack_layers(infos)
-    unexpected = set(stored)
+    locations = _unstack_layers(stored_tensors)
+    unexpected = set(locations)
     slots = {}
     missing = []
     for slot in tensor_slots(model):
         keys = slot.mapping.megatron_names
         if slot.layer is not None:
             keys = [checkpoint_key(name, slot.layer, model) for name in keys]
-        present = [key for key in keys if key in stored]
-        unexpected.difference_update(present)
-        if not present:
+        keys_in_checkpoint = [key for key in keys if key in locations]
+        unexpected.difference_update(keys_in_checkpoint)
+        if not keys_in_checkpoint:
             missing.append(keys[0])
             continue
-        location = stored[present[0]]
+        location = locations[keys_in_checkpoint[0]]
         if slot.expert is not None:
             index = (*location.index, slot.expert)
             location = TensorLocation(location.key, index)
@@ -89,16 +99,17 @@ def locate_tensors(infos: Mapping[str, StoredTensor], model: ModelConfig) -> Loc
     return LocatedTensors(slots, missing, unexpected)
 
 
-def _unstack_layers(infos: Mapping[str, StoredTensor]) -> dict[str, TensorLocation]:
+def _unstack_layers(stored_tensors: Mapping[str, StoredTensor]) -> dict[str, TensorLocation]:
     """Locate the tensors of each layer by the keys that they would have without stacking."""
     locations = {}
-    for key, info in infos.items():
-        is_stacked = key.startswith(LAYERS) and not _SINGLE_LAYER.match(key)
-        if not is_stacked or not info.shape:
+    for key, stored_tensor in stored_tensors.items():
+        has_layer_dim = key.startswith(LAYERS) and not _SINGLE_LAYER.match(key)
+        if not has_layer_dim or not stored_tensor.shape:
             locations[key] = TensorLocation(key, ())
             continue
         name = key.removeprefix(LAYERS)
-        for layer in range(info.shape[0]):
+        layers = stored_tensor.shape[0]
+        for layer in range(layers):
             layer_key = f"{LAYERS}{layer}.{name}"
             locations[layer_key] = TensorLocation(key, (layer,))
     return locations

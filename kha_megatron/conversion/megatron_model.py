@@ -9,7 +9,7 @@ import os
 import threading
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,7 @@ def run_megatron(iteration: Path, tokens: Tensor, *, rounded_to: torch.dtype) ->
 
 
 def _exit_with_parent() -> None:
+    """Exit as soon as the parent process does, even if it was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -60,7 +61,7 @@ def _exit_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-_UNSHARDED: dict[str, Any] = {
+_CPU_ARGUMENTS: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "tensor_parallel_num_weight_shards": None,
     "expert_tensor_parallel_num_weight_shards": None,
@@ -105,8 +106,8 @@ _UNSHARDED: dict[str, Any] = {
     "perform_initialization": False,
     "spec": None,
 }
-"""Overrides for a single CPU process without multi-token prediction. They only affect the logits by
-rounding errors."""
+"""Megatron arguments for a single CPU process without multi-token prediction. They only affect the
+logits by rounding errors."""
 
 
 def _run_here(iteration: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outputs:
@@ -130,14 +131,16 @@ def _run_here(iteration: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outpu
         parameter.data = parameter.data.to(rounded_to).float()
     length = tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)
-    mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    layers = record_layers(model.decoder.layers)
+    is_masked = torch.ones(length, length, dtype=torch.bool).triu(1)
+    layer_outputs = record_layers(model.decoder.layers)
     with torch.no_grad():
-        logits = model.eval()(tokens, positions, mask)
+        logits = model.eval()(tokens, positions, is_masked[None, None])
     dist.destroy_process_group()
-    step = 2 if checkpoint.args.get("hybrid_layer_pattern") else 1
-    outputs = [hidden.transpose(0, 1).float() for hidden in layers[step - 1 :: step]]
-    return Outputs(logits.float(), outputs)
+    if checkpoint.args.get("hybrid_layer_pattern"):
+        # attention and MLP are separate layers, only MLPs are the end of a decoder layer
+        layer_outputs = layer_outputs[1::2]
+    hidden_states = [output.transpose(0, 1).float() for output in layer_outputs]
+    return Outputs(logits.float(), hidden_states)
 
 
 def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
@@ -145,7 +148,8 @@ def record_layers(layers: Iterable[nn.Module]) -> list[Tensor]:
     outputs: list[Tensor] = []
 
     def record(module: nn.Module, args: Any, output: Any) -> None:
-        outputs.append((output[0] if isinstance(output, tuple) else output).detach())
+        hidden_states = output[0] if isinstance(output, tuple) else output
+        outputs.append(hidden_states.detach())
 
     for layer in layers:
         layer.register_forward_hook(record)
@@ -156,7 +160,7 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
     """Build a GPTModel (or HybridModel) from the arguments in a checkpoint.
 
     The model uses local modules, is not sharded, and is in float32. You can change this with
-    ``overrides``.
+    ``overrides``, which are Megatron arguments.
     """
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.arguments import add_megatron_arguments
@@ -165,19 +169,36 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
 
     from kha_megatron.mcore.building import model_config
 
-    defaults = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
-    saved = {k: v for k, v in checkpoint.args.items() if not isinstance(v, Record)}
-    args = Namespace(**defaults | saved | _UNSHARDED | dict(overrides or {}))
+    parser = add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+    arguments = vars(parser.parse_args([]))  # defaults
+    for name, value in checkpoint.args.items():
+        if not isinstance(value, Record):  # object of a class that we do not import
+            arguments[name] = value
+    arguments |= _CPU_ARGUMENTS
+    arguments |= overrides or {}
+    args = Namespace(**arguments)
     if args.use_rope_scaling:
         args.rope_scaling_factor = rope_scaling_factor(checkpoint.args)
+    builder_class: Any = GPTModelBuilder
     if args.hybrid_layer_pattern:
-        args.hybrid_layer_pattern = args.hybrid_layer_pattern.replace("|", "")
-        if not args.mtp_num_layers:
-            args.hybrid_layer_pattern = args.hybrid_layer_pattern.partition("/")[0]
+        builder_class = HybridModelBuilder
+        args.hybrid_layer_pattern = _pattern_without_stages(args)
     config = model_config(args, HeadsConfig.from_entries(checkpoint.args) or HeadsConfig())
-    builder = (HybridModelBuilder if args.hybrid_layer_pattern else GPTModelBuilder)(config)
+    builder = builder_class(config)
     config.parallel_output = False
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
+
+
+def _pattern_without_stages(args: Namespace) -> str:
+    """Remove the marks of pipeline stages, and MTP layers if they are not built.
+
+    For example, ``*-|*-/*-`` becomes ``*-*-`` without MTP layers.
+    """
+    pattern = args.hybrid_layer_pattern.replace("|", "")
+    if args.mtp_num_layers:
+        return pattern
+    decoder_layers, *_ = pattern.split("/")
+    return decoder_layers
 
 
 def load_model_weights(model: Any, checkpoint: MegatronCheckpoint) -> Any:
@@ -188,10 +209,20 @@ def load_model_weights(model: Any, checkpoint: MegatronCheckpoint) -> Any:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    stored, sharded = checkpoint.keys(), model.sharded_state_dict()
-    for entry in sharded.values():
-        if isinstance(entry, ShardedTensor) and entry.key not in stored:
-            entry.key = next((name for name in other_names(entry.key) if name in stored), entry.key)
-    loaded = dist_checkpointing.load({"model": sharded}, str(checkpoint.path))
+    stored_keys = checkpoint.keys()
+    state_dict = model.sharded_state_dict()
+    for entry in state_dict.values():
+        if isinstance(entry, ShardedTensor):
+            entry.key = _stored_key(entry.key, stored_keys)
+    loaded = dist_checkpointing.load({"model": state_dict}, str(checkpoint.path))
     model.load_state_dict(loaded["model"])
     return model
+
+
+def _stored_key(key: str, stored_keys: Collection[str]) -> str:
+    if key in stored_keys:
+        return key
+    for name in other_names(key):
+        if name in stored_keys:
+            return name
+    return key

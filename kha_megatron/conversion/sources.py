@@ -122,7 +122,7 @@ def open_source(
 
 def _open_hf(path: Path) -> ModelSource:
     checkpoint = HFCheckpoint.open(path)
-    file_format = family_of(checkpoint.config).files
+    file_format = family_of(checkpoint.config).file_format
     tensors = SplitExperts(checkpoint)
     entries = {}
     for name, entry in tensors.entries.items():

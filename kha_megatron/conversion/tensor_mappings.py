@@ -47,13 +47,18 @@ class TensorMapping(ABC):
         """HF names without ``model.layers.{i}.``, where ``{expert}`` is the index of an expert."""
 
     def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
-        """Split a Megatron tensor into HF tensors (same order as :meth:`hf_names`)."""
+        """Split a Megatron tensor into HF tensors, in the order of :meth:`hf_names`."""
         names = self.hf_names(model)
         return list(tensor.chunk(len(names)))
 
-    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
-        """Inverse of :meth:`split`. The returned blocks still need to be concatenated."""
-        return list(parts)
+    def join(self, hf_tensors: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+        """Inverse of :meth:`split`.
+
+        Returns:
+            Blocks of the Megatron tensor, which still need to be concatenated along the first
+            dimension.
+        """
+        return list(hf_tensors)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -84,13 +89,13 @@ class GatedMLPMapping(TensorMapping):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class VocabularyMapping(DirectMapping):
-    """Embedding or LM head. Only Megatron pads these (with zeros)."""
+    """Embedding or LM head. Only Megatron pads the vocabulary (with rows of zeros)."""
 
     def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
         return [tensor[: model.vocabulary]]
 
-    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
-        (tensor,) = parts
+    def join(self, hf_tensors: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+        (tensor,) = hf_tensors
         rows, *other_dims = tensor.shape
         padding_rows = model.vocabulary_rows - rows
         if not padding_rows:
@@ -107,43 +112,45 @@ class QKVMapping(TensorMapping):
     """None if key and value are the same state (GTA)."""
     value: str
     mechanism: str
-    """Name of the rows that a head mechanism adds."""
+    """HF name of the rows of a head mechanism, where ``{module}`` is its submodule."""
 
     def hf_names(self, model: ModelConfig) -> list[str]:
-        names = {
+        names_of_parts = {
             "query": self.query,
             "key": self.key,
             "value": self.value,
         }
-        for rows in model.qkv.extra:
-            names[rows.name] = self.mechanism.format(module=rows.hf)
+        for mechanism_rows in model.qkv.extra:
+            hf_name = self.mechanism.format(module=mechanism_rows.hf)
+            names_of_parts[mechanism_rows.name] = hf_name
         hf_names = []
-        for part in model.qkv.parts:
-            name = names[part]
-            assert name is not None, f"{part} has no tensor"
+        for part_name in model.qkv.parts:
+            name = names_of_parts[part_name]
+            assert name is not None, f"{part_name} has no tensor"
             hf_names.append(name)
         return hf_names
 
     def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
         layout = model.qkv
-        groups = tensor.unflatten(0, (layout.groups, -1))
-        parts = []
+        grouped = tensor.unflatten(0, (layout.groups, -1))
+        hf_tensors = []
         for part in layout.parts.values():
-            rows = groups[:, part.rows]
-            parts.append(rows.flatten(0, 1))
-        return parts
+            rows_in_groups = grouped[:, part.rows]
+            hf_tensors.append(rows_in_groups.flatten(0, 1))
+        return hf_tensors
 
-    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+    def join(self, hf_tensors: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
         layout = model.qkv
-        blocks = []
-        for part in parts:
-            blocks.append(part.unflatten(0, (layout.groups, -1)))
-        padding = layout.padding.stop - layout.padding.start
-        if padding:
-            groups, _, *other_dims = blocks[0].shape
-            zeros = blocks[0].new_zeros(groups, padding, *other_dims)
-            blocks.insert(layout.parts_before_padding, zeros)
-        fused = torch.cat(blocks, dim=1)
+        grouped_parts = []
+        for hf_tensor in hf_tensors:
+            grouped_parts.append(hf_tensor.unflatten(0, (layout.groups, -1)))
+        padding_rows = layout.padding.stop - layout.padding.start
+        if padding_rows:
+            first_part = grouped_parts[0]
+            _, _, *other_dims = first_part.shape
+            zeros = first_part.new_zeros(layout.groups, padding_rows, *other_dims)
+            grouped_parts.insert(layout.parts_before_padding, zeros)
+        fused = torch.cat(grouped_parts, dim=1)
         return [fused.flatten(0, 1)]
 
 
@@ -182,11 +189,11 @@ class HeadMapping(TensorMapping):
             return [tensor.flatten(0, -2)]
         return [tensor]
 
-    def join(self, parts: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+    def join(self, hf_tensors: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
         if self.tensor.matrices:
-            matrices = [matrix.T for matrix in parts]
+            matrices = [weight.T for weight in hf_tensors]
             return [torch.stack(matrices)]
-        (tensor,) = parts
+        (tensor,) = hf_tensors
         if self.tensor.reads_input:
             return [tensor.view(self.tensor.shape)]
         return [tensor]

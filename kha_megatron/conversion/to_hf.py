@@ -15,6 +15,7 @@ from kha_megatron.checkpoint.manifest import MANIFEST
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.checkpoint.staging import as_json, staged_folder
 from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
+from kha_megatron.conversion.file_format import FileFormat
 from kha_megatron.conversion.folding import fold_heads
 from kha_megatron.conversion.hf_configs import (
     can_predict,
@@ -62,26 +63,36 @@ class HFPlan(Plan):
         entries = []
         for slot in tensor_slots(self.source.model):
             tensors = self.source.read(slot, meta=True)
-            for name, tensor in self._named_tensors(slot, tensors):
+            named_tensors = self._name_tensors(slot, tensors)
+            for name, tensor in (*named_tensors, *self._name_copies(named_tensors)):
                 shape = tuple(tensor.shape)
                 entries.append(TensorEntry(name, tensor.dtype, shape))
         return entries
 
-    def _named_tensors(
+    @property
+    def _file_format(self) -> FileFormat:
+        return FAMILIES[self.config.model_type].file_format
+
+    def _name_tensors(
         self,
         slot: TensorSlot,
         tensors: Sequence[Tensor],
     ) -> list[tuple[str, Tensor]]:
-        """Return the tensors of a slot as in the files, and then their copies."""
-        files = FAMILIES[self.config.model_type].files
+        """Return the tensors of a slot as in the files, with their names."""
         model = self.source.model
-        names = files.names(slot, model)
-        stored = files.write(slot, model, tensors)
-        named = list(zip(names, stored, strict=True))
-        for copy, original in files.copies(model).items():
-            if original == names[0]:
-                named.append((copy, stored[0]))
-        return named
+        names = self._file_format.names(slot, model)
+        tensors_in_files = self._file_format.write(slot, model, tensors)
+        return list(zip(names, tensors_in_files, strict=True))
+
+    def _name_copies(self, named_tensors: Sequence[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """Return the other names that the files have for some of the tensors."""
+        originals = self._file_format.copies(self.source.model)
+        named_copies = []
+        for name, tensor in named_tensors:
+            for copy, original in originals.items():
+                if original == name:
+                    named_copies.append((copy, tensor))
+        return named_copies
 
     def write(
         self,
@@ -97,23 +108,23 @@ class HFPlan(Plan):
             writer = HFWriter(folder, entries, max_shard_bytes=self.max_shard_bytes)
 
             def put(slot: TensorSlot, tensors: list[Tensor]) -> None:
-                for number, (name, tensor) in enumerate(self._named_tensors(slot, tensors)):
+                named_tensors = self._name_tensors(slot, tensors)
+                for name, tensor in named_tensors:
                     writer.write(name, tensor)
-                    if number >= len(tensors):  # a copy
-                        on_bytes(tensor.nbytes)
+                for name, tensor in self._name_copies(named_tensors):
+                    writer.write(name, tensor)
+                    on_bytes(tensor.nbytes)  # `transfer` only reports tensors of the source
 
             not_finite = transfer(source, put, workers=workers, on_bytes=on_bytes)
             origin = source.checkpoint.identity()
             shards = writer.close(origin)
             config.dtype = entries[0].dtype
             config.save_pretrained(folder)
-            raw = json_object(folder / CONFIG)
-            content = as_json(raw | names_in_transformers_4(raw))
-            (folder / CONFIG).write_text(content + "\n", encoding="utf-8")
+            _add_old_config_names(folder / CONFIG)
             source.tokenizer.write(folder)
-            written = self.summarize(target, config.model_type, shards, not_finite)
+            conversion = self.summarize(target, config.model_type, shards, not_finite)
             card = model_card(
-                written,
+                conversion,
                 source.model,
                 config,
                 origin=origin,
@@ -122,16 +133,25 @@ class HFPlan(Plan):
                 folded=self.folded,
             )
             (folder / CARD).write_text(card, encoding="utf-8")
-        return written
+        return conversion
+
+
+def _add_old_config_names(path: Path) -> None:
+    """Add the keys that transformers 4 reads to a ``config.json``."""
+    raw = json_object(path)
+    content = as_json(raw | names_in_transformers_4(raw))
+    path.write_text(content + "\n", encoding="utf-8")
 
 
 def _projections(entries: Sequence[TensorEntry]) -> list[str]:
     """Return the names of all linear layers in the attention, e.g. for LoRA."""
     projections = set()
     for entry in entries:
-        *prefix, name, _ = entry.name.split(".")
-        if len(prefix) == 4 and prefix[3] == "self_attn" and "_proj" in name:
-            projections.add(name)
+        # e.g. model.layers.0.self_attn.q_proj.weight
+        *module_names, module_name, _ = entry.name.split(".")
+        is_in_attention = len(module_names) == 4 and module_names[3] == "self_attn"
+        if is_in_attention and "_proj" in module_name:
+            projections.add(module_name)
     return sorted(projections)
 
 
@@ -149,14 +169,18 @@ def _warn_of_router_dtype(source: ModelSource, config: PreTrainedConfig) -> None
     (embedding,) = source.read(TensorSlot(EMBEDDING), meta=True)
     if not source.model.experts or embedding.dtype == torch.float32:
         return
-    in_float32 = bool(from_hf_config(config.to_dict()).moe_router_dtype)
-    if in_float32 != bool(source.model.moe_router_dtype):
-        computes, trained = ("always", "without") if in_float32 else ("never", "with")
-        announce(
-            f"{config.model_type} {computes} computes its routers in float32, but the model was "
-            f"trained {trained} --moe-router-dtype. It may select other experts. To keep the dtype "
-            "of the routers, use --architecture kha."
-        )
+    exported_model = from_hf_config(config.to_dict())
+    exported_in_float32 = bool(exported_model.moe_router_dtype)
+    trained_in_float32 = bool(source.model.moe_router_dtype)
+    if exported_in_float32 == trained_in_float32:
+        return
+    computes = "always" if exported_in_float32 else "never"
+    trained = "with" if trained_in_float32 else "without"
+    announce(
+        f"{config.model_type} {computes} computes its routers in float32, but the model was "
+        f"trained {trained} --moe-router-dtype. It may select other experts. To keep the dtype "
+        "of the routers, use --architecture kha."
+    )
 
 
 def plan_export(
@@ -192,24 +216,32 @@ def plan_export(
         raise ConfigError(f"Unknown architecture {architecture!r}. Available: {available}.")
     source = remove_padding(open_source(path, tokenizer=tokenizer))
     source = replace(source, model=replace(source.model, gpt_model=False))
-    folded = source.model.kha if fold else None
-    if folded is not None:
+    folded = None
+    if fold:
+        folded = source.model.kha
         source = fold_heads(source, folded)
     if upcycle is not None:
         source = upcycle_heads(source, upcycle)
     if dtype is not None:
         source = cast(source, FLOAT_DTYPES[dtype], allow_overflow=allow_overflow)
-    architecture = architecture or ("auto" if fold else "kha")
+    if architecture is None:
+        architecture = "auto" if fold else "kha"
     if architecture == "auto":
+        # models with partly folded matrices (`kha_folded`) need the kha architecture
         only_stock = fold and not source.model.kha_folded
         architecture = _fitting_architecture(source.model, only_stock=only_stock)
     if not can_predict(source.model, architecture):
         source = drop_predictions(source, f"{architecture} does not support them")
-    if FAMILIES[architecture].always.get("layernorm_zero_centered_gamma"):
+    if FAMILIES[architecture].has_zero_centered_norms:
         source = center_and_round_norms(source)
     config = to_hf_config(source.model, architecture)
     for name, value in source.tokenizer.token_ids.items():
         setattr(config, name, value)
     _warn_of_router_dtype(source, config)
     source = add_zero_tensors(source, fill_missing_tensors(source.model, architecture))
-    return HFPlan(source, config, max_shard_bytes, folded)
+    return HFPlan(
+        source=source,
+        config=config,
+        max_shard_bytes=max_shard_bytes,
+        folded=folded,
+    )

@@ -80,21 +80,21 @@ class MegatronPlan(Plan):
             release.mkdir()
             with TorchDistWriter(release) as writer:
 
-                def put(slot: TensorSlot, parts: list[Tensor]) -> None:
-                    _write_slot(writer, source.model, slot, parts)
+                def put(slot: TensorSlot, hf_tensors: list[Tensor]) -> None:
+                    _write_slot(writer, source.model, slot, hf_tensors)
 
                 not_finite = transfer(source, put, workers=workers, on_bytes=on_bytes)
                 _write_extra_states(writer, source.model)
-                common = {
+                common_state = {
                     "args": Namespace(**args),
                     "iteration": 0,
                     "checkpoint_version": 3.0,
                 }
-                writer.close(common, source.checkpoint.identity())
+                writer.close(common_state, source.checkpoint.identity())
             (folder / TRACKER).write_text(RELEASE)
             shards = list(release.glob("*.distcp"))
-        arguments = command_line(args, str(target))
-        return self.summarize(target, "megatron", len(shards), not_finite, *arguments)
+        training_flags = command_line(args, str(target))
+        return self.summarize(target, "megatron", len(shards), not_finite, *training_flags)
 
 
 def plan_import(
@@ -110,30 +110,31 @@ def plan_import(
 ) -> MegatronPlan:
     """Open a checkpoint and prepare to import it.
 
-    We pad the vocab to a multiple of ``divisible_by * tensor_parallel`` (or keep the existing
-    padding of Megatron checkpoints). Note that you can still load the result with a different TP
-    size. ``gpt_model`` writes a checkpoint for GPTModel instead of HybridModel. The other arguments
-    are the same as in ``to_hf.plan_export``.
+    Args:
+        divisible_by: Pad the vocab to a multiple of ``divisible_by * tensor_parallel``. We keep the
+            padding of Megatron checkpoints.
+        tensor_parallel: TP size for the padding. You can still load the result with another one.
+        gpt_model: Write a checkpoint for GPTModel instead of HybridModel.
+
+    The other arguments are those of ``to_hf.plan_export``.
     """
     source = open_source(path, tokenizer=tokenizer)
-    multiple = 1 if source.padding_arguments else divisible_by * tensor_parallel
-    multiples = math.ceil(source.model.vocabulary / multiple)
-    model = replace(
-        source.model,
-        gpt_model=gpt_model,
-        padded_vocab_size=multiples * multiple,
-    )
+    rows = source.model.vocabulary  # includes the padding of Megatron checkpoints
+    if not source.padding_arguments:
+        multiple = divisible_by * tensor_parallel
+        rows = math.ceil(rows / multiple) * multiple
+    model = replace(source.model, gpt_model=gpt_model, padded_vocab_size=rows)
     source = replace(source, model=model)
     if upcycle is not None:
         source = upcycle_heads(source, upcycle)
     if dtype is not None:
         source = cast(source, FLOAT_DTYPES[dtype], allow_overflow=allow_overflow)
     (embedding,) = source.read(TensorSlot(EMBEDDING), meta=True)
-    params_dtype = embedding.dtype
-    args = to_arguments(source.model) | {
-        "params_dtype": params_dtype,
-        "bf16": params_dtype == torch.bfloat16,
-        "fp16": params_dtype == torch.float16,
+    args = to_arguments(source.model)
+    args |= {
+        "params_dtype": embedding.dtype,
+        "bf16": embedding.dtype == torch.bfloat16,
+        "fp16": embedding.dtype == torch.float16,
         "make_vocab_size_divisible_by": divisible_by,
         "tensor_model_parallel_size": tensor_parallel,
         "pipeline_model_parallel_size": 1,
@@ -144,21 +145,21 @@ def plan_import(
         "consumed_train_samples": 0,
         "consumed_valid_samples": 0,
     }
-    return MegatronPlan(source, args | dict(source.padding_arguments))
+    args |= source.padding_arguments
+    return MegatronPlan(source=source, args=args)
 
 
 def _check_dtypes(source: ModelSource) -> None:
     """Raise CheckpointError if tensors that Megatron stores as one have different dtypes."""
-    stored_together = defaultdict[Any, list[TensorEntry]](list)
+    groups = defaultdict[Any, list[TensorEntry]](list)  # tensors that are stored together
+    counts_in_model: Counter[torch.dtype] = Counter()
     for slot, entries in source.entries():
         layer = None if is_stacked(slot, source.model) else slot.layer
-        stored_together[slot.mapping, layer] += entries
-    counts_in_model: Counter[torch.dtype] = Counter()
-    for entries in stored_together.values():
+        groups[slot.mapping, layer] += entries
         counts_in_model.update(entry.dtype for entry in entries)
-    for entries in stored_together.values():
-        most_common = _most_common_dtype(entries, counts_in_model)
-        for entry in entries:
+    for group in groups.values():
+        most_common = _most_common_dtype(group, counts_in_model)
+        for entry in group:
             if entry.dtype != most_common:
                 raise CheckpointError(
                     f"{entry.name} in {source.path} has dtype {entry.dtype}, but the tensors that "
@@ -171,6 +172,7 @@ def _most_common_dtype(
     entries: list[TensorEntry],
     counts_in_model: Counter[torch.dtype],
 ) -> torch.dtype:
+    """Return the most common dtype of some tensors. The rest of the model decides a draw."""
     counts = Counter(entry.dtype for entry in entries)
 
     def frequency(dtype: torch.dtype) -> tuple[int, int]:
@@ -183,23 +185,22 @@ def _write_slot(
     writer: TorchDistWriter,
     model: ModelConfig,
     slot: TensorSlot,
-    parts: list[Tensor],
+    hf_tensors: list[Tensor],
 ) -> None:
     """Write a slot to its (possibly stacked) Megatron tensor."""
     mapping = slot.mapping
     stack = stack_of(slot, model)
     shape = (*stack.shape, *mapping.shape(model))
+    stack_dims = (None,) * len(stack.shape)
     names = mapping.megatron_names if mapping.write_aliases else [mapping.megatron]
     for name in names:
         key = written_key(name, slot, model)
-        start = 0
-        for block in mapping.join(parts, model):
+        first_row = 0
+        for block in mapping.join(hf_tensors, model):
             rows, *other_dims = block.shape
-            other_offsets = [0] * len(other_dims)
-            offsets = (*stack.index, start, *other_offsets)
-            stacked_dims = (None,) * len(stack.shape)
-            writer.write(key, block[stacked_dims], shape=shape, offsets=offsets)
-            start += rows
+            offsets = (*stack.index, first_row, *[0] * len(other_dims))
+            writer.write(key, block[stack_dims], shape=shape, offsets=offsets)
+            first_row += rows
 
 
 def _write_extra_states(writer: TorchDistWriter, model: ModelConfig) -> None:
@@ -228,9 +229,10 @@ def _write_extra_states(writer: TorchDistWriter, model: ModelConfig) -> None:
 
 
 def _modules_with_state(slot: TensorSlot) -> list[str]:
+    """Return the linear layers and norms of a slot, and the core attention of its layer."""
     modules = []
     for name in slot.mapping.megatron_names:
-        module, _, _ = name.rpartition(".")
+        module, _, _ = name.rpartition(".")  # e.g. mlp.linear_fc1.weight -> mlp.linear_fc1
         _, _, module_name = module.rpartition(".")
         is_linear = module_name.startswith("linear_") or module == "eh_proj"
         if is_linear or "norm" in module_name:

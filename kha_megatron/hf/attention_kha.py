@@ -96,7 +96,9 @@ class LayerMechanism:
     """A head mechanism and its submodules in one layer."""
 
     mechanism: Mechanism
+    # Projections of the layer input, which are rows of `linear_qkv` in Megatron.
     rows: Sequence[HeadRows]
+    # All other weights.
     tensors: Sequence[HeadTensor]
 
 
@@ -106,34 +108,12 @@ class KHAHeads(KHAModule):
     @classmethod
     def check_config(cls, config: KHAModelConfig) -> str | None:
         """Validate the attention settings. Returns `"eager"` if other backends cannot be used."""
-        registered = mechanism_types()
-        unknown = config.mechanisms.keys() - registered.keys()
-        if unknown:
-            # no other text of the config, which could be read as a command
-            names = []
-            for name in sorted(unknown):
-                if name.isidentifier():
-                    names.append(f"kha_{name}")
-            raise ValueError(
-                f"Unknown fields {', '.join(names)} in the config. They belong to head mechanisms "
-                "that are not registered. Look at their code first (see `kha_providers` in the "
-                "config). Then install their package, or list their file in the environment "
-                f"variable KHA_HEADS_FROM. Registered mechanisms: {', '.join(registered)}."
-            )
+        check_mechanisms_are_registered(config)
         if config.kha_attention == "gta" and config.kha_key is not None:
             raise ValueError(
                 f"kha_key={config.kha_key!r} is not supported with GTA. Use kha_value."
             )
-        rope_parameters = config.rope_parameters or {}
-        rotary_share = rope_parameters.get("partial_rotary_factor", 1.0)
-        facts = HeadFacts(
-            rotary_features=int(rotary_share * config.head_dim),
-            multi_latent=config.kv_lora_rank is not None,
-            attention=config.kha_attention,
-            qk_norm=config.use_qk_norm,
-            query_heads=config.num_attention_heads,
-            layers=config.num_hidden_layers,
-        )
+        facts = head_facts(config)
         implementation = None
         for mechanism in build_mechanisms(config):
             reason = mechanism.unsupported_reason(facts)
@@ -304,6 +284,24 @@ class KHAHeads(KHAModule):
         return ModelRanks(self.o_proj, self.listeners)
 
 
+def check_mechanisms_are_registered(config: KHAModelConfig) -> None:
+    registered = mechanism_types()
+    unknown = config.mechanisms.keys() - registered.keys()
+    if not unknown:
+        return
+    # no other text of the config, which could be read as a command
+    names = []
+    for name in sorted(unknown):
+        if name.isidentifier():
+            names.append(f"kha_{name}")
+    raise ValueError(
+        f"Unknown fields {', '.join(names)} in the config. They belong to head mechanisms "
+        "that are not registered. Look at their code first (see `kha_providers` in the "
+        "config). Then install their package, or list their file in the environment "
+        f"variable KHA_HEADS_FROM. Registered mechanisms: {', '.join(registered)}."
+    )
+
+
 def build_mechanisms(config: KHAModelConfig) -> list[Mechanism]:
     """Instantiate the mechanisms of a model in the order they are applied (KHA not included)."""
     mechanisms = []
@@ -311,6 +309,20 @@ def build_mechanisms(config: KHAModelConfig) -> list[Mechanism]:
         if name in config.mechanisms:
             mechanisms.append(mechanism_type.from_dict(config.mechanisms[name]))
     return mechanisms
+
+
+def head_facts(config: KHAModelConfig) -> HeadFacts:
+    """Collect what mechanisms need to know in order to reject a model."""
+    rope_parameters = config.rope_parameters or {}
+    rotary_share = rope_parameters.get("partial_rotary_factor", 1.0)
+    return HeadFacts(
+        rotary_features=int(rotary_share * config.head_dim),
+        multi_latent=config.kv_lora_rank is not None,
+        attention=config.kha_attention,
+        qk_norm=config.use_qk_norm,
+        query_heads=config.num_attention_heads,
+        layers=config.num_hidden_layers,
+    )
 
 
 def head_sizes(config: KHAModelConfig) -> HeadSizes:
@@ -630,11 +642,11 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
         for mechanism in build_mechanisms(config):
             if mechanism.own_projections:
                 self.mechanism_name = mechanism.name
-                dim = mechanism.own_projections["key"]
-        self.scaling = dim**-0.5
+                key_dim = mechanism.own_projections["key"]
+        self.scaling = key_dim**-0.5
         if self.use_qk_norm:
-            self.q_norm = Glm4MoeRMSNorm(dim, eps=config.rms_norm_eps)
-            self.k_norm = Glm4MoeRMSNorm(dim, eps=config.rms_norm_eps)
+            self.q_norm = Glm4MoeRMSNorm(key_dim, eps=config.rms_norm_eps)
+            self.k_norm = Glm4MoeRMSNorm(key_dim, eps=config.rms_norm_eps)
         self.add_heads(config)
 
     def project_heads(
@@ -767,8 +779,9 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         length = cached.shape[-2]
         positions = torch.arange(length, device=cached.device).unsqueeze(0)
         if position_ids is not None:
-            last = cache.get_seq_length(self.layer_idx) - 1
-            positions = positions + position_ids[:, -1:] - last
+            last_index = cache.get_seq_length(self.layer_idx) - 1
+            left_padding = last_index - position_ids[:, -1:]
+            positions = positions - left_padding
         return self.rotary_emb(cached, positions)
 
     def tp_plan(self) -> dict[str, str]:

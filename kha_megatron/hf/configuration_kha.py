@@ -6,8 +6,11 @@ from typing import Any, ClassVar
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 
+_KHA_VARIANTS = (None, "linear", "mlp", "gate")
 _ALLOWED_VALUES = {
-    **dict.fromkeys(("kha_query", "kha_key", "kha_value"), (None, "linear", "mlp", "gate")),
+    "kha_query": _KHA_VARIANTS,
+    "kha_key": _KHA_VARIANTS,
+    "kha_value": _KHA_VARIANTS,
     "kha_init": ("identity", "random"),
     "kha_attention": (None, "gta", "gla"),
     "kha_folded": (None, ["value"], ["value", "output"]),
@@ -165,6 +168,7 @@ class KHAModelConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs) -> None:
+        # Settings of head mechanisms that have no field of their own.
         for name in list(kwargs):
             if name.startswith("kha_"):
                 setattr(self, name, kwargs.pop(name))
@@ -266,11 +270,11 @@ class KHAModelConfig(PreTrainedConfig):
         if self.n_group == 1:
             return
         group_size = self.num_experts // self.n_group
-        least = self.topk_group
-        most = self.topk_group * group_size
-        if not least <= self.num_experts_per_tok <= most:
+        minimum = self.topk_group
+        maximum = self.topk_group * group_size
+        if not minimum <= self.num_experts_per_tok <= maximum:
             raise ValueError(
-                f"`num_experts_per_tok` must be between {least} and {most} with "
+                f"`num_experts_per_tok` must be between {minimum} and {maximum} with "
                 f"topk_group={self.topk_group} groups of {group_size} experts, got "
                 f"{self.num_experts_per_tok}."
             )

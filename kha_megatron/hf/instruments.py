@@ -107,8 +107,9 @@ def _measure_sinks(
         return
     key_length = weights.shape[-1]
     if key_length > 1:
-        on_first_token = weights[0, :, 1:, 0].float()
-        statistics.sinks = on_first_token.mean(-1).tolist()
+        # Skip the query of the first token, which can only attend to itself.
+        first_key_weights = weights[0, :, 1:, 0].float()
+        statistics.sinks = first_key_weights.mean(-1).tolist()
 
 
 def _measure_output(

@@ -169,13 +169,14 @@ class KHAKnock(nn.Module):
         return output.view_as(x)
 
     def _stacked_weight(self) -> Tensor:
-        """Get `up_proj.weight` and `gate_proj.weight` as one tensor."""
+        """Get `up_proj.weight` and `gate_proj.weight` as one tensor (a view if possible)."""
         up = self.up_proj.weight
         gate = self.gate_proj.weight
-        distance = gate.data_ptr() - up.data_ptr()
         up_storage = up.untyped_storage().data_ptr()
         gate_storage = gate.untyped_storage().data_ptr()
-        if up_storage != gate_storage or distance != up.nbytes:
+        end_of_up = up.data_ptr() + up.nbytes
+        is_adjacent = up_storage == gate_storage and gate.data_ptr() == end_of_up
+        if not is_adjacent:
             return torch.cat([up, gate])
         features = len(up)
         stacked_shape = (2 * features, features)
@@ -211,12 +212,13 @@ class KHAKnock(nn.Module):
         # This is called by `.to` and similar methods.
         if self.variant != "mlp":
             return super()._apply(fn, recurse)
-        weight = self.up_proj.weight
-        before = (weight.device, weight.dtype)
+        old_weight = self.up_proj.weight
+        old_device = old_weight.device
+        old_dtype = old_weight.dtype
         super()._apply(fn, recurse)
-        weight = self.up_proj.weight
-        if (weight.device, weight.dtype) != before:
-            self.stack_weights()
+        new_weight = self.up_proj.weight
+        if new_weight.device != old_device or new_weight.dtype != old_dtype:
+            self.stack_weights()  # their memory has just been allocated
         return self
 
 
@@ -525,8 +527,9 @@ class KHARouter(nn.Module):
         self.score_function = config.scoring_func
         self.normalise = config.norm_topk_prob
         self.in_float32 = config.router_dtype == "float32"
-        # Qwen3-MoE has no groups.
-        self.like_qwen = not self.in_float32 and config.n_group == 1
+        # Qwen3-MoE normalizes the softmax over all experts (and has no groups).
+        is_like_qwen = not self.in_float32 and config.n_group == 1
+        self.selects_before_softmax = self.normalise and not is_like_qwen
         self.scaling_factor = config.routed_scaling_factor
         self.groups = config.n_group
         self.groups_per_token = config.topk_group
@@ -578,8 +581,7 @@ class KHARouter(nn.Module):
         return weights, experts
 
     def _choose_by_softmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        is_softmax_last = self.normalise and not self.like_qwen
-        if is_softmax_last:
+        if self.selects_before_softmax:
             scores = self._mask_groups(logits)
             selected, experts = scores.topk(self.top_k, dim=-1)
             weights = selected.softmax(-1, dtype=torch.float32)

@@ -8,6 +8,7 @@ copied as well.
 
 import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ AUTO_MAP = {
 
 _IMPORT = re.compile(r"^from (kha_megatron[\w.]*) import", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
+"""Directory that contains the package."""
 _MODELING = "kha_megatron.hf.modeling_kha"
 _ATTENTION = "kha_megatron.hf.attention_kha"
 _REGISTRY = "kha_megatron.hf.mechanisms_kha"
@@ -42,25 +44,25 @@ def write_modelling_files(directory: str | Path, config: Any) -> dict[str, str]:
 def modelling_files(config: Any) -> dict[str, str]:
     """Generate the modeling files. Returns a mapping from file names to source code."""
     sources: dict[str, str] = {}
-    _collect(_MODELING, config, sources)
+    _collect_sources(_MODELING, config, sources)
     if not config.is_plain:
-        _collect(_ATTENTION, config, sources)
+        _collect_sources(_ATTENTION, config, sources)
         sources[_MODELING] += (
             "\n# Register the attention classes.\n"
             f"from {_ATTENTION} import KHAHeadsAttention as KHAHeadsAttention  # noqa: E402\n"
         )
     files = {}
     for module, source in sources.items():
-        file_name = f"{_file_name(module)}.py"
-        origin = _origin(module)
+        file_name = f"{_exported_name(module)}.py"
+        first_line = f"# {_describe_origin(module)}"
         code = _IMPORT.sub(_make_relative, source)
-        files[file_name] = f"# {origin}\n{code}"
+        files[file_name] = f"{first_line}\n{code}"
     return files
 
 
 def _make_relative(absolute_import: re.Match[str]) -> str:
     module = absolute_import[1]
-    return f"from .{_file_name(module)} import"
+    return f"from .{_exported_name(module)} import"
 
 
 def is_modelling_file(path: Path) -> bool:
@@ -70,7 +72,7 @@ def is_modelling_file(path: Path) -> bool:
     return first_line.startswith("# ") and "kha-megatron" in first_line
 
 
-def _collect(
+def _collect_sources(
     module: str,
     config: Any,
     sources: dict[str, str],
@@ -79,19 +81,19 @@ def _collect(
     if module in sources:
         return
     if module == _REGISTRY:
-        source = _registry(config.mechanisms)
+        source = _generate_registry(config.mechanisms)
     else:
         source = _source_path(module).read_text()
     sources[module] = source
     imported_modules = _IMPORT.findall(source)
     for imported in imported_modules:
-        _collect(imported, config, sources)
+        _collect_sources(imported, config, sources)
 
 
 def _source_path(module: str) -> Path:
-    outsider = _outsiders().get(module)
-    if outsider is not None:
-        external_module = sys.modules[outsider.__module__]
+    external_type = _external_mechanisms().get(module)
+    if external_type is not None:
+        external_module = sys.modules[external_type.__module__]
         return Path(external_module.__file__ or "")
     path = _ROOT / module.replace(".", "/")
     if path.is_dir():
@@ -99,35 +101,38 @@ def _source_path(module: str) -> Path:
     return path.with_suffix(".py")
 
 
-def _origin(module: str) -> str:
-    outsider = _outsiders().get(module)
-    if outsider is not None:
-        return f"{outsider.__module__}, a head mechanism that is not part of kha-megatron"
+def _describe_origin(module: str) -> str:
+    external_type = _external_mechanisms().get(module)
+    if external_type is not None:
+        return f"{external_type.__module__}, a head mechanism that is not part of kha-megatron"
     return f"{module} of kha-megatron {__version__} (Apache-2.0)"
 
 
-def _outsiders() -> dict[str, type]:
-    """Mechanisms from other packages and files, by module name in this package."""
+def _external_mechanisms() -> dict[str, type]:
+    """Return the mechanisms from other packages and files.
+
+    The keys are the modules that they would be in if they were part of this package.
+    """
     package = __package__.partition(".")[0]
-    outsiders = {}
+    external_types = {}
     for name, mechanism_type in mechanism_types().items():
-        is_ours = mechanism_type.__module__.startswith(f"{package}.")
-        if not is_ours:
-            outsiders[f"{package}.heads.{name}"] = mechanism_type
-    return outsiders
+        if not mechanism_type.__module__.startswith(f"{package}."):
+            external_types[f"{package}.heads.{name}"] = mechanism_type
+    return external_types
 
 
-def _file_name(module: str) -> str:
+def _exported_name(module: str) -> str:
+    """Return the name of a module next to the model, e.g. `heads_gate_kha` or `modeling_kha`."""
     _, _, path = module.partition(".")
     name = path.removeprefix("hf.").replace(".", "_")
     return name.removesuffix("_kha") + "_kha"
 
 
-def _registry(names: Any) -> str:
+def _generate_registry(names: Collection[str]) -> str:
     """Generate a `mechanisms_kha.py` that only imports the given mechanisms."""
-    modules_of_outsiders = {}
-    for module, outsider in _outsiders().items():
-        modules_of_outsiders[outsider] = module
+    external_modules = {}
+    for module, external_type in _external_mechanisms().items():
+        external_modules[external_type] = module
     imports = []
     entries = []
     for name, mechanism_type in mechanism_types().items():
@@ -135,7 +140,7 @@ def _registry(names: Any) -> str:
             continue
         class_name = mechanism_type.__name__
         defining_module = mechanism_type.__module__
-        module = modules_of_outsiders.get(mechanism_type, defining_module)
+        module = external_modules.get(mechanism_type, defining_module)
         imports.append(f"from {module} import {class_name}")
         entries.append(f"{name!r}: {class_name}")
     mapping = ", ".join(entries)

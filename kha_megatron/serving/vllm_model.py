@@ -128,14 +128,14 @@ def load_head_shard(parameter: nn.Parameter, weight: Tensor) -> None:
     """Weight loader for per-head parameters. KV heads are replicated if there are more TP ranks."""
     ranks = get_tensor_model_parallel_world_size()
     shard_size = len(parameter)
-    shards = len(weight) // shard_size
+    shards = len(weight) // shard_size  # can be less than ranks, which then share them
     if len(weight) % shard_size or not 1 <= shards <= ranks:
         raise ValueError(
             f"Cannot shard a weight of shape {tuple(weight.shape)} into {tuple(parameter.shape)} "
             f"on {ranks} ranks. Please check that config.json belongs to this model."
         )
-    shard = get_tensor_model_parallel_rank() * shards // ranks
-    start = shard * shard_size
+    shard_index = get_tensor_model_parallel_rank() * shards // ranks
+    start = shard_index * shard_size
     parameter.data.copy_(weight[start : start + shard_size])
 
 

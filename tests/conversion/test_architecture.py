@@ -84,11 +84,11 @@ def dropped(changes):
     from megatron.training.argument_utils import gpt_config_from_args
     from megatron.training.arguments import add_megatron_arguments
 
-    from kha_megatron.conversion.megatron_model import _UNSHARDED
+    from kha_megatron.conversion.megatron_model import _CPU_ARGUMENTS
     from kha_megatron.mcore.building import model_config
 
     args = vars(add_megatron_arguments(ArgumentParser(allow_abbrev=False)).parse_args([]))
-    args = Namespace(**args | changes | _UNSHARDED)
+    args = Namespace(**args | changes | _CPU_ARGUMENTS)
     configs = gpt_config_from_args(args), model_config(args, HeadsConfig())
     return [config.rope_scaling_factor for config in configs]
 
