@@ -116,10 +116,10 @@ class HFPlan(Plan):
                 written,
                 source.model,
                 config,
-                origin=origin,
-                base=getattr(source.checkpoint, "config", {}).get("_name_or_path"),
+                source_identity=origin,
+                name_or_path=getattr(source.checkpoint, "config", {}).get("_name_or_path"),
                 projections=_projections(entries),
-                folded=self.folded,
+                heads_before_folding=self.folded,
             )
             (folder / CARD).write_text(card, encoding="utf-8")
         return written
