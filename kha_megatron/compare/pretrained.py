@@ -154,7 +154,7 @@ def plan_start(
         raise CheckpointError(
             f"{path} already uses {trained}. --pretrained-checkpoint requires a model without KHA."
         )
-    check_same_tokenizer(path, {"tokenizer_model": source.tokenizer.origin}, run.arguments)
+    check_same_tokenizer(path, {"tokenizer_model": source.tokenizer.path}, run.arguments)
     try:
         plan = plan_import(
             path,

@@ -138,7 +138,7 @@ class Plan(ABC):
             size=sum(entry.nbytes for entry in entries),
             shards=shards,
             dtype=str(entries[0].dtype).removeprefix("torch."),
-            tokenizer=self.source.tokenizer.origin,
+            tokenizer=self.source.tokenizer.path,
             not_finite=not_finite,
             arguments=list(arguments),
         )

@@ -29,7 +29,7 @@ from kha_megatron.conversion.model_card import CARD, model_card
 from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
 from kha_megatron.conversion.tensor_mappings import TensorSlot
 from kha_megatron.conversion.tensor_names import EMBEDDING, tensor_slots
-from kha_megatron.conversion.tokenizer_files import FILES
+from kha_megatron.conversion.tokenizer_files import OUTPUT_PATTERNS
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     cast,
@@ -55,7 +55,7 @@ class HFPlan(Plan):
     """KHA config of the source model, if we are folding it into the projections."""
 
     marker = MANIFEST
-    patterns = (MANIFEST, CONFIG, INDEX, CARD, *FILES, "model*.safetensors", "*_kha.py")
+    patterns = (MANIFEST, CONFIG, INDEX, CARD, *OUTPUT_PATTERNS, "model*.safetensors", "*_kha.py")
 
     @property
     def entries(self) -> list[TensorEntry]:

@@ -169,8 +169,8 @@ class Pair:
     def open(cls, first: Path, second: Path) -> Self:
         """Open and validate two checkpoints."""
         opened = _Sources(
-            open_source(first, comparing=True),
-            open_source(second, comparing=True),
+            open_source(first, with_tokenizer=False),
+            open_source(second, with_tokenizer=False),
         )
         same_vocabulary = opened.transform(_truncate_vocabulary)
         same_layers = same_vocabulary.transform(_drop_predictions)
@@ -426,7 +426,7 @@ def missing_copies(source: ModelSource) -> set[str]:
     Servers load these layers separately. transformers ignores them, and Megatron has no copies.
     """
     stored = source.checkpoint.keys()
-    copies = source.files.copies(source.model)
+    copies = source.file_format.copies(source.model)
     return copies.keys() - stored.keys()
 
 
@@ -485,7 +485,7 @@ def compare_logits(pair: Pair) -> tuple[Agreement, list[Decoding]]:
 
 def loss_of(path: Path, tokens: Tensor) -> float:
     """Return the cross-entropy loss on a batch of token IDs, in nats per token."""
-    source = open_source(path, comparing=True)
+    source = open_source(path, with_tokenizer=False)
     outputs = run_model(source.path, tokens, torch.float32)
     logits = outputs.logits[:, :-1].double()
     next_tokens = tokens[:, 1:]
