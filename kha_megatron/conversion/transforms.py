@@ -61,9 +61,11 @@ def _check_overflow(name: str, exact: Tensor, rounded: Tensor) -> None:
     overflows = count_not_finite(rounded) - count_not_finite(exact)
     if not overflows:
         return
-    maximum = torch.finfo(rounded.dtype).max
+    values = exact.numel()
+    dtype = rounded.dtype
+    maximum = torch.finfo(dtype).max
     raise CheckpointError(
-        f"{overflows:,} of {exact.numel():,} values in {name} overflow {rounded.dtype} "
+        f"{overflows:,} of {values:,} values in {name} overflow {dtype} "
         f"(maximum {maximum:g}). Please use bfloat16 or float32, or "
         "pass --allow-overflow to convert these values to infinity."
     )
