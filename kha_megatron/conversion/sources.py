@@ -73,8 +73,10 @@ class ModelSource:
 
     checkpoint: HFCheckpoint | MegatronCheckpoint
     model: ModelConfig
+    """Config of the model that ``read`` returns tensors of, i.e. including all transforms."""
     read: Read
     file_format: FileFormat = STANDARD
+    """Format of the files of ``checkpoint`` (Hugging Face only)."""
     tokenizer: TokenizerFiles = field(default_factory=lambda: TokenizerFiles({}))
     padding_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Megatron's arguments for the vocab size and its padding."""
