@@ -26,8 +26,8 @@ from kha_megatron.conversion.tensor_mappings import HeadMapping, TensorMapping, 
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.model.config import ModelConfig
 
-MEGATRON = "decoder.layers.*."
-HF = "model.layers.*."
+_MEGATRON_LAYER = "decoder.layers.*."
+_HF_LAYER = "model.layers.*."
 _LAYER_MAPPINGS: tuple[TensorMapping, ...] = (
     tensor_names.FUSED_INPUT_NORM,
     tensor_names.QKV,
@@ -172,7 +172,7 @@ def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[A
         elif model is not None and _is_packed(mapping, model):
             mappings.append(_packed_mapping(mapping, model))
         else:
-            megatron_param = MEGATRON + mapping.megatron
+            megatron_param = _MEGATRON_LAYER + mapping.megatron
             mappings.append(_plain_mapping(mapping, megatron_param))
     final_norm = tensor_names.FINAL_NORM
     mappings.append(AutoMapping(final_norm.megatron, final_norm.hf))
@@ -194,10 +194,10 @@ def _vocabulary_mapping(
 
 def _expert_mappings(mapping: TensorMapping) -> list[MegatronParamMapping[Any]]:
     """Return the mappings for grouped GEMM (weight0, weight1, ...) and for SequentialMLP."""
-    matrix = mapping.megatron.removeprefix("mlp.experts.experts.")
+    weight = mapping.megatron.removeprefix("mlp.experts.experts.")  # e.g. linear_fc1.weight
     return [
-        _plain_mapping(mapping, f"{MEGATRON}mlp.experts.{matrix}*"),
-        _plain_mapping(mapping, f"{MEGATRON}mlp.experts.local_experts.*.{matrix}"),
+        _plain_mapping(mapping, f"{_MEGATRON_LAYER}mlp.experts.{weight}*"),
+        _plain_mapping(mapping, f"{_MEGATRON_LAYER}mlp.experts.local_experts.*.{weight}"),
     ]
 
 
@@ -211,8 +211,8 @@ def _is_packed(mapping: TensorMapping, model: ModelConfig) -> bool:
 def _packed_mapping(mapping: TensorMapping, model: ModelConfig) -> PackedMapping:
     hf_param = {}
     for name in mapping.hf_names(model):
-        hf_param[name] = HF + name
-    megatron_param = MEGATRON + mapping.megatron
+        hf_param[name] = _HF_LAYER + name
+    megatron_param = _MEGATRON_LAYER + mapping.megatron
     return PackedMapping(megatron_param, hf_param, mapping, model)
 
 
@@ -222,9 +222,9 @@ def _plain_mapping(mapping: TensorMapping, megatron_param: str) -> MegatronParam
             assert key is not None
             return QKVMapping(
                 megatron_param,
-                q=HF + query,
-                k=HF + key,
-                v=HF + value,
+                q=_HF_LAYER + query,
+                k=_HF_LAYER + key,
+                v=_HF_LAYER + value,
             )
         case tensor_mappings.GatedMLPMapping(gate=gate, up=up):
             return GatedMLPMapping(
@@ -234,11 +234,11 @@ def _plain_mapping(mapping: TensorMapping, megatron_param: str) -> MegatronParam
             )
         case tensor_mappings.DirectMapping(hf=hf) if mapping is tensor_names.SHARED_EXPERT_GATE:
             # AutoMapping looks at the module type, which does not work for a bare parameter
-            return ReplicatedMapping(megatron_param, HF + hf)
+            return ReplicatedMapping(megatron_param, _HF_LAYER + hf)
         case tensor_mappings.DirectMapping(hf=hf):
             return AutoMapping(megatron_param, _with_wildcard(hf))
     raise AssertionError(mapping)
 
 
 def _with_wildcard(name: str) -> str:
-    return HF + name.format(expert="*")
+    return _HF_LAYER + name.format(expert="*")

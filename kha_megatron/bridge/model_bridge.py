@@ -26,7 +26,8 @@ from kha_megatron.conversion.hf_configs import from_hf_config
 from kha_megatron.errors import CheckpointError
 
 CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
-"""Always float32. Megatron models do not need to have it, in which case we export zeros."""
+"""Expert bias of a router. Always float32. Megatron models do not need to have it, in which case we
+export zeros."""
 
 
 class KHABridge(MegatronModelBridge):
@@ -86,14 +87,14 @@ class KHABridge(MegatronModelBridge):
             *args,
             **kwargs,
         )
-        mistakes = []
+        mismatches = []
         for problem, names in self._unmatched_tensors(tasks, config).items():
             if names:
-                mistakes.append(f"{problem}: {', '.join(names[:5])}")
-        if mistakes:
+                mismatches.append(f"{problem}: {', '.join(names[:5])}")
+        if mismatches:
             raise CheckpointError(
                 "The tensors of the Megatron model and the Hugging Face checkpoint do not match. "
-                f"{'. '.join(mistakes)}."
+                f"{'. '.join(mismatches)}."
             )
         return tasks
 
@@ -135,10 +136,11 @@ class KHABridge(MegatronModelBridge):
         return super().build_export_fp8_tasks(hf_pretrained, megatron_model, **kwargs)
 
     def _read_config(self, megatron_model: list[Any]) -> Any:
+        """Return the config of a Megatron model. Also record its type and what its routers lack."""
         model = unwrap_model(megatron_model)[0]
         self._is_hybrid = isinstance(model, HybridModel)
         config = model.config
-        self._without_bias = not config.moe_router_enable_expert_bias
+        self._lacks_correction_bias = not config.moe_router_enable_expert_bias
         return config
 
     def _unmatched_tensors(
@@ -179,7 +181,7 @@ class KHABridge(MegatronModelBridge):
     def _is_omitted(self, key: str) -> bool:
         """Whether ``key`` is a correction bias that only exists in the Hugging Face model."""
         is_sigmoid = self.hf_config.scoring_func == "sigmoid"
-        return self._without_bias and is_sigmoid and key.endswith(CORRECTION_BIAS)
+        return self._lacks_correction_bias and is_sigmoid and key.endswith(CORRECTION_BIAS)
 
     def maybe_modify_converted_hf_weight(
         self,

@@ -18,7 +18,7 @@ from kha_megatron.model.config import MODEL_FIELDS, ModelConfig
 from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
 from kha_megatron.model.pattern import LayerPattern
 
-_TRAINING = {
+_TRAINING_FIELDS = {
     "seq_length",
     "init_method_std",
     "attention_dropout",
@@ -26,7 +26,8 @@ _TRAINING = {
     "kha_init_seed",
 }
 """Only relevant for training, so these fields may differ between two formats."""
-_UNSUPPORTED = ("attention", "latent_heads")
+_UNSUPPORTED_HEADS = ("attention", "latent_heads")
+"""Entries of ``HeadsConfig`` without a field in the provider. See :func:`_check_supported`."""
 _SAME_NAME = ("vocab_size", "seq_length", "moe_router_pre_softmax")
 """Arguments without an attribute in ``MODEL_FIELDS`` that have the same name in the provider."""
 
@@ -36,15 +37,16 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
     model = from_hf_config(config.to_dict())
     _check_supported(config, model)
     arguments = to_arguments(replace(model, gpt_model=True))
-    heads: dict[str, Any] = {}
-    others = {}
+    head_settings: dict[str, Any] = {}
+    other_mechanisms = {}
     for name, value in model.kha.to_dict().items():
-        if name in mechanism_types() and provider_of(name):
-            others[name] = value
-        elif name not in _UNSUPPORTED:
-            heads[f"kha_{name}"] = value
-    if others:
-        heads["kha_others"] = others
+        is_from_other_package = name in mechanism_types() and provider_of(name)
+        if is_from_other_package:
+            other_mechanisms[name] = value
+        elif name not in _UNSUPPORTED_HEADS:
+            head_settings[f"kha_{name}"] = value
+    if other_mechanisms:
+        head_settings["kha_others"] = other_mechanisms
     arguments.pop("moe_router_load_balancing_type", None)  # only for training
     settings = {}
     for field in MODEL_FIELDS.values():
@@ -54,7 +56,7 @@ def to_provider_fields(config: KHAModelConfig) -> dict[str, Any]:
         if name in arguments:
             settings[name] = arguments[name]
     settings["share_embeddings_and_output_weights"] = model.tied_embeddings
-    return settings | heads
+    return settings | head_settings
 
 
 def _check_supported(config: KHAModelConfig, model: ModelConfig) -> None:
@@ -113,25 +115,26 @@ def provider_to_hf_config(provider: Any) -> KHAModelConfig:
         if value not in supported:
             raise CheckpointError(f"{name}={value!r} is not supported for kha models.")
     heads = read_heads(provider)
-    model = model_from_checkpoint(_arguments(provider), heads, provider.vocab_size)
+    model = model_from_checkpoint(_megatron_arguments(provider), heads, provider.vocab_size)
     return to_hf_config(model, "kha")
 
 
 def compare_fields(provider: Any, config: KHAModelConfig) -> list[str]:
     """Return a human-readable list of fields whose values differ."""
-    ours = to_provider_fields(provider_to_hf_config(provider))
-    theirs = to_provider_fields(config)
-    names = ours.keys() | theirs.keys()
+    # convert the provider to a Hugging Face config and back, so that both have the same fields
+    provider_fields = to_provider_fields(provider_to_hf_config(provider))
+    config_fields = to_provider_fields(config)
+    names = provider_fields.keys() | config_fields.keys()
     differences = []
-    for name in sorted(names - _TRAINING):
-        value = ours.get(name)
-        other_value = theirs.get(name)
-        if value != other_value:
-            differences.append(f"{name} is {value!r} and {other_value!r}")
+    for name in sorted(names - _TRAINING_FIELDS):
+        provider_value = provider_fields.get(name)
+        config_value = config_fields.get(name)
+        if provider_value != config_value:
+            differences.append(f"{name} is {provider_value!r} and {config_value!r}")
     return differences
 
 
-def _arguments(provider: Any) -> dict[str, Any]:
+def _megatron_arguments(provider: Any) -> dict[str, Any]:
     """Translate provider fields to the names of Megatron's command-line arguments."""
     arguments = {field.name: getattr(provider, field.name) for field in fields(provider)}
     default_head_dim = provider.hidden_size // provider.num_attention_heads

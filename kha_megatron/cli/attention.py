@@ -49,7 +49,7 @@ def measure_attention(
         folder = checkpoint
         if not is_hf_folder(checkpoint):
             plan = to_hf.plan_export(checkpoint, tokenizer=tokenizer)
-            if plan.source.tokenizer.origin is None:
+            if plan.source.tokenizer.path is None:
                 raise CheckpointError(
                     f"No Hugging Face tokenizer found for {checkpoint}. Pass --tokenizer DIRECTORY."
                 )

@@ -371,14 +371,14 @@ def _write(
         written = plan.write(out, workers=workers, on_bytes=partial(bar.advance, task))
     tokenizer = plan.source.tokenizer
     embedding_rows = plan.source.model.vocabulary
-    vocab_size = embedding_rows
-    if tokenizer.loaded is not None:
-        vocab_size = len(tokenizer.loaded)
-    if tokenizer.origin is None:
+    vocab_size = tokenizer.vocab_size
+    if tokenizer.path is None:
         console.log.print(
             "No tokenizer was saved, because the source has no Hugging Face tokenizer."
         )
-    elif embedding_rows > vocab_size and not plan.source.padding_arguments:
+    elif (
+        vocab_size is not None and embedding_rows > vocab_size and not plan.source.padding_arguments
+    ):
         console.log.print(
             f"All {embedding_rows} embedding rows were kept, although the tokenizer has a "
             f"vocabulary size of {vocab_size}, because the other rows are not Megatron's padding."

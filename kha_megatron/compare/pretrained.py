@@ -155,7 +155,7 @@ def plan_initial_checkpoint(
             f"{path} already uses {pretrained_kha}. --pretrained-checkpoint requires a model "
             "without KHA."
         )
-    check_same_tokenizer(path, {"tokenizer_model": source.tokenizer.origin}, run.arguments)
+    check_same_tokenizer(path, {"tokenizer_model": source.tokenizer.path}, run.arguments)
     try:
         plan = plan_import(
             path,

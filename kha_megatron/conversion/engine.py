@@ -3,7 +3,7 @@
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +19,14 @@ from kha_megatron.conversion.transforms import count_not_finite
 from kha_megatron.errors import OutputError
 
 OnBytes = Callable[[int], None]
+"""Progress callback. Receives the number of bytes that were converted since the last call."""
 Put = Callable[[TensorSlot, list[Tensor]], None]
+"""Write the converted tensors of a slot."""
 
-_COPIES = 2  # per tensor: the one we read, and maybe a copy that we write
-_EXTRA_BYTES = 256 * 2**20  # on top of the copies of the largest slot
+_COPIES = 2
+"""How often a tensor is in memory: once as read, and possibly once as converted for the output."""
+_EXTRA_BYTES = 256 * 2**20
+"""Memory for other slots while the largest one is being converted."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,9 @@ class Conversion:
     size: int
     """Total size in bytes."""
     shards: int
+    """Number of files with tensors."""
     dtype: str
+    """Dtype of the first tensor, e.g. ``bfloat16``."""
     tokenizer: str | None
     """Where the tokenizer was loaded from. None if we did not write one."""
     not_finite: dict[str, int]
@@ -115,7 +121,7 @@ class Plan(ABC):
         architecture: str,
         shards: int,
         not_finite: dict[str, int],
-        *flags: str,
+        *arguments: str,
     ) -> Conversion:
         entries = self.entries
         parameters = 0
@@ -132,10 +138,35 @@ class Plan(ABC):
             size=sum(entry.nbytes for entry in entries),
             shards=shards,
             dtype=str(entries[0].dtype).removeprefix("torch."),
-            tokenizer=self.source.tokenizer.origin,
+            tokenizer=self.source.tokenizer.path,
             not_finite=not_finite,
-            arguments=list(flags),
+            arguments=list(arguments),
         )
+
+
+class _SlotQueue:
+    """Waiting slots, and the memory that is left to convert them."""
+
+    def __init__(self, sizes: Mapping[TensorSlot, int]) -> None:
+        self._needed_bytes = {slot: _COPIES * size for slot, size in sizes.items()}
+        self._smallest_first = sorted(sizes, key=lambda slot: sizes[slot])
+        self._free_bytes = max(self._needed_bytes.values()) + _EXTRA_BYTES
+
+    def __bool__(self) -> bool:
+        return bool(self._smallest_first)
+
+    def pop_largest_fitting(self) -> TensorSlot | None:
+        """Return the largest slot that fits and reserve memory for it. None if no slot fits."""
+        for index in reversed(range(len(self._smallest_first))):
+            needed_bytes = self._needed_bytes[self._smallest_first[index]]
+            if needed_bytes <= self._free_bytes:
+                self._free_bytes -= needed_bytes
+                return self._smallest_first.pop(index)
+        return None
+
+    def release(self, slot: TensorSlot) -> None:
+        """Free the memory that was reserved for a slot."""
+        self._free_bytes += self._needed_bytes[slot]
 
 
 def transfer(
@@ -155,14 +186,14 @@ def transfer(
         NaN/Inf counts by tensor name.
     """
     not_finite: dict[str, int] = {}
-    workers = workers or len(os.sched_getaffinity(0))
     sizes = {}
     for slot, entries in source.entries():
         sizes[slot] = sum(entry.nbytes for entry in entries)
-    waiting = sorted(sizes, key=lambda slot: sizes[slot])  # largest last, they are popped first
-    free = _COPIES * max(sizes.values()) + _EXTRA_BYTES
+    queue = _SlotQueue(sizes)
+    workers = workers or len(os.sched_getaffinity(0))
+    max_scheduled = 2 * workers  # a thread that finishes a slot finds the next one waiting
 
-    def move(slot: TensorSlot) -> TensorSlot:
+    def convert(slot: TensorSlot) -> TensorSlot:
         names = slot.hf_names(source.model)
         tensors = source.read(slot)
         for name, tensor in zip(names, tensors, strict=True):
@@ -171,27 +202,20 @@ def transfer(
         put(slot, tensors)
         return slot
 
-    def pop_largest_fitting() -> TensorSlot | None:
-        for index in reversed(range(len(waiting))):
-            if _COPIES * sizes[waiting[index]] <= free:
-                return waiting.pop(index)
-        return None
-
     with ThreadPoolExecutor(workers) as pool:
-        running: set[Future[TensorSlot]] = set()
+        scheduled: set[Future[TensorSlot]] = set()
         try:
-            while waiting or running:
-                while len(running) < 2 * workers:
-                    next_slot = pop_largest_fitting()
+            while queue or scheduled:
+                while len(scheduled) < max_scheduled:
+                    next_slot = queue.pop_largest_fitting()
                     if next_slot is None:
                         break
-                    free -= _COPIES * sizes[next_slot]
-                    running.add(pool.submit(move, next_slot))
-                done, running = wait(running, return_when=FIRST_COMPLETED)
+                    scheduled.add(pool.submit(convert, next_slot))
+                done, scheduled = wait(scheduled, return_when=FIRST_COMPLETED)
                 for future in done:
-                    moved = future.result()
-                    free += _COPIES * sizes[moved]
-                    on_bytes(sizes[moved])
+                    converted_slot = future.result()
+                    queue.release(converted_slot)
+                    on_bytes(sizes[converted_slot])
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

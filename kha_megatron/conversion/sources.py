@@ -16,10 +16,11 @@ from torch import Tensor
 from kha_megatron.checkpoint.hf_reader import CONFIG, HFCheckpoint, is_hf_folder
 from kha_megatron.checkpoint.megatron import MegatronCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
+from kha_megatron.checkpoint.torch_dist import StoredTensor
 from kha_megatron.conversion.file_format import STANDARD, FileFormat
 from kha_megatron.conversion.fused_experts import SplitExperts
 from kha_megatron.conversion.hf_configs import family_of, from_hf_config
-from kha_megatron.conversion.megatron_keys import locate_tensors
+from kha_megatron.conversion.megatron_keys import TensorLocation, locate_tensors
 from kha_megatron.conversion.tensor_mappings import Shape, TensorSlot
 from kha_megatron.conversion.tensor_names import (
     EMBEDDING,
@@ -39,20 +40,22 @@ FLOAT_DTYPES = {
     "float16": torch.float16,
 }
 _MAX_ELEMENTS = 2**56
-PADDING = (
+"""Number of elements for which the size in bytes safely fits into an int64, as PyTorch requires."""
+PADDING_ARGUMENTS = (
     "make_vocab_size_divisible_by",
     "tensor_model_parallel_size",
 )
 """Megatron pads the vocab to a multiple of the product of these arguments."""
-_EXAMPLES = 3
+_MAX_EXAMPLES = 3
 """Number of tensors that an error message names for each kind of problem."""
-_RECOMPUTED = (
+_IGNORED_BUFFERS = (
     ".rotary_emb.inv_freq",
     ".masked_bias",
     ".attn.bias",
 )
-"""Buffers saved by old versions of transformers. We ignore them."""
+"""Ends of the names of buffers that old versions of transformers saved. They are computed again."""
 Entries = Mapping[str, TensorEntry]
+"""Metadata of tensors by name."""
 
 
 class Read(Protocol):
@@ -70,8 +73,10 @@ class ModelSource:
 
     checkpoint: HFCheckpoint | MegatronCheckpoint
     model: ModelConfig
+    """Config of the model that ``read`` returns tensors of, i.e. including all transforms."""
     read: Read
-    files: FileFormat = STANDARD
+    file_format: FileFormat = STANDARD
+    """Format of the files of ``checkpoint`` (Hugging Face only)."""
     tokenizer: TokenizerFiles = field(default_factory=lambda: TokenizerFiles({}))
     padding_arguments: Mapping[str, Any] = field(default_factory=dict)
     """Megatron's arguments for the vocab size and its padding."""
@@ -96,25 +101,25 @@ def open_source(
     path: Path,
     *,
     tokenizer: Path | None = None,
-    comparing: bool = False,
+    with_tokenizer: bool = True,
 ) -> ModelSource:
     """Open a Hugging Face model or a Megatron checkpoint.
 
     Args:
         path: HF model directory, ``--save`` directory, or a single iteration.
         tokenizer: Use this tokenizer instead of the model's own.
-        comparing: Do not load a tokenizer.
+        with_tokenizer: Set to False if only the tensors are needed, not the tokenizer.
     """
     source = _open_hf(path) if is_hf_folder(path) else _open_megatron(path)
-    if comparing:
+    if not with_tokenizer:
         return source
     tokenizer_files = TokenizerFiles.open(source.checkpoint, tokenizer)
-    rows = source.model.vocabulary_rows
-    vocab_size = len(tokenizer_files.loaded or ())
-    if vocab_size > rows:
+    embedding_rows = source.model.vocabulary_rows
+    vocab_size = tokenizer_files.vocab_size
+    if vocab_size is not None and vocab_size > embedding_rows:
         raise CheckpointError(
-            f"The tokenizer {tokenizer_files.origin} has a vocabulary size of {vocab_size}, but "
-            f"the embedding has only {rows} rows. Please pass the model's tokenizer with "
+            f"The tokenizer {tokenizer_files.path} has a vocabulary size of {vocab_size}, but "
+            f"the embedding has only {embedding_rows} rows. Please pass the model's tokenizer with "
             "--tokenizer."
         )
     return replace(source, tokenizer=tokenizer_files)
@@ -126,14 +131,14 @@ def _open_hf(path: Path) -> ModelSource:
     tensors = SplitExperts(checkpoint)
     entries = {}
     for name, entry in tensors.entries.items():
-        if not name.endswith(_RECOMPUTED):
+        if not name.endswith(_IGNORED_BUFFERS):
             entries[name] = entry
     model = from_hf_config(checkpoint.config)
     # config.json often has a number of MTP layers even if the model was saved without them
     predictions = _count_predictions(model, file_format, entries)
     model = replace(model, mtp_num_layers=predictions or None)
-    expected = _expected_shapes(model, file_format, limit=2 * len(entries) + 1000)
-    copies = _find_copies(model, file_format, entries)
+    expected_shapes = _expected_shapes(model, file_format, stored_tensors=len(entries))
+    copies = _find_stored_copies(model, file_format, entries)
     for copy, original in copies.items():
         stored_copy = tensors.tensor(copy)
         stored_original = tensors.tensor(original)
@@ -141,10 +146,15 @@ def _open_hf(path: Path) -> ModelSource:
             raise CheckpointError(
                 f"{copy} differs from {original} in {path}, but Megatron shares them in this model."
             )
-    missing = expected.keys() - entries.keys()
-    known = expected.keys() | copies.keys() | _unused_experts(entries)
-    unexpected = entries.keys() - known
-    _check_tensors(path, CONFIG, entries, expected, missing, unexpected)
+    known_names = expected_shapes.keys() | copies.keys() | _find_empty_shared_experts(entries)
+    _check_tensors(
+        path,
+        entries,
+        expected_shapes,
+        missing=expected_shapes.keys() - entries.keys(),
+        unexpected=entries.keys() - known_names,
+        config_name=CONFIG,
+    )
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
         names = file_format.names(slot, model)
@@ -176,22 +186,24 @@ def _count_predictions(
 def _expected_shapes(
     model: ModelConfig,
     file_format: FileFormat,
-    limit: int,
+    *,
+    stored_tensors: int,
 ) -> dict[str, Shape]:
     """Return the shapes of the tensors in the files of a model by name.
 
-    At most ``limit`` slots are included. This keeps us from running out of memory if the config is
-    corrupted.
+    Each slot has at least one tensor. If the config leads to many more slots than the number of
+    stored tensors, it is corrupted, and we do not list all of them to avoid running out of memory.
     """
+    max_slots = 2 * stored_tensors + 1000
     shapes: dict[str, Shape] = {}
-    for slot in islice(tensor_slots(model), limit):
+    for slot in islice(tensor_slots(model), max_slots):
         names = file_format.names(slot, model)
         shape = slot.mapping.shape(model)
         is_too_large = math.prod(shape) > _MAX_ELEMENTS
         if min(shape) < 0 or is_too_large:
             raise CheckpointError(f"{CONFIG} leads to an invalid shape {shape} for {names[0]}.")
-        parts = slot.mapping.split(_meta_tensor(shape), model)
-        stored = file_format.write(slot, model, parts)
+        hf_tensors = slot.mapping.split(_meta_tensor(shape), model)
+        stored = file_format.write(slot, model, hf_tensors)
         for name, tensor in zip(names, stored, strict=True):
             shapes[name] = tuple(tensor.shape)
     return shapes
@@ -201,7 +213,7 @@ def _meta_tensor(shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _find_copies(
+def _find_stored_copies(
     model: ModelConfig,
     file_format: FileFormat,
     entries: Entries,
@@ -210,20 +222,20 @@ def _find_copies(
     copies = file_format.copies(model)
     if model.tied_embeddings:
         copies[LM_HEAD.hf] = EMBEDDING.hf
-    present = {}
+    stored_copies = {}
     for copy, original in copies.items():
         if copy in entries and original in entries:
-            present[copy] = original
-    return present
+            stored_copies[copy] = original
+    return stored_copies
 
 
-def _unused_experts(entries: Entries) -> set[str]:
-    """Return empty tensors, which models without shared experts may still have for them."""
-    unused = set()
+def _find_empty_shared_experts(entries: Entries) -> set[str]:
+    """Return tensors without elements, which models without shared experts may have for them."""
+    names = set()
     for name, entry in entries.items():
         if ".shared_experts." in name and 0 in entry.shape:
-            unused.add(name)
-    return unused
+            names.add(name)
+    return names
 
 
 def _open_megatron(path: Path) -> ModelSource:
@@ -237,19 +249,17 @@ def _open_megatron(path: Path) -> ModelSource:
     heads = HeadsConfig.from_entries(args) or HeadsConfig()
     model = model_from_checkpoint(args, heads, padded_vocab_size)
     located = locate_tensors(entries, model)
-    expected = {}
+    expected_shapes = {}
     for slot, location in located.slots.items():
-        shape = slot.mapping.shape(model)
-        stacked_dims = len(location.index)
-        if slot.expert is not None:
-            # the last stacked dimension has one entry per expert
-            shape = (model.experts, *shape)
-            stacked_dims -= 1
-        # the others are layers and pipeline stages, which depend on how the model was trained
-        layers_shape = entries[location.key].shape[:stacked_dims]
-        expected[location.key] = (*layers_shape, *shape)
+        stored_shape = entries[location.key].shape
+        expected_shapes[location.key] = _expected_stacked_shape(slot, location, stored_shape, model)
     _check_tensors(
-        path, "training arguments", entries, expected, located.missing, located.unexpected
+        path,
+        entries,
+        expected_shapes,
+        missing=located.missing,
+        unexpected=located.unexpected,
+        config_name="training arguments",
     )
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
@@ -261,51 +271,71 @@ def _open_megatron(path: Path) -> ModelSource:
             tensor = checkpoint.tensor(location.key, location.index)
         return slot.mapping.split(tensor, model)
 
-    padding = {}
-    for name in ("vocab_size", *PADDING):
-        padding[name] = args.get(name)
-    return ModelSource(checkpoint, model, read, padding_arguments=padding)
+    padding_arguments = {}
+    for name in ("vocab_size", *PADDING_ARGUMENTS):
+        padding_arguments[name] = args.get(name)
+    return ModelSource(checkpoint, model, read, padding_arguments=padding_arguments)
+
+
+def _expected_stacked_shape(
+    slot: TensorSlot,
+    location: TensorLocation,
+    stored_shape: Shape,
+    model: ModelConfig,
+) -> Shape:
+    """Return the shape of the Megatron tensor that contains a slot.
+
+    Leading dimensions for layers and pipeline stages are those of ``stored_shape``, because they
+    depend on how the model was trained.
+    """
+    shape = slot.mapping.shape(model)
+    stacked_dims = len(location.index)
+    if slot.expert is not None:
+        # the last stacked dimension has one entry per expert
+        shape = (model.experts, *shape)
+        stacked_dims -= 1
+    return (*stored_shape[:stacked_dims], *shape)
 
 
 def _check_tensors(
     path: Path,
-    config: str,
-    infos: Mapping[str, Any],
-    expected: Mapping[str, Shape],
+    entries: Mapping[str, TensorEntry | StoredTensor],
+    expected_shapes: Mapping[str, Shape],
+    *,
     missing: Iterable[str],
     unexpected: Iterable[str],
+    config_name: str,
 ) -> None:
     """Raise CheckpointError if the stored tensors are not what we'd expect from the config."""
-    missing = sorted(missing)
-    unexpected = [show_value(name) for name in sorted(unexpected)]
-    wrong = []
-    for name, info in infos.items():
-        if name not in expected:
+    invalid = []
+    for name, entry in entries.items():
+        if name not in expected_shapes:
             continue
-        if info.shape != expected[name]:
-            wrong.append(f"{name} has shape {info.shape} instead of {expected[name]}")
-        if info.dtype not in FLOAT_DTYPES.values():
-            wrong.append(f"{name} has unsupported dtype {info.dtype} (quantized model?)")
-    count = len(missing) + len(unexpected) + len(wrong)
-    if not count:
-        return
+        expected_shape = expected_shapes[name]
+        if entry.shape != expected_shape:
+            invalid.append(f"{name} has shape {entry.shape} instead of {expected_shape}")
+        if entry.dtype not in FLOAT_DTYPES.values():
+            invalid.append(f"{name} has unsupported dtype {entry.dtype} (quantized model?)")
+    missing_names = sorted(missing)
+    unexpected_names = [show_value(name) for name in sorted(unexpected)]
     problems = []
-    if missing:
-        examples = _list_examples(missing)
-        problems.append(f"missing {examples}")
-    if unexpected:
-        examples = _list_examples(unexpected)
-        problems.append(f"unexpected {examples}")
-    if wrong:
-        problems.append(_list_examples(wrong))
-    listed = "; ".join(problems)
-    raise CheckpointError(f"{path} does not match its {config} ({count} tensors): {listed}.")
+    if missing_names:
+        problems.append(f"missing {_list_examples(missing_names)}")
+    if unexpected_names:
+        problems.append(f"unexpected {_list_examples(unexpected_names)}")
+    if invalid:
+        problems.append(_list_examples(invalid))
+    if problems:
+        count = len(missing_names) + len(unexpected_names) + len(invalid)
+        raise CheckpointError(
+            f"{path} does not match its {config_name} ({count} tensors): {'; '.join(problems)}."
+        )
 
 
 def _list_examples(names: Sequence[str]) -> str:
     """List the first names, e.g. ``a, b, c and 4 more``."""
-    listed = ", ".join(names[:_EXAMPLES])
-    more = len(names) - _EXAMPLES
+    listed = ", ".join(names[:_MAX_EXAMPLES])
+    more = len(names) - _MAX_EXAMPLES
     if more > 0:
         listed += f" and {more} more"
     return listed

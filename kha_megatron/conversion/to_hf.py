@@ -30,7 +30,7 @@ from kha_megatron.conversion.model_card import CARD, model_card
 from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
 from kha_megatron.conversion.tensor_mappings import TensorSlot
 from kha_megatron.conversion.tensor_names import EMBEDDING, tensor_slots
-from kha_megatron.conversion.tokenizer_files import FILES
+from kha_megatron.conversion.tokenizer_files import OUTPUT_PATTERNS
 from kha_megatron.conversion.transforms import (
     add_zero_tensors,
     cast,
@@ -56,7 +56,7 @@ class HFPlan(Plan):
     """KHA config of the source model, if we are folding it into the projections."""
 
     marker = MANIFEST
-    patterns = (MANIFEST, CONFIG, INDEX, CARD, *FILES, "model*.safetensors", "*_kha.py")
+    patterns = (MANIFEST, CONFIG, INDEX, CARD, *OUTPUT_PATTERNS, "model*.safetensors", "*_kha.py")
 
     @property
     def entries(self) -> list[TensorEntry]:
@@ -127,10 +127,10 @@ class HFPlan(Plan):
                 conversion,
                 source.model,
                 config,
-                origin=origin,
-                base=getattr(source.checkpoint, "config", {}).get("_name_or_path"),
+                source_identity=origin,
+                name_or_path=getattr(source.checkpoint, "config", {}).get("_name_or_path"),
                 projections=_projections(entries),
-                folded=self.folded,
+                heads_before_folding=self.folded,
             )
             (folder / CARD).write_text(card, encoding="utf-8")
         return conversion

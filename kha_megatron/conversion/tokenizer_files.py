@@ -17,22 +17,22 @@ from kha_megatron.data import special_tokens
 from kha_megatron.errors import CheckpointError, ConfigError, in_one_line, show_value
 from kha_megatron.lfs import refuse_lfs_pointer
 
-_TOKEN_IDS = (
+_SPECIAL_TOKEN_IDS = (
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
 )
-_GENERATION = "generation_config.json"
+_GENERATION_CONFIG = "generation_config.json"
 _TOKENIZER_CONFIG = "tokenizer_config.json"
-VOCABULARIES = (
+_VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "vocab.json",
     "vocab.txt",
 )
 """Every tokenizer has at least one of these."""
-_TOKENIZER = (
-    *VOCABULARIES,
+_TOKENIZER_FILES = (
+    *_VOCABULARY_FILES,
     _TOKENIZER_CONFIG,
     "special_tokens_map.json",
     "added_tokens.json",
@@ -40,29 +40,35 @@ _TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-_TEMPLATES = "additional_chat_templates"
-FILES = (
-    *_TOKENIZER,
-    _TEMPLATES,
-    _GENERATION,
+_TEMPLATES_DIRECTORY = "additional_chat_templates"
+OUTPUT_PATTERNS = (
+    *_TOKENIZER_FILES,
+    _TEMPLATES_DIRECTORY,
+    _GENERATION_CONFIG,
     "vocab.*",
     "*.model",
 )
-"""Glob patterns for everything that :meth:`TokenizerFiles.write` might create."""
+"""Glob patterns for everything that :class:`TokenizerFiles` might create."""
 
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """Tokenizer and ``generation_config.json`` of a model."""
+    """Tokenizer and ``generation_config.json`` of a model.
+
+    The tokenizer of a Hugging Face model is copied file by file. All other tokenizers are loaded
+    and saved by transformers, and only ``generation_config.json`` is copied.
+    """
 
     token_ids: Mapping[str, Any]
     """``bos_token_id``, ``eos_token_id`` and ``pad_token_id`` for ``config.json``."""
-    origin: str | None = None
+    path: str | None = None
     """Directory of the tokenizer. None if there is no Hugging Face tokenizer."""
-    loaded: PreTrainedTokenizerBase | None = None
-    """If None, we just copy the tokenizer files."""
-    folder: Path = Path()
-    files: tuple[str, ...] = ()  # to copy from the folder
+    loaded_tokenizer: PreTrainedTokenizerBase | None = None
+    """None if we copy the files of the tokenizer, or if there is no tokenizer."""
+    copied_from: Path = Path()
+    """Directory of ``copied_files``. Can be another one than that of the tokenizer."""
+    copied_files: tuple[str, ...] = ()
+    """Relative paths of the files to copy."""
 
     @classmethod
     def open(
@@ -75,49 +81,55 @@ class TokenizerFiles:
         For Megatron checkpoints, this only works with ``--tokenizer-type HuggingFaceTokenizer``. We
         do not copy any other kind of tokenizer.
         """
-        if isinstance(checkpoint, HFCheckpoint) and override is None:
+        if override is not None:
+            is_hf_model = isinstance(checkpoint, HFCheckpoint)
+            return cls._load(override, checkpoint.path if is_hf_model else override)
+        if isinstance(checkpoint, HFCheckpoint):
             return cls._of_hf_model(checkpoint)
-        if isinstance(checkpoint, MegatronCheckpoint):
-            args = checkpoint.args
-            if override is None and args.get("tokenizer_type") != "HuggingFaceTokenizer":
-                return cls({})
-            recorded = args.get("tokenizer_model")
-            folder = override or Path(recorded if isinstance(recorded, str) else "")
-            settings_folder = folder
-        else:
-            assert override is not None
-            folder = override
-            settings_folder = checkpoint.path
+        if checkpoint.args.get("tokenizer_type") != "HuggingFaceTokenizer":
+            return cls({})
+        recorded_path = checkpoint.args.get("tokenizer_model")
+        folder = Path(recorded_path if isinstance(recorded_path, str) else "")
+        return cls._load(folder, folder)
+
+    @classmethod
+    def _load(cls, folder: Path, generation_config_folder: Path) -> "TokenizerFiles":
         if not folder.name or not os.path.isdir(folder):  # Path.is_dir() raises if it is too long
             raise ConfigError(
                 f"Tokenizer directory {show_value(str(folder))} not found. Pass one with "
                 "--tokenizer."
             )
-        loaded = load_hf_tokenizer(folder)
-        has_generation_config = has_file(settings_folder, _GENERATION)
+        tokenizer = load_hf_tokenizer(folder)
+        has_generation_config = has_file(generation_config_folder, _GENERATION_CONFIG)
         return cls(
-            token_ids=_ids_of(loaded),
-            origin=str(folder),
-            loaded=loaded,
-            folder=settings_folder,
-            files=(_GENERATION,) if has_generation_config else (),
+            token_ids=_special_token_ids(tokenizer),
+            path=str(folder),
+            loaded_tokenizer=tokenizer,
+            copied_from=generation_config_folder,
+            copied_files=(_GENERATION_CONFIG,) if has_generation_config else (),
         )
 
     @classmethod
     def _of_hf_model(cls, checkpoint: HFCheckpoint) -> "TokenizerFiles":
-        path = checkpoint.path
-        files = _files(path)
-        has_tokenizer = any(name in VOCABULARIES for name in files)
+        files = _find_files(checkpoint.path)
+        has_tokenizer = not set(files).isdisjoint(_VOCABULARY_FILES)
         token_ids = {}
-        for name in _TOKEN_IDS:
-            token = checkpoint.config.get(name)
-            token_ids[name] = None if token == -1 else token  # some old configs use -1 for null
+        for name in _SPECIAL_TOKEN_IDS:
+            token_id = checkpoint.config.get(name)
+            token_ids[name] = None if token_id == -1 else token_id  # some old configs use -1
         return cls(
             token_ids=token_ids,
-            origin=str(path) if has_tokenizer else None,
-            folder=path,
-            files=files,
+            path=str(checkpoint.path) if has_tokenizer else None,
+            copied_from=checkpoint.path,
+            copied_files=files,
         )
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Number of tokens, including added ones. None if we did not load the tokenizer."""
+        if self.loaded_tokenizer is None:
+            return None
+        return len(self.loaded_tokenizer)
 
     def tokenize(self, text: str, rows: int, length: int) -> Tensor:
         """Tokenize a text and return a batch of up to ``[rows, length]`` token IDs.
@@ -125,27 +137,23 @@ class TokenizerFiles:
         Special tokens are handled as in ``kha-megatron data prepare``: each row starts with those
         that the tokenizer adds (e.g. BOS), and those in the text itself are ordinary text.
         """
-        if self.origin is None:
+        if self.path is None:
             raise ConfigError("The model has no tokenizer. Please pass one with --tokenizer.")
-        tokenizer = self.loaded or load_hf_tokenizer(Path(self.origin))
+        tokenizer = self.loaded_tokenizer or load_hf_tokenizer(Path(self.path))
         first_ids, _ = special_tokens(tokenizer)
         encoding = tokenizer(
             text,
             add_special_tokens=False,
             split_special_tokens=True,
         )
-        ids = encoding["input_ids"]
-        if len(ids) < 2:
-            raise ConfigError(f"The text must have at least 2 tokens, got {len(ids)}.")
-        text_length = min(length - len(first_ids), len(ids))
-        text_rows = min(rows, len(ids) // text_length)
-        text_ids = torch.tensor(ids[: text_rows * text_length])
-        special_ids = torch.tensor(first_ids, dtype=torch.long)
-        parts = [
-            special_ids.expand(text_rows, -1),
-            text_ids.view(text_rows, text_length),
-        ]
-        return torch.cat(parts, dim=1)
+        text_ids = encoding["input_ids"]
+        if len(text_ids) < 2:
+            raise ConfigError(f"The text must have at least 2 tokens, got {len(text_ids)}.")
+        ids_per_row = min(length - len(first_ids), len(text_ids))
+        full_rows = min(rows, len(text_ids) // ids_per_row)
+        text_batch = torch.tensor(text_ids[: full_rows * ids_per_row]).view(full_rows, ids_per_row)
+        special_batch = torch.tensor(first_ids, dtype=torch.long).expand(full_rows, -1)
+        return torch.cat([special_batch, text_batch], dim=1)
 
     def write_tokenizer(self, target: Path) -> bool:
         """Write the tokenizer and generation config. Returns False if there is no tokenizer.
@@ -153,45 +161,50 @@ class TokenizerFiles:
         If the generation config comes from a different directory, we replace its special token IDs
         with those of the tokenizer.
         """
-        if self.origin is None:
+        if self.path is None:
             return False
         target.mkdir(exist_ok=True)
-        if self.loaded is not None:
-            self.loaded.save_pretrained(target)
-        for name in self.files:
+        if self.loaded_tokenizer is not None:
+            self.loaded_tokenizer.save_pretrained(target)
+        for name in self.copied_files:
             file = target / name
             file.parent.mkdir(exist_ok=True)
-            copy_file(self.folder, name, file)
-        if self.loaded is not None and _GENERATION in self.files:
-            settings = self._merge_generation_config(_ids_of(self.loaded))
+            copy_file(self.copied_from, name, file)
+        if self.loaded_tokenizer is not None and _GENERATION_CONFIG in self.copied_files:
+            token_ids = _special_token_ids(self.loaded_tokenizer)
+            settings = self._merge_generation_config(token_ids)
             content = json.dumps(settings, indent=2, sort_keys=True) + "\n"
-            (target / _GENERATION).write_text(content, encoding="utf-8")
+            (target / _GENERATION_CONFIG).write_text(content, encoding="utf-8")
         _use_names_of_transformers_4(target)
         return True
 
     def _merge_generation_config(self, token_ids: Mapping[str, Any]) -> dict[str, Any]:
         """Read the generation config, and add the special token IDs of the tokenizer."""
-        settings = _without_none(json_object(self.folder / _GENERATION))
-        if str(self.folder) == self.origin:
+        settings = _without_none(json_object(self.copied_from / _GENERATION_CONFIG))
+        if str(self.copied_from) == self.path:
             return _without_none({**token_ids, **settings})
         return _without_none({**settings, **token_ids})
 
     def write(self, target: Path) -> None:
-        """Same as :meth:`write_tokenizer`, but for Hugging Face models.
+        """Write the tokenizer and generation config of a Hugging Face model.
+
+        In contrast to :meth:`write_tokenizer`, we always write a generation config, even without a
+        tokenizer.
 
         If the tokenizer does not have a padding token, we use EOS for padding. In this case we
         leave ``pad_token_id`` out of ``config.json``, because transformers would not train the EOS
         embedding otherwise.
         """
-        ids = self.token_ids
-        if self.loaded is not None and self.loaded.pad_token is None:
-            self.loaded.pad_token = self.loaded.eos_token
-            ids = _ids_of(self.loaded)
-        written = self.write_tokenizer(target)
-        if _GENERATION not in self.files:
-            GenerationConfig(**ids).save_pretrained(target)
-        elif not written:
-            copy_file(self.folder, _GENERATION, target / _GENERATION)
+        generation_token_ids = self.token_ids
+        tokenizer = self.loaded_tokenizer
+        if tokenizer is not None and tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+            generation_token_ids = _special_token_ids(tokenizer)
+        has_tokenizer = self.write_tokenizer(target)
+        if _GENERATION_CONFIG not in self.copied_files:
+            GenerationConfig(**generation_token_ids).save_pretrained(target)
+        elif not has_tokenizer:
+            copy_file(self.copied_from, _GENERATION_CONFIG, target / _GENERATION_CONFIG)
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,16 +227,21 @@ def _use_names_of_transformers_4(folder: Path) -> None:
         file.write_text(content, encoding="utf-8")
 
 
-def _ids_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    return {name: getattr(tokenizer, name) for name in _TOKEN_IDS}
+def _special_token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in _SPECIAL_TOKEN_IDS}
 
 
-def _files(folder: Path) -> tuple[str, ...]:
+def _find_files(folder: Path) -> tuple[str, ...]:
+    """Return the relative paths of all tokenizer files and of the generation config.
+
+    Raises:
+        CheckpointError: If a file is a Git LFS pointer, or a symlink leaves the directory.
+    """
     templates = []
-    for file in folder.glob(f"{_TEMPLATES}/*"):
-        templates.append(f"{_TEMPLATES}/{file.name}")
+    for file in folder.glob(f"{_TEMPLATES_DIRECTORY}/*"):
+        templates.append(f"{_TEMPLATES_DIRECTORY}/{file.name}")
     names = []
-    for name in (*_TOKENIZER, *templates, _GENERATION):
+    for name in (*_TOKENIZER_FILES, *templates, _GENERATION_CONFIG):
         if has_file(folder, name):
             refuse_lfs_pointer(folder / name, CheckpointError)
             names.append(name)
@@ -232,7 +250,7 @@ def _files(folder: Path) -> tuple[str, ...]:
 
 def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from disk (never runs remote code)."""
-    _files(folder)  # raises for Git LFS pointers, and if a symlink leaves the directory
+    _find_files(folder)  # check the files
     try:
         return AutoTokenizer.from_pretrained(
             folder,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kha_megatron.announcements import announce
-from kha_megatron.conversion.sources import PADDING, ModelSource
+from kha_megatron.conversion.sources import PADDING_ARGUMENTS, ModelSource
 from kha_megatron.conversion.tensor_mappings import NormMapping, TensorSlot, VocabularyMapping
 from kha_megatron.conversion.tensor_names import (
     ATTENTION_OUTPUT,
@@ -48,21 +48,27 @@ def cast(
         rounded_tensors = []
         for name, tensor in zip(names, tensors, strict=True):
             rounded = tensor.to(dtype)
+            if not allow_overflow:
+                _check_overflow(name, tensor, rounded)
             rounded_tensors.append(rounded)
-            if allow_overflow:
-                continue
-            overflows = count_not_finite(rounded) - count_not_finite(tensor)
-            if overflows:
-                values = tensor.numel()
-                maximum = torch.finfo(dtype).max
-                raise CheckpointError(
-                    f"{overflows:,} of {values:,} values in {name} overflow {dtype} "
-                    f"(maximum {maximum:g}). Please use bfloat16 or float32, or "
-                    "pass --allow-overflow to convert these values to infinity."
-                )
         return rounded_tensors
 
     return replace(source, read=read)
+
+
+def _check_overflow(name: str, exact: Tensor, rounded: Tensor) -> None:
+    """Raise CheckpointError if ``rounded`` has more NaN and Inf values than ``exact``."""
+    overflows = count_not_finite(rounded) - count_not_finite(exact)
+    if not overflows:
+        return
+    values = exact.numel()
+    dtype = rounded.dtype
+    maximum = torch.finfo(dtype).max
+    raise CheckpointError(
+        f"{overflows:,} of {values:,} values in {name} overflow {dtype} "
+        f"(maximum {maximum:g}). Please use bfloat16 or float32, or "
+        "pass --allow-overflow to convert these values to infinity."
+    )
 
 
 def add_zero_tensors(source: ModelSource, model: ModelConfig) -> ModelSource:
@@ -110,7 +116,10 @@ def center_norms(source: ModelSource) -> ModelSource:
 
 
 def center_and_round_norms(source: ModelSource) -> ModelSource:
-    """Same as :func:`center_norms`, but keep the dtype. This can round weights below 1/2."""
+    """Subtract one from the weights of all norms like :func:`center_norms`, but keep their dtypes.
+
+    This can round weights below 1/2, in which case we log a message.
+    """
     if source.model.layernorm_zero_centered_gamma:
         return source
     centered = center_norms(source)
@@ -150,20 +159,28 @@ def remove_padding(source: ModelSource) -> ModelSource:
     The recorded vocab size is preferred, because tokenizers can be smaller than the model's vocab.
     Without one, rows are only removed if padding explains them.
     """
-    args = source.padding_arguments
-    if not args:
+    if not source.padding_arguments:
         return source
-    rows = source.model.vocabulary_rows
-    recorded = args.get("vocab_size") or 0
-    entries = len(source.tokenizer.loaded or ())
-    multiple = 1
-    for name in PADDING:
-        multiple *= args.get(name) or 1
-    if recorded and entries <= recorded <= rows:
-        source = truncate_vocabulary(source, recorded)
-    elif entries and rows < entries + multiple:
-        source = truncate_vocabulary(source, entries)
+    vocab_size = _unpadded_vocab_size(source)
+    if vocab_size is not None:
+        source = truncate_vocabulary(source, vocab_size)
     return replace(source, padding_arguments={})
+
+
+def _unpadded_vocab_size(source: ModelSource) -> int | None:
+    """Return the vocab size without padding, or None if it is unknown."""
+    args = source.padding_arguments
+    embedding_rows = source.model.vocabulary_rows
+    tokenizer_size = source.tokenizer.vocab_size or 0
+    recorded_size = args.get("vocab_size") or 0
+    if recorded_size and tokenizer_size <= recorded_size <= embedding_rows:
+        return recorded_size
+    multiple = 1
+    for name in PADDING_ARGUMENTS:
+        multiple *= args.get(name) or 1
+    if tokenizer_size and embedding_rows - tokenizer_size < multiple:
+        return tokenizer_size
+    return None
 
 
 def truncate_vocabulary(source: ModelSource, rows: int) -> ModelSource:

@@ -8,7 +8,7 @@ a KV cache has to give the same logits as one forward pass.
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any, Self
 import psutil
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
@@ -42,7 +43,10 @@ from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.hf.modeling_kha import find_cache
 from kha_megatron.model.config import ModelConfig
 
-BATCH, LENGTH = 2, 64
+BATCH_SIZE = 2
+MAX_LENGTH = 64
+"""Batch size and sequence length for the comparison of logits (less for models with a smaller
+``max_position_embeddings``)."""
 LOGIT_TOLERANCE = 1e-4
 """Float32 logits may differ by this much due to rounding errors."""
 _MAY_DIFFER = (
@@ -92,8 +96,13 @@ class TensorComparison:
     """What we did to make the checkpoints comparable."""
 
     @property
+    def has_same_shapes(self) -> bool:
+        """True if both checkpoints have the same tensors, regardless of their values."""
+        return not (self.missing or self.unexpected or self.mismatched)
+
+    @property
     def agrees(self) -> bool:
-        return not (self.missing or self.unexpected or self.mismatched or self.different)
+        return self.has_same_shapes and not self.different
 
 
 @dataclass(frozen=True)
@@ -146,9 +155,11 @@ class Verification:
 
     @property
     def agrees(self) -> bool:
-        same = self.tensors.agrees and not self.settings
-        decodes = all(decoding.agrees for decoding in self.decoding)
-        return same and decodes and (self.logits is None or self.logits.agrees)
+        if self.settings or not self.tensors.agrees:
+            return False
+        if self.logits is not None and not self.logits.agrees:
+            return False
+        return all(decoding.agrees for decoding in self.decoding)
 
 
 @dataclass(frozen=True)
@@ -169,8 +180,8 @@ class Pair:
     def open(cls, first: Path, second: Path) -> Self:
         """Open and validate two checkpoints."""
         opened = _Sources(
-            open_source(first, comparing=True),
-            open_source(second, comparing=True),
+            open_source(first, with_tokenizer=False),
+            open_source(second, with_tokenizer=False),
         )
         same_vocabulary = opened.transform(_truncate_vocabulary)
         same_layers = same_vocabulary.transform(_drop_predictions)
@@ -179,10 +190,10 @@ class Pair:
         same_norms = same_experts.transform(_center_norms)
 
         same_sparsity = _drops_heads(opened.first) == _drops_heads(opened.second)
-        rounds_weights = adjustment.is_folded or _stores_norms_differently(
-            opened.first.model, opened.second.model
-        )
-        is_float32 = _dtype(opened.first) == _dtype(opened.second) == torch.float32
+        norms_differ = _stores_norms_differently(opened.first.model, opened.second.model)
+        rounds_weights = adjustment.is_folded or norms_differ
+        dtypes = {_dtype(opened.first), _dtype(opened.second)}
+        is_float32 = dtypes == {torch.float32}
         return cls(
             first=same_norms.first,
             second=same_norms.second,
@@ -197,7 +208,8 @@ class Pair:
         for _, entries in self.first.entries():
             for entry in entries:
                 parameters += math.prod(entry.shape)
-        return int(parameters * 4 * 2.5)
+        model_bytes = parameters * torch.float32.itemsize
+        return int(2.5 * model_bytes)  # both models, and half a model for activations
 
     def compare(self, *, logits: bool = True, workers: int | None = None) -> Verification:
         """Compare tensors and settings. Also compares logits if both models fit in memory."""
@@ -206,24 +218,31 @@ class Pair:
         differing = self.first.model.differences(self.second.model, _MAY_DIFFER)
         for name, (first_value, second_value) in differing.items():
             settings.append(f"{name} {first_value} against {second_value}")
-        compared = Verification(tensors, settings=settings)
-        if not logits or tensors.missing or tensors.unexpected or tensors.mismatched:
-            return compared
-        if obstacle := self._find_logit_obstacle():
-            announce(f"Skipping the logit comparison{obstacle}")
-            return compared
-        logit_comparison, decoding = compare_logits(self)
-        return replace(compared, logits=logit_comparison, decoding=decoding)
+        verification = Verification(tensors, settings=settings)
+        if not logits or not tensors.has_same_shapes:
+            return verification
+        if not self._can_run():
+            return verification
+        agreement, decoding = compare_logits(self)
+        return replace(verification, logits=agreement, decoding=decoding)
 
-    def _find_logit_obstacle(self) -> str | None:
-        """Return the reason why we cannot run the models, or None."""
+    def _can_run(self) -> bool:
+        """Check if we can run both models. Otherwise, log the reason."""
         for checkpoint in (self.first.checkpoint, self.second.checkpoint):
             if isinstance(checkpoint, HFCheckpoint) and not family_of(checkpoint.config).causal_lm:
-                return f": transformers does not support {checkpoint.path}."
+                announce(
+                    "Skipping the logit comparison: transformers does not support "
+                    f"{checkpoint.path}."
+                )
+                return False
         needed_bytes = self.needed_bytes
         if needed_bytes >= psutil.virtual_memory().available:
-            return f", which needs {needed_bytes / 10**9:.1f} GB of free memory."
-        return None
+            announce(
+                f"Skipping the logit comparison, which needs {needed_bytes / 10**9:.1f} GB of free "
+                "memory."
+            )
+            return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -245,7 +264,8 @@ def _truncate_vocabulary(source: ModelSource, counterpart: ModelConfig) -> Model
     """Remove vocab padding, which only Megatron checkpoints include."""
     if is_hf_folder(source.path):
         return source
-    return truncate_vocabulary(source, min(source.model.vocabulary, counterpart.vocabulary))
+    vocab_size = min(source.model.vocabulary, counterpart.vocabulary)
+    return truncate_vocabulary(source, vocab_size)
 
 
 def _drop_predictions(source: ModelSource, counterpart: ModelConfig) -> ModelSource:
@@ -261,21 +281,33 @@ def _adjust_heads(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
     one.
     """
     sources, adjustment = _fold_if_other_is_folded(sources)
-    first, second = sources.first, sources.second
+    first = sources.first
+    second = sources.second
     first_names = _mechanism_names(first.model.kha)
     second_names = _mechanism_names(second.model.kha)
     if first_names > second_names:
-        first, second, is_folded = _fold_or_upcycle(first, second)
-        adjustment = HeadAdjustment.FIRST_FOLDED if is_folded else HeadAdjustment.SECOND_UPCYCLED
+        added_heads = _added_heads(first, second)
+        if added_heads.is_foldable:
+            first = fold_heads(first, added_heads)
+            adjustment = HeadAdjustment.FIRST_FOLDED
+        else:
+            second = upcycle_heads(second, added_heads.updated(init="identity"))
+            adjustment = HeadAdjustment.SECOND_UPCYCLED
     elif second_names > first_names:
-        second, first, is_folded = _fold_or_upcycle(second, first)
-        adjustment = HeadAdjustment.SECOND_FOLDED if is_folded else HeadAdjustment.FIRST_UPCYCLED
+        added_heads = _added_heads(second, first)
+        if added_heads.is_foldable:
+            second = fold_heads(second, added_heads)
+            adjustment = HeadAdjustment.SECOND_FOLDED
+        else:
+            first = upcycle_heads(first, added_heads.updated(init="identity"))
+            adjustment = HeadAdjustment.FIRST_UPCYCLED
     return _Sources(first, second), adjustment
 
 
 def _fold_if_other_is_folded(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
     """Fold one of the models if KHA-MLP or KHA-Gate is only folded in the other one."""
-    first, second = sources.first, sources.second
+    first = sources.first
+    second = sources.second
     first_value = first.model.kha.variants.get("value")
     second_value = second.model.kha.variants.get("value")
     is_first_folded = bool(first.model.kha_folded)
@@ -289,21 +321,10 @@ def _fold_if_other_is_folded(sources: _Sources) -> tuple[_Sources, HeadAdjustmen
     return _Sources(first, second), HeadAdjustment.SECOND_FOLDED
 
 
-def _fold_or_upcycle(
-    larger: ModelSource,
-    smaller: ModelSource,
-) -> tuple[ModelSource, ModelSource, bool]:
-    """Fold the mechanisms that only ``larger`` has, or add them to ``smaller``.
-
-    Returns:
-        Both models, and whether ``larger`` was folded.
-    """
-    smaller_mechanisms = map(type, smaller.model.kha.mechanisms)
-    added = larger.model.kha.without(*smaller_mechanisms)
-    if added.is_foldable:
-        return fold_heads(larger, added), smaller, True
-    added = added.updated(init="identity")
-    return larger, upcycle_heads(smaller, added), False
+def _added_heads(larger: ModelSource, smaller: ModelSource) -> HeadsConfig:
+    """Return the head mechanisms that only ``larger`` has."""
+    common_types = map(type, smaller.model.kha.mechanisms)
+    return larger.model.kha.without(*common_types)
 
 
 def _mechanism_names(kha: HeadsConfig) -> set[str]:
@@ -373,20 +394,24 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
     """Compare all tensors by HF name (multi-threaded)."""
     first_located = _locate_tensors(pair.first)
     second_located = _locate_tensors(pair.second)
-    common = first_located.keys() & second_located.keys()
+    common_names = first_located.keys() & second_located.keys()
     mismatched = set()
-    for name in common:
+    for name in common_names:
         if first_located[name].shape != second_located[name].shape:
             mismatched.add(name)
-    comparable = common - mismatched
+    comparable_names = common_names - mismatched
     different: list[str] = []
     rounded: list[str] = []
     second_not_finite: dict[str, int] = {}
 
     def compare_slot(slot: TensorSlot, first_tensors: list[Tensor]) -> None:
-        names = [name for name in slot.hf_names(pair.first.model) if name in comparable]
+        names = []
+        for name in slot.hf_names(pair.first.model):
+            if name in comparable_names:
+                names.append(name)
         if not names:
             return
+        # both models group their tensors into the same slots
         second_slot = second_located[names[0]].slot
         second_tensors = pair.second.read(second_slot)
         for name in names:
@@ -403,15 +428,15 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
 
     first_not_finite = transfer(pair.first, compare_slot, workers=workers)
     not_finite = Counter(first_not_finite) + Counter(second_not_finite)
-    first_lacks = missing_copies(pair.first)
-    second_lacks = missing_copies(pair.second)
+    first_missing_copies = missing_copies(pair.first)
+    second_missing_copies = missing_copies(pair.second)
     only_first = first_located.keys() - second_located.keys()
     only_second = second_located.keys() - first_located.keys()
     return TensorComparison(
-        tensors=len(common),
+        tensors=len(common_names),
         parameters=(_count_parameters(first_located), _count_parameters(second_located)),
-        missing=sorted(only_first | (second_lacks - first_lacks)),
-        unexpected=sorted(only_second | (first_lacks - second_lacks)),
+        missing=sorted(only_first | (second_missing_copies - first_missing_copies)),
+        unexpected=sorted(only_second | (first_missing_copies - second_missing_copies)),
         mismatched=sorted(mismatched),
         different=sorted(different),
         rounded=sorted(rounded),
@@ -425,9 +450,9 @@ def missing_copies(source: ModelSource) -> set[str]:
 
     Servers load these layers separately. transformers ignores them, and Megatron has no copies.
     """
-    stored = source.checkpoint.keys()
-    copies = source.files.copies(source.model)
-    return copies.keys() - stored.keys()
+    stored_tensors = source.checkpoint.keys()
+    copies = source.file_format.copies(source.model)
+    return copies.keys() - stored_tensors.keys()
 
 
 def _equal_after_rounding(first: Tensor, second: Tensor) -> bool:
@@ -459,18 +484,19 @@ def compare_logits(pair: Pair) -> tuple[Agreement, list[Decoding]]:
 
     Hugging Face models also decode these tokens with a KV cache.
     """
-    first, second = pair.first, pair.second
+    first = pair.first
+    second = pair.second
     vocab_size = min(first.model.vocabulary, second.model.vocabulary)
     length = min(
-        LENGTH,
+        MAX_LENGTH,
         first.model.max_length,
         second.model.max_length,
     )
     generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocab_size, (BATCH, length), generator=generator)
-    rounded_to = _smaller_dtype(_dtype(first), _dtype(second))
-    first_outputs = run_model(first.path, tokens, rounded_to, decode=True)
-    second_outputs = run_model(second.path, tokens, rounded_to, decode=True)
+    tokens = torch.randint(0, vocab_size, (BATCH_SIZE, length), generator=generator)
+    smaller_dtype = _smaller_dtype(_dtype(first), _dtype(second))
+    first_outputs = run_model(first.path, tokens, smaller_dtype, decode=True)
+    second_outputs = run_model(second.path, tokens, smaller_dtype, decode=True)
 
     agreement = compare_outputs(first_outputs, second_outputs)
     if not pair.exact:
@@ -478,18 +504,22 @@ def compare_logits(pair: Pair) -> tuple[Agreement, list[Decoding]]:
     decoding = []
     for source, outputs in ((first, first_outputs), (second, second_outputs)):
         if outputs.decoded is not None:
-            difference = (outputs.decoded - outputs.logits).abs()
-            decoding.append(Decoding(source.path, difference.max().item()))
+            differences = (outputs.decoded - outputs.logits).abs()
+            max_difference = differences.max().item()
+            decoding.append(Decoding(source.path, max_difference))
     return agreement, decoding
 
 
 def loss_of(path: Path, tokens: Tensor) -> float:
     """Return the cross-entropy loss on a batch of token IDs, in nats per token."""
-    source = open_source(path, comparing=True)
+    source = open_source(path, with_tokenizer=False)
     outputs = run_model(source.path, tokens, torch.float32)
     logits = outputs.logits[:, :-1].double()
     next_tokens = tokens[:, 1:]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), next_tokens.flatten())
+    loss = cross_entropy(
+        logits.flatten(0, 1),
+        next_tokens.flatten(),
+    )
     return loss.item()
 
 
@@ -500,9 +530,13 @@ def run_model(
     *,
     decode: bool = False,
 ) -> Outputs:
-    """Run a checkpoint in float32. See :func:`run_megatron` for the arguments.
+    """Run a checkpoint in float32.
 
-    With ``decode``, Hugging Face models run a second time with a KV cache.
+    Args:
+        path: Hugging Face model, or Megatron checkpoint of a single iteration.
+        tokens: Token IDs, ``[batch, seq]``.
+        rounded_to: Round the weights to this dtype first.
+        decode: Run Hugging Face models a second time with a KV cache.
     """
     if not is_hf_folder(path):
         return megatron_model.run_megatron(path, tokens, rounded_to=rounded_to)
@@ -511,9 +545,9 @@ def run_model(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(rounded_to))
-        layers = record_layers(model.model.layers)
+        recorded_layers = record_layers(model.model.layers)
         logits = model.eval()(tokens, use_cache=False).logits
-        layers = list(layers)  # without those of decoding
+        layers = list(recorded_layers)  # decoding appends to recorded_layers
         decoded = decode_with_cache(model, tokens) if decode else None
         return Outputs(logits, layers, decoded)
 
@@ -521,13 +555,14 @@ def run_model(
 def decode_with_cache(model: Any, tokens: Tensor) -> Tensor:
     """Compute the logits of a prompt, a chunk and two single tokens with a KV cache."""
     parameters = inspect.signature(model.forward).parameters
-    argument = "cache" if "cache" in parameters else "past_key_values"  # since transformers 5.24
+    # transformers 5.24 renamed past_key_values
+    cache_argument = "cache" if "cache" in parameters else "past_key_values"
     arguments: dict[str, Any] = {"use_cache": True}
     logits = []
     for chunk in _split_for_decoding(tokens):
         output = model(chunk, **arguments)
         logits.append(output.logits)
-        arguments[argument] = find_cache(output.values())
+        arguments[cache_argument] = find_cache(output.values())
     return torch.cat(logits, dim=1)
 
 
@@ -554,11 +589,11 @@ def load_hf_model(path: Path, **settings: Any) -> Any:
     disable_progress_bar()
     set_verbosity_error()  # we check the loading report ourselves
     try:
-        local: dict[str, Any] = {
+        only_local_files: dict[str, Any] = {
             "local_files_only": True,
             "trust_remote_code": False,
         }
-        config = AutoConfig.from_pretrained(path, **local)
+        config = AutoConfig.from_pretrained(path, **only_local_files)
         # config.json can select an attention or experts package that is not installed
         config._attn_implementation = config._experts_implementation = None
         config.return_dict = True
@@ -568,7 +603,7 @@ def load_hf_model(path: Path, **settings: Any) -> Any:
             use_safetensors=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # mismatches are in the report
-            **local,
+            **only_local_files,
             **settings,
         )
     except Exception as error:  # transformers can raise almost anything
@@ -576,25 +611,44 @@ def load_hf_model(path: Path, **settings: Any) -> Any:
             f"Could not load {path} with transformers ({type(error).__name__}: "
             f"{in_one_line(error)})."
         ) from error
-    # transformers loads layers for multi-token prediction only when it drafts tokens
-    first = model.config.num_hidden_layers
-    last = first + getattr(model.config, "num_nextn_predict_layers", 0)
-    drafting = tuple(f"model.layers.{layer}." for layer in range(first, last))
-    unexpected = []
-    for name in report["unexpected_keys"]:
-        if not name.startswith(drafting):
-            unexpected.append(name)
-    report["unexpected_keys"] = unexpected
-    for problem, keys in report.items():
-        if not keys:
-            continue
-        problem_name = problem.replace("_", " ")
-        example = min(str(key) for key in keys)
-        raise CheckpointError(
-            f"The weights in {path} do not match its config.json: {len(keys)} {problem_name}, "
-            f"e.g. {example}."
-        )
+    _check_loading_report(path, model.config, report)
     return model
+
+
+def _check_loading_report(path: Path, config: Any, report: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if transformers reports a problem with a weight.
+
+    Args:
+        config: Config of the loaded model.
+        report: Lists of weights by problem, e.g. ``missing_keys``.
+    """
+    ignored_prefixes = _prediction_layer_prefixes(config)
+    for problem, keys in report.items():
+        names = []
+        for key in keys:
+            name = str(key)
+            is_ignored = problem == "unexpected_keys" and name.startswith(ignored_prefixes)
+            if not is_ignored:
+                names.append(name)
+        if names:
+            problem_name = problem.replace("_", " ")
+            raise CheckpointError(
+                f"The weights in {path} do not match its config.json: {len(names)} {problem_name}, "
+                f"e.g. {min(names)}."
+            )
+
+
+def _prediction_layer_prefixes(config: Any) -> tuple[str, ...]:
+    """Return how the names of weights for multi-token prediction start.
+
+    transformers does not load these layers, except when it drafts tokens.
+    """
+    first_layer = config.num_hidden_layers
+    layers = getattr(config, "num_nextn_predict_layers", 0)
+    prefixes = []
+    for layer in range(first_layer, first_layer + layers):
+        prefixes.append(f"model.layers.{layer}.")
+    return tuple(prefixes)
 
 
 def compare_outputs(first: Outputs, second: Outputs) -> Agreement:
@@ -622,8 +676,8 @@ def compare_outputs(first: Outputs, second: Outputs) -> Agreement:
 
 def _find_first_differing_layer(first: list[Tensor], second: list[Tensor]) -> int | None:
     outputs = zip(first, second, strict=False)
-    for number, (first_output, second_output) in enumerate(outputs):
+    for layer, (first_output, second_output) in enumerate(outputs):
         difference = (first_output - second_output).abs()
         if not difference.max() < LOGIT_TOLERANCE:  # also catches NaN
-            return number
+            return layer
     return None
