@@ -19,7 +19,11 @@ other than those of KHA have not been compared with real models yet.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kha_megatron.plan.rank import Rank
+from kha_megatron.plan.rank import Precision, Rank
+
+_GRADIENT_SIZE = 4
+"""Bytes per gradient: Megatron accumulates gradients in float32 (see the table above)."""
+_FP32_SIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,33 +57,43 @@ def estimate_memory(rank: Rank) -> RankMemory:
     layout = rank.layout
     counts = rank.counts
     activations, kha_activations = _estimate_activations(rank)
-    state_bytes = 8 if setup.precision == "fp32" else 12
-    copy_bytes = 2 if setup.precision == "fp8" else 0
-    replicas = 1
-    expert_replicas = 1
+    optimizer_size = _optimizer_size(setup.precision)
+    fp8_copy_size = 2 if setup.precision == "fp8" else 0
+    # number of ranks that share the optimizer state of a parameter
+    state_ranks = 1
+    expert_state_ranks = 1
     if setup.distributed_optimizer:
-        replicas = layout.dp * layout.cp
-        expert_replicas = layout.expert_dp
+        state_ranks = layout.dp * layout.cp
+        expert_state_ranks = layout.expert_dp
+
     dense = counts.dense - counts.kha
     parameters = dense + counts.experts
-    local_states = dense / replicas + counts.experts / expert_replicas
-    base_weights = setup.element_size * parameters
-    base_copies = copy_bytes * counts.linear
+    local_states = dense / state_ranks + counts.experts / expert_state_ranks
+    weights = setup.element_size * parameters
+    fp8_copies = fp8_copy_size * counts.linear
     base = Memory(
-        weights=base_weights + base_copies,
-        gradients=4 * parameters,
-        optimizer=state_bytes * local_states,
+        weights=weights + fp8_copies,
+        gradients=_GRADIENT_SIZE * parameters,
+        optimizer=optimizer_size * local_states,
         activations=activations,
     )
+
     kha_weights = setup.element_size * counts.kha
-    kha_copies = copy_bytes * counts.kha_rows
+    kha_fp8_copies = fp8_copy_size * counts.kha_rows
     kha = Memory(
-        weights=kha_weights + kha_copies,
-        gradients=4 * counts.kha,
-        optimizer=state_bytes * counts.kha / replicas,
+        weights=kha_weights + kha_fp8_copies,
+        gradients=_GRADIENT_SIZE * counts.kha,
+        optimizer=optimizer_size * counts.kha / state_ranks,
         activations=kha_activations,
     )
     return RankMemory(base, kha)
+
+
+def _optimizer_size(precision: Precision) -> int:
+    """Return the bytes per parameter of Adam's two moments and of the float32 main weights."""
+    moments = 2 * _FP32_SIZE
+    main_weight = 0 if precision == "fp32" else _FP32_SIZE
+    return moments + main_weight
 
 
 def count_in_flight(
@@ -88,9 +102,10 @@ def count_in_flight(
     microbatches: int,
     stage: int,
 ) -> int:
-    """Maximum number of microbatches in flight.
+    """Count the forward passes of (virtual) stages whose backward pass has not started yet.
 
-    Megatron runs this many minus one as warmup, see ``get_pp_rank_microbatches``.
+    This is the maximum on a pipeline rank. Megatron runs this many minus one as warmup, see
+    ``get_pp_rank_microbatches``.
     """
     warm_up = pp - stage - 1
     if vpp:
@@ -103,35 +118,30 @@ def _list_layers_in_flight(rank: Rank) -> list[int]:
     pp = rank.layout.pp
     in_flight = count_in_flight(pp, rank.layout.vpp, rank.microbatches, rank.stage)
     layers = []
-    for number in range(in_flight):
+    for forward_pass in range(in_flight):
         # interleaved schedule: a virtual stage processes pp microbatches before the next one runs
-        chunk = number // pp % len(rank.chunks)
-        layers += rank.chunks[chunk]
+        microbatch_group = forward_pass // pp
+        virtual_stage = microbatch_group % len(rank.chunks)
+        layers += rank.chunks[virtual_stage]
     return layers
 
 
 def _estimate_activations(rank: Rank) -> tuple[float, float]:
-    """Same as :func:`estimate_memory`, but only for activations."""
+    """Return the bytes of all activations in flight: of the model without KHA, and of KHA."""
     output_bytes = _estimate_output_activations(rank)
     if not rank.layers:
         return output_bytes, 0.0
-    recompute = rank.setup.recompute
-    layer_bytes = {}
-    for layer in rank.layers:
-        layer_bytes[layer] = _estimate_layer_activations(rank, layer)
-    kha_bytes = estimate_kha_activations(rank)
     in_flight = _list_layers_in_flight(rank)
+    layer_bytes = {layer: _estimate_layer_activations(rank, layer) for layer in rank.layers}
+    kha_bytes = estimate_kha_activations(rank)
+    recompute = rank.setup.recompute
     if recompute == "full":
         # the inputs of all layers, and everything for the one that is recomputed
         input_bytes = rank.sharded_tokens * rank.token_bytes
-        saved = len(in_flight) * input_bytes
-        saved += max(layer_bytes.values())
-        kha_saved = kha_bytes
-    else:
-        saved = 0.0
-        for layer in in_flight:
-            saved += layer_bytes[layer]
-        kha_saved = len(in_flight) * kha_bytes
+        saved = len(in_flight) * input_bytes + max(layer_bytes.values())
+        return saved + output_bytes, kha_bytes
+    saved = sum(layer_bytes[layer] for layer in in_flight)
+    kha_saved = len(in_flight) * kha_bytes
     if recompute == "selective":
         # core attention is recomputed in one layer at a time
         recomputed_layers = max(0, len(in_flight) - 1)
@@ -144,10 +154,10 @@ def _estimate_output_activations(rank: Rank) -> float:
     if not rank.is_last:
         return 0.0
     tp = rank.layout.tp
-    vocab_size = rank.model.padded_vocab(tp) / tp
-    logits = rank.tokens * vocab_size
+    local_vocab_size = rank.model.padded_vocab(tp) / tp
+    logits = rank.tokens * local_vocab_size
     norm_bytes = 2 * rank.sharded_tokens * rank.token_bytes  # input and output
-    softmax_size = 4  # fp32
+    softmax_size = _FP32_SIZE
     return norm_bytes + logits * (rank.element_size + softmax_size)
 
 
@@ -167,7 +177,7 @@ def _estimate_kha_core_activations(rank: Rank) -> float:
 
 
 def _estimate_layer_activations(rank: Rank, layer: int) -> float:
-    """Bytes that the rest of a layer saves for the backward pass."""
+    """Bytes that a layer without KHA saves for the backward pass."""
     attention = _estimate_attention_activations(rank)
     if rank.model.is_moe(layer):
         return attention + _estimate_moe_activations(rank)
@@ -187,11 +197,14 @@ def _estimate_attention_activations(rank: Rank) -> float:
     if rank.setup.precision == "fp8":
         token_bytes += output_features  # input of the output projection
     if rank.setup.recompute != "selective":
-        token_bytes += 4 * query_heads  # log-sum-exp of flash attention
-    # the norm and the QKV projection save their inputs
-    input_bytes = model.hidden_size * (rank.element_size + rank.input_size)
-    saved = rank.sharded_tokens * input_bytes
-    return saved + rank.tokens * token_bytes
+        token_bytes += query_heads * _FP32_SIZE  # log-sum-exp of flash attention
+    return _estimate_input_activations(rank) + rank.tokens * token_bytes
+
+
+def _estimate_input_activations(rank: Rank) -> float:
+    """Bytes of the inputs that are saved by a norm and by the linear layer that follows."""
+    bytes_per_feature = rank.element_size + rank.input_size
+    return rank.sharded_tokens * rank.model.hidden_size * bytes_per_feature
 
 
 def _count_head_features(rank: Rank) -> int:
@@ -221,33 +234,31 @@ def _count_latent_features(rank: Rank) -> int:
 
 def _count_mlp_bytes(rank: Rank, width: float) -> float:
     """Bytes per token that an MLP of this width saves, except for its input."""
+    # inputs of the activation function (SwiGLU also has a gate), and of the second linear layer
     activation_inputs = 2 if rank.model.swiglu else 1
-    feature_bytes = activation_inputs * rank.element_size + rank.input_size
-    return width * feature_bytes
+    bytes_per_feature = activation_inputs * rank.element_size + rank.input_size
+    return width * bytes_per_feature
 
 
 def _estimate_mlp_activations(rank: Rank) -> float:
-    model = rank.model
-    width = model.dense_width / rank.layout.tp
-    # the norm and the first linear layer save their inputs
-    input_bytes = model.hidden_size * (rank.element_size + rank.input_size)
-    mlp_bytes = _count_mlp_bytes(rank, width)
-    saved = rank.sharded_tokens * input_bytes
-    return saved + rank.tokens * mlp_bytes
+    local_width = rank.model.dense_width / rank.layout.tp
+    mlp_bytes = _count_mlp_bytes(rank, local_width)
+    return _estimate_input_activations(rank) + rank.tokens * mlp_bytes
 
 
 def _estimate_moe_activations(rank: Rank) -> float:
     model = rank.model
     layout = rank.layout
     norm_bytes = 2 * model.hidden_size * rank.element_size  # inputs of norm and router
-    router_bytes = 9 * model.experts  # fp32 scores and probabilities, routing map
+    routing_map_size = 1  # booleans
+    router_bytes = model.experts * (2 * _FP32_SIZE + routing_map_size)  # scores, probabilities, map
     expert_width = model.expert_width / layout.expert_tp
     shared_width = model.shared_width / layout.tp
     input_bytes = model.hidden_size * rank.input_size
     expert_bytes = input_bytes + _count_mlp_bytes(rank, expert_width)
     shared_bytes = _count_mlp_bytes(rank, shared_width)
-    routed_tokens = rank.sharded_tokens * model.moe_router_topk
-    routed_tokens *= layout.expert_tp
+    # a token is sent once to each of its experts, and to all ranks that share such an expert
+    routed_tokens = rank.sharded_tokens * model.moe_router_topk * layout.expert_tp
     saved = rank.sharded_tokens * (norm_bytes + router_bytes)
     saved += routed_tokens * expert_bytes
     saved += rank.tokens * shared_bytes
