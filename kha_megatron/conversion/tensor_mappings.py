@@ -115,7 +115,7 @@ class QKVMapping(TensorMapping):
             "key": self.key,
             "value": self.value,
         }
-        for rows in model.qkv.extra:
+        for rows in model.qkv.mechanism_rows:
             names[rows.name] = self.mechanism.format(module=rows.hf)
         hf_names = []
         for part in model.qkv.parts:

@@ -31,7 +31,7 @@ Arguments = dict[str, tuple[str, ...]]
 REPEATED = frozenset({"--heads", "--heads-from"})
 """Flags that you can repeat to add more values."""
 
-_option = partial(flag, attribute=None, most=2**63 - 1)
+_option = partial(flag, attribute=None, maximum=2**63 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Training:
     min_lr: float = _option(0.0)
     lr_decay_style: str = _option("linear")
     lr_warmup_fraction: float | None = _option(None)
-    lr_warmup_iters: int = _option(0, least=0)
+    lr_warmup_iters: int = _option(0, minimum=0)
     lr_warmup_init: float = _option(0.0)
     optimizer: str = _option("adam")
     muon_split_qkv: bool = _option(
@@ -56,7 +56,7 @@ class Training:
     adam_beta2: float = _option(0.999)
     weight_decay: float = _option(0.01)
     clip_grad: float = _option(1.0)
-    seed: int = _option(1234, least=-(2**63))
+    seed: int = _option(1234, minimum=-(2**63))
     bf16: bool = _option(False)
     fp16: bool = _option(False)
     use_distributed_optimizer: bool = _option(False)
@@ -77,13 +77,13 @@ class Training:
     overlap_moe_expert_parallel_comm: bool = _option(False)
     cross_entropy_loss_fusion: bool = _option(False)
     manual_gc: bool = _option(False)
-    manual_gc_interval: int = _option(0, least=0)
+    manual_gc_interval: int = _option(0, minimum=0)
     log_throughput: bool = _option(False)
     split: str | None = _option(None)
     data_cache_path: str | None = _option(None)
-    num_workers: int = _option(2, least=0)
+    num_workers: int = _option(2, minimum=0)
     eval_interval: int = _option(1000)
-    eval_iters: int = _option(100, least=0)
+    eval_iters: int = _option(100, minimum=0)
     log_interval: int = _option(100)
     log_timers_to_tensorboard: bool = _option(False)
     log_memory_to_tensorboard: bool = _option(False)
@@ -123,7 +123,7 @@ class HeadOptions:
     kha_key: str | None = _option(None)
     kha_value: str | None = _option(None)
     kha_init: str = _option(Knock.init)
-    kha_init_seed: int = _option(INIT_SEED, least=-(2**63))
+    kha_init_seed: int = _option(INIT_SEED, minimum=-(2**63))
     kha_attention: str | None = _option(None)
     kha_latent_heads: int = _option(LATENT_HEADS)
     kha_heads: tuple[str, ...] | None = _option(
