@@ -99,8 +99,10 @@ def attention_tables(statistics: AttentionStatistics) -> Iterator[Table]:
     headings = [name.replace("/", "\n") for name in names]
     table = console.number_table("layer", *headings, title="head mechanisms", names=0)
     for layer, metrics in zip(statistics.layers, metrics_by_layer, strict=True):
-        cells = [f"{metrics[name]:.3f}" if name in metrics else "" for name in names]
-        table.add_row(str(layer.layer), *cells)
+        cells = [str(layer.layer)]
+        for name in names:
+            cells.append(f"{metrics[name]:.3f}" if name in metrics else "")
+        table.add_row(*cells)
     yield table
 
 

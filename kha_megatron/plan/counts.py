@@ -55,12 +55,14 @@ def count_attention(model: ModelConfig) -> Attention:
         normed_query_dim = replacing_rows.get("query", head_dim)
         normed_key_dim = replacing_rows.get("key", head_dim)
         norms = (normed_query_dim + normed_key_dim) * model.norm_parameters
+    input_rows = sum(rows.values())
     output_columns = query_rows
+    cached_keys = rows["key"] + replacing_rows.get("key", 0)
     return Attention(
-        weights=model.hidden_size * (sum(rows.values()) + output_columns),
+        weights=model.hidden_size * (input_rows + output_columns),
         norms=norms,
         pair_multiply_adds=2 * query_rows,
-        cache=rows["key"] + rows["value"] + replacing_rows.get("key", 0),
+        cache=cached_keys + rows["value"],
     )
 
 

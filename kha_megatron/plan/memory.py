@@ -56,7 +56,6 @@ def estimate_memory(rank: Rank) -> RankMemory:
     setup = rank.setup
     layout = rank.layout
     counts = rank.counts
-    activations, kha_activations = _estimate_activations(rank)
     optimizer_size = _optimizer_size(setup.precision)
     fp8_copy_size = 2 if setup.precision == "fp8" else 0
     # number of ranks that share the optimizer state of a parameter
@@ -75,7 +74,7 @@ def estimate_memory(rank: Rank) -> RankMemory:
         weights=weights + fp8_copies,
         gradients=_GRADIENT_SIZE * parameters,
         optimizer=optimizer_size * local_states,
-        activations=activations,
+        activations=_estimate_base_activations(rank),
     )
 
     kha_weights = setup.element_size * counts.kha
@@ -84,7 +83,7 @@ def estimate_memory(rank: Rank) -> RankMemory:
         weights=kha_weights + kha_fp8_copies,
         gradients=_GRADIENT_SIZE * counts.kha,
         optimizer=optimizer_size * counts.kha / state_ranks,
-        activations=kha_activations,
+        activations=_estimate_kha_in_flight(rank),
     )
     return RankMemory(base, kha)
 
@@ -107,10 +106,13 @@ def count_in_flight(
     This is the maximum on a pipeline rank. Megatron runs this many minus one as warmup, see
     ``get_pp_rank_microbatches``.
     """
-    warm_up = pp - stage - 1
-    if vpp:
-        warm_up = 2 * warm_up + (vpp - 1) * pp
-    return min(microbatches * (vpp or 1), warm_up + 1)
+    later_stages = pp - stage - 1
+    if not vpp:
+        warm_up = later_stages
+        return min(microbatches, warm_up + 1)
+    warm_up = 2 * later_stages + (vpp - 1) * pp
+    forward_passes = microbatches * vpp
+    return min(forward_passes, warm_up + 1)
 
 
 def _list_layers_in_flight(rank: Rank) -> list[int]:
@@ -126,27 +128,43 @@ def _list_layers_in_flight(rank: Rank) -> list[int]:
     return layers
 
 
-def _estimate_activations(rank: Rank) -> tuple[float, float]:
-    """Return the bytes of all activations in flight: of the model without KHA, and of KHA."""
+def _estimate_base_activations(rank: Rank) -> float:
+    """Bytes of all activations in flight, excluding KHA."""
     output_bytes = _estimate_output_activations(rank)
     if not rank.layers:
-        return output_bytes, 0.0
+        return output_bytes
+    layer_bytes = {}
+    for layer in rank.layers:
+        layer_bytes[layer] = _estimate_layer_activations(rank, layer)
     in_flight = _list_layers_in_flight(rank)
-    layer_bytes = {layer: _estimate_layer_activations(rank, layer) for layer in rank.layers}
-    kha_bytes = estimate_kha_activations(rank)
-    recompute = rank.setup.recompute
-    if recompute == "full":
+    if rank.setup.recompute == "full":
         # the inputs of all layers, and everything for the one that is recomputed
         input_bytes = rank.sharded_tokens * rank.token_bytes
-        saved = len(in_flight) * input_bytes + max(layer_bytes.values())
-        return saved + output_bytes, kha_bytes
-    saved = sum(layer_bytes[layer] for layer in in_flight)
-    kha_saved = len(in_flight) * kha_bytes
+        saved = len(in_flight) * input_bytes
+        saved += max(layer_bytes.values())
+        return saved + output_bytes
+    saved = 0.0
+    for layer in in_flight:
+        saved += layer_bytes[layer]
+    return saved + output_bytes
+
+
+def _estimate_kha_in_flight(rank: Rank) -> float:
+    """Bytes of all activations of KHA in flight."""
+    if not rank.layers:
+        return 0.0
+    layer_bytes = estimate_kha_activations(rank)
+    recompute = rank.setup.recompute
+    if recompute == "full":  # one layer at a time
+        return layer_bytes
+    in_flight = len(_list_layers_in_flight(rank))
+    saved = in_flight * layer_bytes
     if recompute == "selective":
         # core attention is recomputed in one layer at a time
-        recomputed_layers = max(0, len(in_flight) - 1)
-        kha_saved -= recomputed_layers * _estimate_kha_core_activations(rank)
-    return saved + output_bytes, kha_saved
+        recomputed_layers = max(0, in_flight - 1)
+        core_bytes = _estimate_kha_core_activations(rank)
+        saved -= recomputed_layers * core_bytes
+    return saved
 
 
 def _estimate_output_activations(rank: Rank) -> float:
@@ -155,10 +173,11 @@ def _estimate_output_activations(rank: Rank) -> float:
         return 0.0
     tp = rank.layout.tp
     local_vocab_size = rank.model.padded_vocab(tp) / tp
-    logits = rank.tokens * local_vocab_size
     norm_bytes = 2 * rank.sharded_tokens * rank.token_bytes  # input and output
+    logits = rank.tokens * local_vocab_size
     softmax_size = _FP32_SIZE
-    return norm_bytes + logits * (rank.element_size + softmax_size)
+    loss_bytes = logits * (rank.element_size + softmax_size)
+    return norm_bytes + loss_bytes
 
 
 def estimate_kha_activations(rank: Rank) -> float:
@@ -166,14 +185,16 @@ def estimate_kha_activations(rank: Rank) -> float:
     costs = rank.model.kha.costs(rank.heads)
     elements = rank.tokens * costs.activations
     elements += rank.sharded_tokens * costs.sharded_activations
-    return elements * rank.element_size + _estimate_kha_core_activations(rank)
+    saved = elements * rank.element_size
+    return saved + _estimate_kha_core_activations(rank)
 
 
 def _estimate_kha_core_activations(rank: Rank) -> float:
     """Part of :func:`estimate_kha_activations` that core attention saves."""
     costs = rank.model.kha.costs(rank.heads)
     pairs = rank.tokens * rank.setup.batch.seq_length
-    return pairs * costs.pair_activations * rank.element_size
+    elements = pairs * costs.pair_activations
+    return elements * rank.element_size
 
 
 def _estimate_layer_activations(rank: Rank, layer: int) -> float:
@@ -204,7 +225,8 @@ def _estimate_attention_activations(rank: Rank) -> float:
 def _estimate_input_activations(rank: Rank) -> float:
     """Bytes of the inputs that are saved by a norm and by the linear layer that follows."""
     bytes_per_feature = rank.element_size + rank.input_size
-    return rank.sharded_tokens * rank.model.hidden_size * bytes_per_feature
+    token_bytes = rank.model.hidden_size * bytes_per_feature
+    return rank.sharded_tokens * token_bytes
 
 
 def _count_head_features(rank: Rank) -> int:
@@ -250,8 +272,9 @@ def _estimate_moe_activations(rank: Rank) -> float:
     model = rank.model
     layout = rank.layout
     norm_bytes = 2 * model.hidden_size * rank.element_size  # inputs of norm and router
+    score_size = 2 * _FP32_SIZE  # scores and probabilities
     routing_map_size = 1  # booleans
-    router_bytes = model.experts * (2 * _FP32_SIZE + routing_map_size)  # scores, probabilities, map
+    router_bytes = model.experts * (score_size + routing_map_size)
     expert_width = model.expert_width / layout.expert_tp
     shared_width = model.shared_width / layout.tp
     input_bytes = model.hidden_size * rank.input_size
