@@ -254,20 +254,20 @@ def as_arguments(**values: Any) -> dict[str, Argument]:
         field = _fields_by_argument()[name]
         words = field.format_words(value)
         if words is not None:
-            arguments[name] = Argument(field.flag, words, value)
+            arguments[name] = Argument(flag=field.flag, words=words, value=value)
     return arguments
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
     """Parse a command line into arguments by name. Unknown flags are their own name."""
     arguments = {}
-    for flag_name, values in parse(words).items():
+    for flag_name, values in parse(words).items():  # values are still strings
         field = _fields_by_flag().get(flag_name)
         if field is None:
-            arguments[flag_name] = Argument(flag_name, values, values)
+            arguments[flag_name] = Argument(flag=flag_name, words=values, value=values)
         else:
             value = field.parse_words(values)
-            arguments[field.argument] = Argument(flag_name, values, value)
+            arguments[field.argument] = Argument(flag=flag_name, words=values, value=value)
     return arguments
 
 
