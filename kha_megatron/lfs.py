@@ -18,9 +18,9 @@ _MAX_BYTES = 1024  # by the specification
 def is_lfs_pointer(file: Path) -> bool:
     """Return True if a file is a Git LFS pointer. False for files that cannot be read."""
     try:
-        found = file.stat()
+        status = file.stat()
         # opening a pipe could wait forever; most shards are too large to be opened at all
-        if not stat.S_ISREG(found.st_mode) or found.st_size >= _MAX_BYTES:
+        if not stat.S_ISREG(status.st_mode) or status.st_size >= _MAX_BYTES:
             return False
         content = file.read_bytes()
     except OSError:

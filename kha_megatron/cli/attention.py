@@ -5,9 +5,10 @@ The metrics follow arXiv:2505.06708 (section 4) and arXiv:2410.11842 (Figure 3).
 
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -19,8 +20,17 @@ from kha_megatron.errors import CheckpointError, DataError
 if TYPE_CHECKING:
     from kha_megatron.hf.instruments import LayerStatistics
 
-TOKENS = 512
+DEFAULT_TOKENS = 512
 """Default value of ``--tokens``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionStatistics:
+    """Statistics of a model for one text."""
+
+    tokens: int
+    """Number of tokens of the text that the model was run on."""
+    layers: "list[LayerStatistics]"
 
 
 def measure_attention(
@@ -30,8 +40,8 @@ def measure_attention(
     tokens: int | None,
     tokenizer: Path | None,
     device: str,
-) -> "tuple[int, list[LayerStatistics]]":
-    """Run a model on the first tokens of a text, and return their number and statistics per layer.
+) -> AttentionStatistics:
+    """Run a model on the first tokens of a text.
 
     Megatron checkpoints are converted to Hugging Face format first, in a temporary directory.
 
@@ -41,42 +51,75 @@ def measure_attention(
         DataError: If the text has fewer than two tokens.
     """
     from kha_megatron.checkpoint.hf_reader import is_hf_folder
-    from kha_megatron.conversion import to_hf
     from kha_megatron.hf.instruments import measure_layers
 
-    target = parse_device(device)
-    with tempfile.TemporaryDirectory(prefix="kha-inspect-") as scratch:
-        folder = checkpoint
-        if not is_hf_folder(checkpoint):
-            plan = to_hf.plan_export(checkpoint, tokenizer=tokenizer)
-            if plan.source.tokenizer.path is None:
-                raise CheckpointError(
-                    f"No Hugging Face tokenizer found for {checkpoint}. Pass --tokenizer DIRECTORY."
-                )
-            folder = Path(scratch) / "model"
-            with console.log.status(f"Converting {checkpoint}"):
-                plan.write(folder)
-        encode, model = load_model(folder, target)
+    torch_device = parse_device(device)
+    if is_hf_folder(checkpoint):
+        hf_tokenizer, model = load_model(checkpoint, torch_device)
+    else:
+        with tempfile.TemporaryDirectory(prefix="kha-inspect-") as scratch:
+            exported = Path(scratch, "model")
+            _export(checkpoint, exported, tokenizer)
+            hf_tokenizer, model = load_model(exported, torch_device)
     config = model.config.get_text_config()
-    max_length = getattr(config, "max_position_embeddings", None) or TOKENS
-    ids = encode(text, return_tensors="pt").input_ids
-    ids = ids[:, : tokens or min(TOKENS, max_length)]
-    length = ids.shape[1]
+    max_length = getattr(config, "max_position_embeddings", None) or DEFAULT_TOKENS
+    token_limit = tokens or min(DEFAULT_TOKENS, max_length)
+    token_ids = hf_tokenizer(text, return_tensors="pt").input_ids
+    token_ids = token_ids[:, :token_limit]
+    length = token_ids.shape[1]
     if length < 2:
         raise DataError(f"The text must have at least 2 tokens, got {length}.")
-    check_tokens(ids, model)
-    return length, measure_layers(model, ids.to(target))
+    check_tokens(token_ids, model)
+    layers = measure_layers(model, token_ids.to(torch_device))
+    return AttentionStatistics(tokens=length, layers=layers)
 
 
-def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterator[Table]:
+def _export(checkpoint: Path, out: Path, tokenizer: Path | None) -> None:
+    """Convert a Megatron checkpoint to Hugging Face format. It must have a tokenizer."""
+    from kha_megatron.conversion import to_hf
+
+    plan = to_hf.plan_export(checkpoint, tokenizer=tokenizer)
+    if plan.source.tokenizer.path is None:
+        raise CheckpointError(
+            f"No Hugging Face tokenizer found for {checkpoint}. Pass --tokenizer DIRECTORY."
+        )
+    with console.log.status(f"Converting {checkpoint}"):
+        plan.write(out)
+
+
+def attention_tables(statistics: AttentionStatistics) -> Iterator[Table]:
     """Yield a table of attention sinks and activations (and one of mechanisms, if present)."""
-    columns = ("layer", "sink mean", "sink max", "head", "peak", "feature", "token", "median")
+    yield _sink_table(statistics)
+    metrics_by_layer = [_summarize_mechanisms(layer) for layer in statistics.layers]
+    names: dict[str, None] = {}  # in order, without duplicates
+    for metrics in metrics_by_layer:
+        names |= dict.fromkeys(metrics)
+    if not names:
+        return
+    headings = [name.replace("/", "\n") for name in names]
+    table = console.number_table("layer", *headings, title="head mechanisms", names=0)
+    for layer, metrics in zip(statistics.layers, metrics_by_layer, strict=True):
+        cells = [str(layer.layer)]
+        for name in names:
+            cells.append(f"{metrics[name]:.3f}" if name in metrics else "")
+        table.add_row(*cells)
+    yield table
+
+
+def _sink_table(statistics: AttentionStatistics) -> Table:
     table = console.number_table(
-        *columns,
-        title=f"attention over {tokens} tokens",
+        "layer",
+        "sink mean",
+        "sink max",
+        "head",
+        "peak",
+        "feature",
+        "token",
+        "median",
+        title=f"attention over {statistics.tokens} tokens",
         names=0,
     )
-    for layer in layers:
+    for layer in statistics.layers:
         table.add_row(
             str(layer.layer),
             *_sink_cells(layer.sinks),
@@ -85,19 +128,7 @@ def attention_tables(layers: "Sequence[LayerStatistics]", tokens: int) -> Iterat
             str(layer.peak_token),
             f"{layer.median:.3g}",
         )
-    yield table
-    figures_by_layer = [_summarize_mechanisms(layer) for layer in layers]
-    names: dict[str, None] = {}
-    for figures in figures_by_layer:
-        names |= dict.fromkeys(figures)
-    if not names:
-        return
-    headings = [name.replace("/", "\n") for name in names]
-    table = console.number_table("layer", *headings, title="head mechanisms", names=0)
-    for layer, figures in zip(layers, figures_by_layer, strict=True):
-        cells = [f"{figures[name]:.3f}" if name in figures else "" for name in names]
-        table.add_row(str(layer.layer), *cells)
-    yield table
+    return table
 
 
 def _sink_cells(sinks: "Sequence[float]") -> tuple[str, str, str]:
@@ -110,51 +141,65 @@ def _sink_cells(sinks: "Sequence[float]") -> tuple[str, str, str]:
 
 
 def _summarize_mechanisms(layer: "LayerStatistics") -> dict[str, float]:
-    figures = layer.means
+    """Return a layer's metrics by name, with the least and the most of those for each head."""
+    metrics = dict(layer.means)
     for name, values in layer.per_head.items():
-        figures[f"least {name}"] = min(values)
+        metrics[f"least {name}"] = min(values)
     for name, values in layer.per_head.items():
-        figures[f"most {name}"] = max(values)
-    return figures
+        metrics[f"most {name}"] = max(values)
+    return metrics
 
 
-def plot_attention(
-    layers: "Sequence[LayerStatistics]",
-    out_png: Path,
-    *,
-    title: str,
-) -> None:
+def plot_attention(statistics: AttentionStatistics, out_png: Path) -> None:
     """Plot attention statistics by layer: those of each head as heatmaps, the rest as curves."""
-    heatmaps = {}
-    if any(layer.sinks for layer in layers):
-        heatmaps["attention to the first token"] = [layer.sinks for layer in layers]
-    for name in layers[0].per_head:
-        heatmaps[name] = [layer.per_head.get(name, []) for layer in layers]
-    mechanism_figures: set[str] = set()
+    layers = statistics.layers
+    heatmaps = _list_heatmaps(layers)
+    mechanism_metrics: set[str] = set()
     for layer in layers:
-        mechanism_figures.update(layer.means)
-    plots = len(heatmaps) + (2 if mechanism_figures else 1)
+        mechanism_metrics.update(layer.means)
+    curve_plots = 2 if mechanism_metrics else 1
+    plots = len(heatmaps) + curve_plots
     figure = require_matplotlib()(figsize=(4.5 * plots, 4), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(f"{statistics.tokens} tokens")
     axes = iter(figure.subplots(1, plots, squeeze=False).flat)
     for name, values_by_layer in heatmaps.items():
         axis = next(axes)
         image = axis.imshow(_pad_rows(values_by_layer), vmin=0, vmax=1, aspect="auto")
         figure.colorbar(image, ax=axis)
         axis.set(title=name, xlabel="head", ylabel="layer")
-    indices = [layer.layer for layer in layers]
-    axis = next(axes)
-    axis.plot(indices, [layer.peak for layer in layers], "o-", label="largest")
-    axis.set(title="largest activation", xlabel="layer", yscale="log")
-    axis.legend()
-    if mechanism_figures:
-        axis = next(axes)
-        for name in sorted(mechanism_figures):
-            means = [layer.means.get(name, math.nan) for layer in layers]
-            axis.plot(indices, means, "o-", label=name)
-        axis.set(title="mechanisms", xlabel="layer", yscale="linear")
-        axis.legend()
+    peaks = {"largest": [layer.peak for layer in layers]}
+    _plot_curves(next(axes), layers, peaks, title="largest activation", yscale="log")
+    if mechanism_metrics:
+        curves = {}
+        for name in sorted(mechanism_metrics):
+            curves[name] = [layer.means.get(name, math.nan) for layer in layers]
+        _plot_curves(next(axes), layers, curves, title="mechanisms", yscale="linear")
     figure.savefig(out_png, format="png", dpi=120)
+
+
+def _list_heatmaps(layers: "Sequence[LayerStatistics]") -> dict[str, list[list[float]]]:
+    """Return the values of each heatmap by title: one row for each layer, one value per head."""
+    heatmaps = {}
+    if any(layer.sinks for layer in layers):
+        heatmaps["attention to the first token"] = [layer.sinks for layer in layers]
+    for name in layers[0].per_head:
+        heatmaps[name] = [layer.per_head.get(name, []) for layer in layers]
+    return heatmaps
+
+
+def _plot_curves(
+    axis: Any,
+    layers: "Sequence[LayerStatistics]",
+    curves: Mapping[str, Sequence[float]],
+    *,
+    title: str,
+    yscale: str,
+) -> None:
+    indices = [layer.layer for layer in layers]
+    for label, values in curves.items():
+        axis.plot(indices, values, "o-", label=label)
+    axis.set(title=title, xlabel="layer", yscale=yscale)
+    axis.legend()
 
 
 def _pad_rows(rows: Sequence[Sequence[float]]) -> list[list[float]]:

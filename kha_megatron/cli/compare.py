@@ -35,7 +35,8 @@ from kha_megatron.errors import KHAError
 
 REPORT = "report.html"
 NUMBERS = "report.json"
-_POLL_SECONDS = 1.0  # wait with a timeout, so that the main thread can handle signals
+_POLL_SECONDS = 1.0
+"""Timeout of each wait for a run, so that the main thread can handle signals in between."""
 
 
 Variants = Annotated[
@@ -113,13 +114,10 @@ def compare(
         --train-iters 500
     """
     require_matplotlib()
-    chosen = None if recipe is None else recipes.get_recipe(recipe)
-    if pretrained_checkpoint is not None:
-        chosen = make_recipe(pretrained_checkpoint, chosen)
-    chosen = chosen or recipes.get_recipe("quickstart")
-    default_output = Path("compare", chosen.name.replace("/", "-"))
+    chosen_recipe = _choose_recipe(recipe, pretrained_checkpoint)
+    default_output = Path("compare", chosen_recipe.name.replace("/", "-"))
     planned = trials.plan_comparison(
-        chosen,
+        chosen_recipe,
         parse_variants(variants),
         seeds,
         output=output or default_output,
@@ -132,15 +130,12 @@ def compare(
         pretrained=pretrained_checkpoint,
     )
     if jobs is None:
-        jobs = 1
-        if planned.trials[0].config.training.device == "cpu":
-            cores = len(os.sched_getaffinity(0))
-            jobs = max(1, cores // (nproc or chosen.ranks))
+        jobs = _default_jobs(planned, nproc or chosen_recipe.ranks)
     runs_folder = planned.folder / trials.RUNS
     try:
         with owned(planned.folder):
             runs_folder.mkdir(exist_ok=True)
-            failures = _train_all(planned, jobs)
+            failures = _train_all(planned, parallel=jobs)
     except KeyboardInterrupt:
         console.log.print("Stopped. Run the same command again to continue.")
         raise
@@ -149,32 +144,51 @@ def compare(
         raise typer.Exit(1)
 
 
+def _choose_recipe(name: str | None, pretrained: Path | None) -> recipes.Recipe:
+    """Return the recipe to compare, with the sizes of the pretrained model if there is one."""
+    if pretrained is not None:
+        base = None if name is None else recipes.get_recipe(name)
+        return make_recipe(pretrained, base)
+    return recipes.get_recipe("quickstart" if name is None else name)
+
+
+def _default_jobs(planned: trials.Comparison, ranks_per_run: int) -> int:
+    """Return how many runs to train in parallel: as many as the cores allow, but one on GPUs."""
+    if planned.trials[0].config.training.device != "cpu":
+        return 1
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // ranks_per_run)
+
+
 def _print_report(
     planned: trials.Comparison,
     failures: dict[str, str],
     as_json: bool,
 ) -> None:
-    page = planned.folder / REPORT
-    if any(trial.result for trial in planned.trials):
-        report = json.loads((planned.folder / NUMBERS).read_text())
+    succeeded = not failures
+    has_results = any(trial.result for trial in planned.trials)
+    if not has_results:
         if as_json:
-            console.print_json({"succeeded": not failures, "page": str(page)} | report)
-            return
-        for line in summarize(report):
-            console.log.print(line, markup=False)
-        console.out.print(str(page), markup=False)
-    elif as_json:
-        console.print_json({"succeeded": not failures, "page": None, "failures": failures})
+            console.print_json({"succeeded": succeeded, "page": None, "failures": failures})
+        return
+    page = planned.folder / REPORT
+    report = json.loads((planned.folder / NUMBERS).read_text())
+    if as_json:
+        console.print_json({"succeeded": succeeded, "page": str(page)} | report)
+        return
+    for line in summarize(report):
+        console.log.print(line, markup=False)
+    console.out.print(str(page), markup=False)
 
 
-def _train_all(planned: trials.Comparison, parallel: int) -> dict[str, str]:
+def _train_all(planned: trials.Comparison, *, parallel: int) -> dict[str, str]:
     """Train all unfinished trials and return the error messages of failed trials by name.
 
     The report is rewritten after each trial. We give up early if a trial fails before any other has
     finished, and do not start the remaining ones.
     """
     failures: dict[str, str] = {}
-    _write(planned, failures)
+    _write_reports(planned, failures)
     waiting = deque(trial for trial in planned.trials if trial.result is None)
     running: dict[Future[str | None], trials.Trial] = {}
     stop = threading.Event()
@@ -191,7 +205,8 @@ def _train_all(planned: trials.Comparison, parallel: int) -> dict[str, str]:
                     failure = future.result()
                     if failure is not None:
                         failures[trial.name] = failure
-                    if not _write(planned, failures):
+                    has_results = _write_reports(planned, failures)
+                    if not has_results:
                         waiting.clear()
         except BaseException:
             stop.set()  # terminate all ranks before the pool waits for its threads
@@ -215,7 +230,7 @@ def _train(trial: trials.Trial, stop: threading.Event) -> str | None:
     return None
 
 
-def _write(planned: trials.Comparison, failures: dict[str, str]) -> bool:
+def _write_reports(planned: trials.Comparison, failures: dict[str, str]) -> bool:
     """Write the HTML and JSON reports. Returns False if no trial has finished yet."""
     results = {}
     pictures = {}

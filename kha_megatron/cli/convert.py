@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from kha_megatron.conversion.engine import Conversion, Plan
     from kha_megatron.conversion.verify import Verification
 
-_ROWS = 8
-_LENGTH = 256
-"""Maximum batch size and sequence length for ``--text``."""
+_TEXT_SEQUENCES = 8
+_TEXT_LENGTH = 256
+"""The loss of ``--text`` is computed on this many sequences with at most this many tokens each."""
 
 convert_app = Commands(
     name="convert",
@@ -242,11 +242,18 @@ def upcycle(
         --heads gate.output=element
     """
     kha = HeadsConfig.from_options(
-        {"preset": kha_preset, "query": kha_query, "key": kha_key, "value": kha_value}
-        | {"heads": heads}
+        {
+            "preset": kha_preset,
+            "query": kha_query,
+            "key": kha_key,
+            "value": kha_value,
+            "heads": heads,
+        }
     )
-    kha = kha or HeadsConfig()  # raises an error below
-    if text is None and any(mechanism.is_sparse for mechanism in kha.mechanisms):
+    if kha is None:
+        kha = HeadsConfig()  # planning the conversion raises an error
+    drops_heads = any(mechanism.is_sparse for mechanism in kha.mechanisms)
+    if drops_heads and text is None:
         announce(f"{kha} drops heads, so that the loss changes. Use --text to print the new loss.")
     from kha_megatron.conversion import to_hf, to_megatron
 
@@ -272,28 +279,34 @@ def upcycle(
             tensor_parallel=tensor_parallel,
         )
     tokens = None if text is None else _tokenize(text, plan)
-    written = _write(plan, out, workers, overwrite, verify or text is not None)
-    losses: dict[str, float] = {}
-    if tokens is not None:
-        from kha_megatron.conversion.verify import loss_of
-
-        with console.log.status("Running both models on the text"):
-            losses["before"] = loss_of(plan.source.path, tokens)
-            losses["after"] = loss_of(out, tokens)
-            losses["tokens"] = tokens.numel()
+    runs_models = verify or tokens is not None
+    written = _write(plan, out, workers, overwrite, runs_models)
+    losses = None if tokens is None else _compare_losses(plan.source.path, out, tokens)
     _finish(plan, written, workers, verify, as_json, losses)
+
+
+def _compare_losses(before: Path, after: Path, tokens: "Tensor") -> dict[str, float]:
+    """Return the losses of two models, and the number of tokens, with the keys of ``--json``."""
+    from kha_megatron.conversion.verify import loss_of
+
+    with console.log.status("Running both models on the text"):
+        return {
+            "before": loss_of(before, tokens),
+            "after": loss_of(after, tokens),
+            "tokens": tokens.numel(),
+        }
 
 
 def _tokenize(text: Path, plan: "Plan") -> "Tensor":
     """Tokenize the beginning of a text file with the tokenizer of the source model."""
     source = plan.source
-    length = min(_LENGTH, source.model.max_length)
-    content = read_beginning(text, _ROWS * _LENGTH)
-    tokens = source.tokenizer.tokenize(content, _ROWS, length)
-    largest = int(tokens.max())
-    if largest >= source.model.vocabulary:
+    length = min(_TEXT_LENGTH, source.model.max_length)
+    content = read_beginning(text, _TEXT_SEQUENCES * _TEXT_LENGTH)
+    tokens = source.tokenizer.tokenize(content, _TEXT_SEQUENCES, length)
+    largest_id = int(tokens.max())
+    if largest_id >= source.model.vocabulary:
         raise ConfigError(
-            f"Token ID {largest} from the tokenizer is out of range for the vocabulary size "
+            f"Token ID {largest_id} from the tokenizer is out of range for the vocabulary size "
             f"{source.model.vocabulary}. Pass the model's tokenizer with --tokenizer."
         )
     return tokens
@@ -317,13 +330,18 @@ def update_code(
     from kha_megatron.conversion import code_files
 
     update = code_files.update_code(model)
-    facts = {"updated": str(update.path), "code of version": update.version}
-    for name in ("added", "replaced", "unchanged"):
-        facts[name] = ", ".join(getattr(update, name)) or "none"
     if as_json:
         console.print_json(asdict(update))
-    else:
-        console.print_facts(facts)
+        return
+    console.print_facts(
+        {
+            "updated": str(update.path),
+            "code of version": update.version,
+            "added": ", ".join(update.added) or "none",
+            "replaced": ", ".join(update.replaced) or "none",
+            "unchanged": ", ".join(update.unchanged) or "none",
+        }
+    )
 
 
 def convert(
@@ -336,7 +354,7 @@ def convert(
     from kha_megatron.conversion import to_hf
 
     plan = to_hf.plan_export(checkpoint)
-    conversion = _write(plan, out, workers=None, overwrite=overwrite, verify=True)
+    conversion = _write(plan, out, workers=None, overwrite=overwrite, runs_models=True)
     return conversion, _verify(plan, out)
 
 
@@ -352,9 +370,15 @@ def _write(
     out: Path,
     workers: int | None,
     overwrite: bool,
-    verify: bool,
+    runs_models: bool,
 ) -> "Conversion":
-    if verify:
+    """Write the converted checkpoint with a progress bar.
+
+    Args:
+        runs_models: Whether the models will be run later. This requires a supported version of
+            Megatron-Core, so we check the version before the conversion.
+    """
+    if runs_models:
         check_version()
     plan.check_target(out, overwrite=overwrite)
     with progress.Progress(
@@ -369,21 +393,27 @@ def _write(
     ) as bar:
         task = bar.add_task("", total=plan.size)
         written = plan.write(out, workers=workers, on_bytes=partial(bar.advance, task))
+    _report_tokenizer(plan)
+    return written
+
+
+def _report_tokenizer(plan: "Plan") -> None:
+    """Print a note if no tokenizer was saved, or if the model has more rows than tokens."""
     tokenizer = plan.source.tokenizer
-    embedding_rows = plan.source.model.vocabulary
-    vocab_size = tokenizer.vocab_size
     if tokenizer.path is None:
         console.log.print(
             "No tokenizer was saved, because the source has no Hugging Face tokenizer."
         )
-    elif (
-        vocab_size is not None and embedding_rows > vocab_size and not plan.source.padding_arguments
-    ):
+        return
+    if tokenizer.vocab_size is None or plan.source.padding_arguments:
+        return
+    embedding_rows = plan.source.model.vocabulary
+    vocab_size = tokenizer.vocab_size
+    if embedding_rows > vocab_size:
         console.log.print(
             f"All {embedding_rows} embedding rows were kept, although the tokenizer has a "
             f"vocabulary size of {vocab_size}, because the other rows are not Megatron's padding."
         )
-    return written
 
 
 def _finish(
@@ -394,21 +424,23 @@ def _finish(
     as_json: bool,
     losses: dict[str, float] | None = None,
 ) -> None:
+    """Verify the converted checkpoint, and print the result of the command."""
     verification = _verify(plan, written.path, workers) if verify else None
+    if verification is not None:
+        _warn_about_folding(plan, written, verification)
+    parameters = f"{written.parameters:,} parameters"
     size = f"{written.size / 1e6:,.1f} MB of {written.dtype}"
     files = "1 file" if written.shards == 1 else f"{written.shards} files"
     values = asdict(written)
     facts = {
         "written": str(written.path),
         "architecture": written.architecture,
-        "tensors": f"{written.tensors} ({written.parameters:,} parameters, {size} in {files})",
+        "tensors": f"{written.tensors} ({parameters}, {size} in {files})",
         "tokenizer": written.tokenizer or "none",
     }
     if written.arguments:
         facts["train on with"] = " ".join([*written.arguments, "--load RUN --save RUN"])
     facts |= not_finite(written.not_finite)
-    if verification is not None:
-        _warn_about_folding(plan, written, verification)
     if losses:
         values["loss"] = losses
         facts["loss before"] = f"{losses['before']:.4f} nats"
@@ -427,7 +459,8 @@ def _warn_about_folding(
     logits = verification.logits
     if logits is None or not verification.tensors.remark.is_folded:
         return
-    if logits.limit is not None or logits.max_difference < LOGIT_TOLERANCE:
+    has_verdict = logits.limit is not None
+    if has_verdict or logits.max_difference < LOGIT_TOLERANCE:
         return
     for mechanism in plan.source.model.kha.mechanisms:
         if mechanism.is_sparse:

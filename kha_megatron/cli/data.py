@@ -89,8 +89,8 @@ def prepare(
     """
     from kha_megatron import data
 
-    limit = parse_size("--max-file-bytes", max_file_bytes)
-    sample = parse_size("--tokenizer-sample", tokenizer_sample)
+    max_document_bytes = parse_size("--max-file-bytes", max_file_bytes)
+    sample_bytes = parse_size("--tokenizer-sample", tokenizer_sample)
     if not sources:
         console.log.print(
             "Using Python's standard library as text, because --from is not set: "
@@ -106,13 +106,13 @@ def prepare(
             exclude=exclude or None,
             json_key=json_key,
             workers=workers,
-            max_file_bytes=limit,
-            tokenizer_sample=sample,
+            max_file_bytes=max_document_bytes,
+            tokenizer_sample=sample_bytes,
             overwrite=overwrite,
             on_progress=on_progress,
         )
-    for line in describe_limitations(report):
-        console.log.print(f"[yellow]warning:[/] {escape(line)}")
+    for warning in describe_limitations(report):
+        console.log.print(f"[yellow]warning:[/] {escape(warning)}")
     _print(report, out, as_json)
 
 
@@ -149,18 +149,18 @@ def progress() -> Iterator[Callable[["Step"], None]]:
         TimeElapsedColumn(),
         console=console.log,
     )
-    tasks: dict[str, TaskID] = {}
+    task_of_stage: dict[str, TaskID] = {}
 
     def on_progress(step: "Step") -> None:
-        if step.stage not in tasks:
-            for previous in tasks.values():
-                display.update(previous, total=1, completed=1)
-            tasks[step.stage] = display.add_task(step.stage, total=None, detail="")
+        if step.stage not in task_of_stage:
+            for earlier_task in task_of_stage.values():
+                display.update(earlier_task, total=1, completed=1)
+            task_of_stage[step.stage] = display.add_task(step.stage, total=None, detail="")
         if step.total_bytes:
             done = f"{step.bytes / 1e6:,.1f}"
             total = f"{step.total_bytes / 1e6:,.1f}"
             display.update(
-                tasks[step.stage],
+                task_of_stage[step.stage],
                 total=step.total_bytes,
                 completed=step.bytes,
                 detail=f"{step.files:,} files, {done}/{total} MB",
@@ -172,29 +172,29 @@ def progress() -> Iterator[Callable[["Step"], None]]:
 
 def describe_limitations(report: "DataReport") -> list[str]:
     """Return warnings about prepared data, e.g. a smaller vocabulary than requested."""
-    lines = []
+    warnings = []
     for split in COMMON_SPLITS:
         try:
             check_split(split, report.documents, "the corpus")
         except DataError as error:
-            lines.append(str(error))
+            warnings.append(str(error))
     if report.vocab_size_asked and report.vocab_size < report.vocab_size_asked:
-        lines.append(
+        warnings.append(
             f"The vocabulary has {report.vocab_size:,} tokens instead of "
             f"{report.vocab_size_asked:,}, because the text is too short."
         )
     skipped_metadata = report.skipped.get("metadata", {}).get("count")
     if skipped_metadata:
-        lines.append(
+        warnings.append(
             f"Skipped {skipped_metadata:,} files with metadata or text next to JSON Lines, Parquet "
             "or Arrow files. To read text files, pass --glob."
         )
     if report.altered_documents:
-        lines.append(
+        warnings.append(
             f"The tokenizer does not restore {report.altered_documents:,} of "
             f"{report.documents:,} documents. It normalises text or lacks characters."
         )
-    return lines
+    return warnings
 
 
 def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
@@ -202,18 +202,37 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
         console.print_json(report.to_dict())
         return
     from kha_megatron.data import CORPUS, TOKENIZER
+
+    facts = {}
+    for name, text in _describe(report).items():
+        # names of files and tokens can contain control characters
+        facts[name] = text.translate(console.VISIBLE)
+    console.print_facts(facts, title=str(folder))
+    data_path = shlex.quote(str(folder / CORPUS))
+    tokenizer_path = shlex.quote(str(folder / TOKENIZER))
+    console.out.print(
+        f"Train with --data-path {data_path} --tokenizer-type HuggingFaceTokenizer "
+        f"--tokenizer-model {tokenizer_path}",
+        markup=False,
+    )
+
+
+def _describe(report: "DataReport") -> dict[str, str]:
+    """Return the rows of the summary."""
     from kha_megatron.documents.files import SKIPPED
 
-    tokens_after = report.tokens_after or [report.eod_token]  # not in older data.json files
+    # older data.json files do not have tokens_after
+    tokens_after = report.tokens_after or [report.eod_token]
+    document_format = [*report.tokens_before, "text", *tokens_after]
     bytes_per_token = report.bytes / report.tokens
     tokenizer = report.tokenizer
     if report.tokenizer_sample_bytes:
         tokenizer += f" on {report.tokenizer_sample_bytes:,} bytes of the text"
-    rows = {
+    facts = {
         "sources": "\n".join(report.sources),
         "files": f"{report.files:,} ({report.split_files:,} split), {report.bytes:,} bytes",
         "documents": f"{report.documents:,}",
-        "each document": " ".join([*report.tokens_before, "text", *tokens_after]),
+        "each document": " ".join(document_format),
         "tokens": f"{report.tokens:,} as {report.dtype} ({bytes_per_token:.2f} bytes per token)",
         "vocabulary": f"{report.vocab_size:,}, end of document {report.eod_token} "
         f"({report.eod_id})",
@@ -227,14 +246,5 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
         lines = [f"{count:,}, {SKIPPED.get(reason, reason)}:", *examples]
         if count > len(examples):
             lines.append("...")
-        rows[f"skipped: {reason}"] = "\n".join(lines)
-    for name, text in rows.items():
-        rows[name] = text.translate(console.VISIBLE)  # from a file
-    console.print_facts(rows, title=str(folder))
-    data_path = shlex.quote(str(folder / CORPUS))
-    tokenizer_path = shlex.quote(str(folder / TOKENIZER))
-    console.out.print(
-        f"Train with --data-path {data_path} --tokenizer-type HuggingFaceTokenizer "
-        f"--tokenizer-model {tokenizer_path}",
-        markup=False,
-    )
+        facts[f"skipped: {reason}"] = "\n".join(lines)
+    return facts

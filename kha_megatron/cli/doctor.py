@@ -1,7 +1,7 @@
 """``kha-megatron doctor``: check the environment (without importing packages that may crash)."""
 
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ class Component:
     """A row of the report: a package or device."""
 
     name: str
-    status: Literal["ok", "missing", "wrong"]
+    status: Literal["ok", "missing", "wrong"]  # wrong: an unsupported version or package
     found: str = "-"  # installed version, or name of the device
     supported: str = "any"
     effect: str = ""  # what the component is used for, or what happens without it
@@ -140,17 +140,19 @@ def _print(components: Sequence[Component]) -> None:
 def inspect_components() -> list[Component]:
     components = []
     for name, use in REQUIRED.items():
-        component = _package(name, use, f"needed for {use}")
+        component = _check_package(name, used_for=use, without=f"needed for {use}")
         components.append(replace(component, blocks=component.status != "ok"))
     components.append(find_devices())
     components.append(find_transformer_engine())
-    components += _find_wrong_apex()
+    wrong_apex = find_wrong_apex()
+    if wrong_apex is not None:
+        components.append(wrong_apex)
     for package in OPTIONAL:
-        component = _package(
+        component = _check_package(
             package.name,
-            package.used_for,
-            package.without,
-            package.install,
+            used_for=package.used_for,
+            without=package.without,
+            install=package.install,
         )
         components.append(component)
     return components
@@ -180,31 +182,49 @@ def _is_for_users(requirement: Requirement) -> bool:
     return marker is None or any(marker.evaluate({"extra": extra}) for extra in USER_EXTRAS)
 
 
-def _package(
+def _check_package(
     name: str,
-    present: str,
-    absent: str,
+    *,
+    used_for: str,
+    without: str,
     install: str | None = None,
 ) -> Component:
-    versions = supported_versions().get(name, "")
-    try:  # Megatron may be imported from a source tree instead of the installed package
-        version = installed_version() if name == "megatron-core" else version_of(name)
-    except VersionError:
-        version = None
+    """Check that a package is installed in a supported version.
+
+    Args:
+        used_for: The effect to report if the package is supported.
+        without: The effect to report otherwise.
+        install: Command that installs the package (default: with pip).
+    """
+    supported = supported_versions().get(name, "")
+    version = _find_version(name)
+    if install is None:
+        install = f"`pip install '{name}{supported}'`"
     component = Component(
         name=name,
         status="missing",
         found=version or "-",
-        supported=versions or "any",
-        effect=absent,
-        remedy=f"run {install or f"`pip install '{name}{versions}'`"}",
+        supported=supported or "any",
+        effect=without,
+        remedy=f"run {install}",
     )
     if not version:
         return component
     # NVIDIA's containers use pre-release versions such as 2.7.0a0+...
-    if not SpecifierSet(versions).contains(Version(version).base_version):
+    release = Version(version).base_version
+    if not SpecifierSet(supported).contains(release):
         return replace(component, status="wrong")
-    return replace(component, status="ok", effect=present, remedy="")
+    return replace(component, status="ok", effect=used_for, remedy="")
+
+
+def _find_version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    if package != "megatron-core":
+        return version_of(package)
+    try:  # it may be imported from a source tree instead of the installed package
+        return installed_version()
+    except VersionError:
+        return None
 
 
 def find_devices() -> Component:
@@ -233,11 +253,11 @@ def find_devices() -> Component:
 
 def find_transformer_engine() -> Component:
     """Check that Transformer Engine is installed, including its compiled extension."""
-    component = _package(
+    component = _check_package(
         "transformer-engine",
-        "fused layers, FP8",
-        "no FP8 and no fused layers",
-        TE_INSTALL,
+        used_for="fused layers, FP8",
+        without="no FP8 and no fused layers",
+        install=TE_INSTALL,
     )
     if component.found == "-" or not lacks_te_extension():
         return component
@@ -245,19 +265,21 @@ def find_transformer_engine() -> Component:
     return replace(component, status="wrong", effect=effect, remedy=f"run {TE_INSTALL}")
 
 
-def _find_wrong_apex() -> Iterator[Component]:
+def find_wrong_apex() -> Component | None:
     """Detect the unrelated ``apex`` package from PyPI. Megatron needs NVIDIA's Apex or none."""
     spec = find_spec("apex")
     if spec is None or not spec.submodule_search_locations:
-        return
+        return None
     folder = next(iter(spec.submodule_search_locations))
-    if not Path(folder, "optimizers").is_dir():
-        yield Component(
-            name="apex",
-            status="wrong",
-            found=version_of("apex") or "a directory",
-            supported="NVIDIA's",
-            effect="import megatron.core fails",
-            remedy=f"run `pip uninstall apex` or remove {folder}",
-            blocks=True,
-        )
+    is_from_nvidia = Path(folder, "optimizers").is_dir()
+    if is_from_nvidia:
+        return None
+    return Component(
+        name="apex",
+        status="wrong",
+        found=version_of("apex") or "a directory",
+        supported="NVIDIA's",
+        effect="import megatron.core fails",
+        remedy=f"run `pip uninstall apex` or remove {folder}",
+        blocks=True,
+    )

@@ -18,6 +18,8 @@ from kha_megatron.recipes import Command, Job, LaunchResult, Step, SubmitResult
 from kha_megatron.recipes.log_lines import compute_tokens_per_second
 
 _SECONDS_BETWEEN_LINES = 10.0
+_REFUSED = 2
+"""Exit code of ranks, and of this command, for invalid arguments. Resuming would not help."""
 
 
 @contextmanager
@@ -33,25 +35,25 @@ def training_progress(job: Job, name: str = "") -> Iterator[Callable[[Step], Non
         MofNCompleteColumn(),
         TextColumn("{task.fields[state]}"),
     )
-    title = name or f"{job.recipe.name} on {job.ranks} ranks"
+    start = "starting"
     if job.resume and job.stopped_at:
-        title += f": resuming from iteration {job.stopped_at}"
-    else:
-        title += ": starting"
+        start = f"resuming from iteration {job.stopped_at}"
+    title = name or f"{job.recipe.name} on {job.ranks} ranks"
+    title += f": {start}"
     prefix = f"{name}: " if name else ""
     seq_length = job.run.arguments.get("seq_length", 0)
     shows_lines = bool(name) or not console.log.is_terminal
     if shows_lines:
         console.log.print(title, markup=False)
-    previous: Step | None = None
+    previous_step: Step | None = None
     last_print = -math.inf
     with Progress(*columns, console=console.log, disable=shows_lines) as bar:
         task = bar.add_task(title, total=None, state="")
 
         def on_step(step: Step) -> None:
-            nonlocal last_print, previous
-            state = _describe_step(step, previous, seq_length)
-            previous = step
+            nonlocal last_print, previous_step
+            state = _describe_step(step, previous_step, seq_length)
+            previous_step = step
             bar.update(
                 task,
                 description=job.recipe.name,
@@ -59,9 +61,11 @@ def training_progress(job: Job, name: str = "") -> Iterator[Callable[[Step], Non
                 total=step.total,
                 state=state,
             )
+            if not shows_lines:
+                return
             is_last = step.iteration == step.total
-            is_due = is_last or monotonic() - last_print >= _SECONDS_BETWEEN_LINES
-            if shows_lines and is_due:
+            seconds_since_line = monotonic() - last_print
+            if is_last or seconds_since_line >= _SECONDS_BETWEEN_LINES:
                 last_print = monotonic()
                 line = f"{prefix}iteration {step.iteration}/{step.total} {state}"
                 console.log.print(line, markup=False)
@@ -106,14 +110,14 @@ def run_job(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
         _print_how_to_resume(job)
         raise typer.Exit(130) from None
     print_result(result)
-    was_refused = result.failure is not None and result.failure.exit_code == 2
+    was_refused = result.failure is not None and result.failure.exit_code == _REFUSED
     if not was_refused:
         _print_how_to_resume(job)
     if as_json:
         content = {"succeeded": result.succeeded, "output": job.output}
         console.print_json(content | asdict(result))
     if not result.succeeded:
-        raise typer.Exit(2 if was_refused else 1)
+        raise typer.Exit(_REFUSED if was_refused else 1)
 
 
 def _print_dry_run(job: Job, as_json: bool) -> None:
@@ -133,11 +137,7 @@ def print_result(result: LaunchResult | SubmitResult) -> None:
         for line in result.failure.lines:
             console.log.print(f"  {line}", markup=False, emoji=False)
     if isinstance(result, SubmitResult):
-        if result.reason is not None:
-            console.error(result.reason)
-        jobs = ", ".join(result.jobs) or "none"
-        console.log.print(f"Status: {result.status}, jobs: {jobs}", markup=False)
-        console.log.print(f"NeMo-Run experiment: {result.folder}", markup=False)
+        _print_submission(result)
     elif result.succeeded:
         state = "finished" if result.stopped_at is None else "stopped"
         console.log.print(f"Training {state} after {result.seconds:.0f} s.")
@@ -147,18 +147,27 @@ def print_result(result: LaunchResult | SubmitResult) -> None:
         console.log.print(f"Log of all ranks: {result.log}", markup=False)
 
 
+def _print_submission(result: SubmitResult) -> None:
+    if result.reason is not None:
+        console.error(result.reason)
+    jobs = ", ".join(result.jobs) or "none"
+    console.log.print(f"Status: {result.status}, jobs: {jobs}", markup=False)
+    console.log.print(f"NeMo-Run experiment: {result.folder}", markup=False)
+
+
 def _print_how_to_resume(job: Job) -> None:
     """Print the current command with ``--resume``, if there is a checkpoint to resume from."""
     iteration = job.stopped_at
     if iteration is None:
         return
-    words = ["kha-megatron", *sys.argv[1:]]
-    if "--resume" not in words:
-        end_of_options = words.index("--") if "--" in words else len(words)
-        words.insert(end_of_options, "--resume")
+    command = ["kha-megatron", *sys.argv[1:]]
+    if "--resume" not in command:
+        # Megatron's arguments follow after --
+        end_of_options = command.index("--") if "--" in command else len(command)
+        command.insert(end_of_options, "--resume")
     console.log.print(
         f"The last checkpoint is at iteration {iteration} of {job.run.training.train_iters}. "
-        f"To continue, run: {shlex.join(words)}",
+        f"To continue, run: {shlex.join(command)}",
         markup=False,
         emoji=False,
     )
@@ -178,6 +187,6 @@ def _as_shell(command: Command) -> str:
         quoted = shlex.quote(argument)
         if argument.startswith("--"):
             lines.append(quoted)
-        else:
+        else:  # the value of the flag in the last line
             lines[-1] += f" {quoted}"
     return " \\\n  ".join(lines)

@@ -12,6 +12,9 @@ from kha_megatron.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import torch
 
+_NO_LIMIT = 2**31
+"""Used for models without a maximum length."""
+
 
 def generate(
     hf_dir: Annotated[Path, typer.Argument(help="Path to a Hugging Face model directory.")],
@@ -52,39 +55,51 @@ def generate(
             else:
                 _write(text)
 
-    end_token_id = model.generation_config.eos_token_id
-    if end_token_id is None:
-        end_token_id = tokenizer.eos_token_id
-    pad_token_id = tokenizer.pad_token_id
-    if pad_token_id is None:
-        is_list = isinstance(end_token_id, list)
-        pad_token_id = end_token_id[0] if is_list else end_token_id
     settings: dict[str, Any] = {"do_sample": False}
     if not greedy:  # transformers uses top_k=50 by default
         settings = {"do_sample": True, "temperature": temperature, "top_k": 0}
     config = GenerationConfig(
         max_new_tokens=max_new_tokens,
-        eos_token_id=end_token_id,
-        pad_token_id=pad_token_id,
+        **_special_tokens(model, tokenizer),
         **settings,
     )
     torch.manual_seed(seed)
     if not as_json:
         _write(prompt)
-    output = model.generate(
+    sequences = model.generate(
         **inputs,
         generation_config=config,
         streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
     )
     if as_json:
-        tokens = output.shape[1] - inputs.input_ids.shape[1]
-        console.print_json({"prompt": prompt, "text": "".join(chunks), "tokens": tokens})
+        _, total_length = sequences.shape
+        _, prompt_length = inputs.input_ids.shape
+        console.print_json(
+            {
+                "prompt": prompt,
+                "text": "".join(chunks),
+                "tokens": total_length - prompt_length,
+            }
+        )
     else:
         _write("\n")
 
 
+def _special_tokens(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return the IDs of the end and padding tokens. A model can have several end tokens."""
+    end_token_id = model.generation_config.eos_token_id
+    if end_token_id is None:
+        end_token_id = tokenizer.eos_token_id
+    pad_token_id = tokenizer.pad_token_id
+    if pad_token_id is None and isinstance(end_token_id, list):
+        pad_token_id = end_token_id[0]
+    elif pad_token_id is None:
+        pad_token_id = end_token_id
+    return {"eos_token_id": end_token_id, "pad_token_id": pad_token_id}
+
+
 def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
-    """Load a tokenizer and a model for inference. Never executes remote code.
+    """Load a tokenizer and a model (in this order) for inference. Never executes remote code.
 
     Raises:
         CheckpointError: If the model cannot be loaded or the weights do not match the config.
@@ -94,7 +109,7 @@ def load_model(hf_dir: Path, device: "torch.device") -> tuple[Any, Any]:
     from kha_megatron.conversion.tokenizer_files import load_hf_tokenizer
     from kha_megatron.conversion.verify import load_hf_model
 
-    HFCheckpoint.open(hf_dir)
+    HFCheckpoint.open(hf_dir)  # checks the files
     with console.log.status(f"Loading {hf_dir}"):
         tokenizer = load_hf_tokenizer(hf_dir)
         model = load_hf_model(hf_dir, dtype="auto")
@@ -120,21 +135,26 @@ def parse_device(name: str) -> "torch.device":
     return torch.device(name)
 
 
-def check_tokens(ids: "torch.Tensor", model: Any, new_tokens: int = 0) -> None:
-    """Check that token IDs are in the vocabulary and that the sequence is not too long."""
+def check_tokens(token_ids: "torch.Tensor", model: Any, new_tokens: int = 0) -> None:
+    """Check that token IDs are in the vocabulary and that the sequence is not too long.
+
+    Args:
+        token_ids: int64 ``[1, length]``.
+        new_tokens: Number of tokens that will be generated.
+    """
     config = model.config.get_text_config()
-    if ids.numel() and ids.max() >= config.vocab_size:
+    if token_ids.numel() and token_ids.max() >= config.vocab_size:
         raise CheckpointError(
-            f"Token ID {int(ids.max())} is out of range for the model's vocabulary of size "
+            f"Token ID {int(token_ids.max())} is out of range for the model's vocabulary of size "
             f"{config.vocab_size}. Does the tokenizer belong to this model?"
         )
-    max_length = getattr(config, "max_position_embeddings", None) or 2**31
-    length = ids.shape[1]
+    max_length = getattr(config, "max_position_embeddings", None) or _NO_LIMIT
+    length = token_ids.shape[1]
     if length == 0 or length + new_tokens > max_length:
-        more = f" and {new_tokens} new tokens" if new_tokens else ""
+        generated = f" and {new_tokens} new tokens" if new_tokens else ""
         raise ConfigError(
             f"The model supports 1 to {max_length} tokens in total (max_position_embeddings), but "
-            f"the input has {length} tokens{more}."
+            f"the input has {length} tokens{generated}."
         )
 
 

@@ -2,25 +2,33 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
 from kha_megatron.cli import console
-from kha_megatron.cli.attention import TOKENS, attention_tables, measure_attention, plot_attention
+from kha_megatron.cli.attention import (
+    DEFAULT_TOKENS,
+    AttentionStatistics,
+    attention_tables,
+    measure_attention,
+    plot_attention,
+)
 from kha_megatron.cli.options import AsJSON, Device, HeadsFrom
 from kha_megatron.compare.charts import draw_distances, draw_matrices, require_matplotlib
 from kha_megatron.documents.reader import read_beginning
 from kha_megatron.errors import CheckpointError
+from kha_megatron.heads import Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES, Knock
 from kha_megatron.model.recorded import is_folded, read_kha_config, read_knock_weights
 
-if TYPE_CHECKING:
-    from kha_megatron.hf.instruments import LayerStatistics
+Weights = dict[tuple[int, Projection], Any]
+"""KHA matrices by layer and projection, see :func:`read_knock_weights`."""
 
-_QUANTITIES = {"diagonal_mean": "diag", "off_diagonal_share": "off", "distance": "moved"}
+_HEADINGS = {"diagonal_mean": "diag", "off_diagonal_share": "off", "distance": "moved"}
+"""Column headings for the fields of ``Diagnostics``."""
 
 
 def inspect(
@@ -62,93 +70,107 @@ def inspect(
     """
     from kha_megatron.checkpoint.hf_reader import HFCheckpoint, is_hf_folder
     from kha_megatron.checkpoint.megatron import MegatronCheckpoint
-    from kha_megatron.conversion.sources import FLOAT_DTYPES
-    from kha_megatron.heads.diagnostics import diagnose
 
     require_matplotlib()
     check_output_folder(out_dir, overwrite=overwrite, only=("*.png",))
-    content = None if text is None else read_beginning(text, tokens or TOKENS)
+    content = None if text is None else read_beginning(text, tokens or DEFAULT_TOKENS)
     reader = HFCheckpoint if is_hf_folder(checkpoint) else MegatronCheckpoint
     opened = reader.open(checkpoint)
     kha = read_kha_config(opened) or HeadsConfig()
     if content and is_folded(opened):
         kha = kha.without(Knock)
-    weights = {}
+    weights: Weights = {}
     if kha.variants or not content:  # models without KHA matrices require --text
         weights = read_knock_weights(opened)
-    for (layer, projection), weight in weights.items():
-        if weight.dtype not in FLOAT_DTYPES.values():
-            raise CheckpointError(
-                f"{opened.path}: expected {', '.join(FLOAT_DTYPES)} for the matrices of the "
-                f"{projection} heads in layer {layer}, got {weight.dtype}. Inspect the model "
-                "before it was quantized."
-            )
-    used = 0
-    layers: list[LayerStatistics] = []
+    _check_dtypes(opened.path, weights)
+    attention: AttentionStatistics | None = None
     if content is not None:
-        used, layers = measure_attention(
+        attention = measure_attention(
             checkpoint,
             content,
             tokens=tokens,
             tokenizer=tokenizer,
             device=device,
         )
-    numbers = []
-    for (layer, projection), weight in weights.items():
-        for diagnostics in diagnose(weight, kha.variants[projection]):
-            entry = {"layer": layer, "projection": projection}
-            numbers.append(entry | asdict(diagnostics))
+    diagnostics = _diagnose_all(weights, kha)
     with staged_folder(out_dir) as folder, console.log.status("Drawing"):
         draw_matrices(weights, kha, folder)
-        if numbers:
-            draw_distances(_distances(numbers), folder / "distance.png")
-        if layers:
-            plot_attention(layers, folder / "attention.png", title=f"{used} tokens")
-    files = sorted(file.name for file in out_dir.glob("*.png"))
+        if diagnostics:
+            draw_distances(_distances(diagnostics), folder / "distance.png")
+        if attention and attention.layers:
+            plot_attention(attention, folder / "attention.png")
+    pictures = sorted(file.name for file in out_dir.glob("*.png"))
     if as_json:
         result = {
             "checkpoint": str(opened.path),
             "iteration": getattr(opened, "iteration", None),
             "kha": kha.to_dict(),
-            "matrices": numbers,
-            "files": [str(out_dir / name) for name in files],
+            "matrices": diagnostics,
+            "files": [str(out_dir / name) for name in pictures],
         }
-        if layers:
-            result["text"] = {"file": str(text), "tokens": used}
-            result["layers"] = [asdict(figures) for figures in layers]
+        if attention and attention.layers:
+            result["text"] = {"file": str(text), "tokens": attention.tokens}
+            result["layers"] = [asdict(layer) for layer in attention.layers]
         console.print_json(result)
         return
-    _print_matrices(kha, numbers)
-    if layers:
-        for table in attention_tables(layers, used):
+    _print_matrices(kha, diagnostics)
+    if attention and attention.layers:
+        for table in attention_tables(attention):
             console.out.print(table, "")
-    console.log.print(f"Saved {len(files)} plots to {out_dir}: {', '.join(files)}", markup=False)
+    console.log.print(
+        f"Saved {len(pictures)} plots to {out_dir}: {', '.join(pictures)}", markup=False
+    )
 
 
-def _distances(numbers: list[dict[str, Any]]) -> dict[str, dict[int, float | None]]:
+def _check_dtypes(path: Path, weights: Weights) -> None:
+    from kha_megatron.conversion.sources import FLOAT_DTYPES
+
+    for (layer, projection), weight in weights.items():
+        if weight.dtype not in FLOAT_DTYPES.values():
+            raise CheckpointError(
+                f"{path}: expected {', '.join(FLOAT_DTYPES)} for the matrices of the "
+                f"{projection} heads in layer {layer}, got {weight.dtype}. Inspect the model "
+                "before it was quantized."
+            )
+
+
+def _diagnose_all(weights: Weights, kha: HeadsConfig) -> list[dict[str, Any]]:
+    """Return the layer, the projection and the statistics of each matrix."""
+    from kha_megatron.heads.diagnostics import diagnose
+
+    entries = []
+    for (layer, projection), weight in weights.items():
+        for matrix_diagnostics in diagnose(weight, kha.variants[projection]):
+            location = {"layer": layer, "projection": projection}
+            entries.append(location | asdict(matrix_diagnostics))
+    return entries
+
+
+def _distances(diagnostics: list[dict[str, Any]]) -> dict[str, dict[int, float | None]]:
     """Return the distances from the initialization by layer, for each kind of matrix."""
     distances: dict[str, dict[int, float | None]] = {}
-    for entry in numbers:
+    for entry in diagnostics:
         name = f"{entry['projection']} {entry['matrix']}"
         distances.setdefault(name, {})[entry["layer"]] = entry["distance"]
     return distances
 
 
-def _print_matrices(kha: HeadsConfig, numbers: list[dict[str, Any]]) -> None:
+def _print_matrices(kha: HeadsConfig, diagnostics: list[dict[str, Any]]) -> None:
+    """Print a table for each projection, with a row for each layer."""
     for projection, variant in kha.variants.items():
         columns = []
         for matrix in MATRICES[variant]:
-            for heading in _QUANTITIES.values():
+            for heading in _HEADINGS.values():
                 columns.append(f"{matrix}\n{heading}")
         title = f"{projection} heads ({variant})"
         table = console.number_table("\nlayer", *columns, title=title, names=0)
         cells_by_layer: dict[int, list[str]] = {}
-        for entry in numbers:
+        for entry in diagnostics:
             if entry["projection"] != projection:
                 continue
             cells = cells_by_layer.setdefault(entry["layer"], [])
-            for quantity in _QUANTITIES:
-                cells.append(f"{entry[quantity]:.3f}")
+            for field in _HEADINGS:
+                cells.append(f"{entry[field]:.3f}")
         for layer, cells in sorted(cells_by_layer.items()):
             table.add_row(str(layer), *cells)
         console.out.print(table, "")

@@ -97,43 +97,46 @@ def launch(
       kha-megatron launch table2/mlp-v --data /data/mine --executor slurm \\
         --nodes 4 --account acme --time 04:00:00 --chain 6 --dry-run
     """
-    options = Slurm(
+    slurm_options = Slurm(
         time=time or "",
         nodes=nodes,
         gpus=nproc or 8,
         image=container_image,
         mounts=tuple(mount or ()),
-        environment=_pairs("--env", env),
+        environment=_parse_pairs("--env", env),
         partition=partition,
         account=account,
         retries=retries,
         chain=chain,
-        settings=_pairs("--set", set_),
+        settings=_parse_pairs("--set", set_),
     )
-    slurm = options if executor == "slurm" else None
-    if slurm is None and (detach or options != Slurm(time="", gpus=options.gpus)):
+    uses_slurm = executor == "slurm"
+    # --nproc also exists for local runs, so it may differ from the default
+    default_options = Slurm(time="", gpus=slurm_options.gpus)
+    has_slurm_options = detach or slurm_options != default_options
+    if has_slurm_options and not uses_slurm:
         raise ConfigError("Slurm options require --executor slurm. See --help for these options.")
-    capacity = parse_size("--gpu-memory", gpu_memory)
-    chosen = get_recipe(recipe)
+    bytes_per_gpu = parse_size("--gpu-memory", gpu_memory)
+    chosen_recipe = get_recipe(recipe)
     job = prepare_job(
-        chosen,
+        chosen_recipe,
         data=data,
-        output=output or Path("runs", chosen.name),
+        output=output or Path("runs", chosen_recipe.name),
         overrides=megatron or [],
         ranks=nproc,
         device=device,
         resume=resume,
-        slurm=slurm,
+        slurm=slurm_options if uses_slurm else None,
         dry_run=dry_run,
     )
-    if dry_run or slurm is not None:  # a local run reports mistakes right away
+    if dry_run or uses_slurm:  # a local run reports mistakes right away
         check_with_megatron(job)
     if job.device == "cuda":
-        _check_memory(job, capacity)
+        _check_memory(job, bytes_per_gpu)
     run_job(job, dry_run=dry_run, detach=detach, as_json=as_json)
 
 
-def _check_memory(job: Job, gpu_memory: int) -> None:
+def _check_memory(job: Job, bytes_per_gpu: int) -> None:
     """Log a warning if a rank probably needs more memory than a GPU has.
 
     The estimate is not exact, so the job is not refused.
@@ -143,16 +146,16 @@ def _check_memory(job: Job, gpu_memory: int) -> None:
     except ConfigError as error:
         announce(f"Skipping the check of the GPU memory. {error}")
         return
-    if not estimate.fits(gpu_memory):
-        announce(f"WARNING: {estimate.explain_fit(gpu_memory)}")
+    if not estimate.fits(bytes_per_gpu):
+        announce(f"WARNING: {estimate.explain_fit(bytes_per_gpu)}")
 
 
-def _pairs(flag: str, words: Sequence[str] | None) -> dict[str, str]:
+def _parse_pairs(flag: str, pairs: Sequence[str] | None) -> dict[str, str]:
     """Parse a repeated ``NAME=VALUE`` option."""
-    pairs = {}
-    for word in words or ():
-        name, equals, value = word.partition("=")
-        if not name or not equals:
-            raise ConfigError(f"{flag} must have the format NAME=VALUE, got {word!r}.")
-        pairs[name] = value
-    return pairs
+    value_by_name = {}
+    for pair in pairs or ():
+        name, equals_sign, value = pair.partition("=")
+        if not name or not equals_sign:
+            raise ConfigError(f"{flag} must have the format NAME=VALUE, got {pair!r}.")
+        value_by_name[name] = value
+    return value_by_name

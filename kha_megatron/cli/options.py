@@ -30,6 +30,7 @@ def megatron_flags() -> list[str]:
 
 
 def register_files(paths: list[Path] | None) -> list[Path] | None:
+    """Register the head mechanisms in these files. Returns the value of the option."""
     from kha_megatron.heads.registry import use_files
 
     use_files(paths or ())
@@ -79,7 +80,7 @@ Workers = Annotated[
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
-_UNITS = {
+_BYTES_PER_UNIT = {
     "": 1,
     "B": 1,
     "KB": 1000,
@@ -99,12 +100,15 @@ def parse_size(flag: str, text: str) -> int:
     >>> parse_size("--gpu-memory", "1.5GiB")
     1610612736
     """
-    pattern = r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Z]*)"
-    match = re.fullmatch(pattern, text.strip().upper(), re.ASCII)
-    size = 0
-    if match is not None:
-        number, unit = match.groups()
-        size = int(float(number) * _UNITS.get(unit, 0))
+    error = ConfigError(f"{flag} must be a size such as 1000, 64KiB or 5GB, got {text[:40]!r}.")
+    number_and_unit = r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Z]*)"
+    match = re.fullmatch(number_and_unit, text.strip().upper(), re.ASCII)
+    if match is None:
+        raise error
+    number, unit = match.groups()
+    if unit not in _BYTES_PER_UNIT:
+        raise error
+    size = int(float(number) * _BYTES_PER_UNIT[unit])
     if size < 1:
-        raise ConfigError(f"{flag} must be a size such as 1000, 64KiB or 5GB, got {text[:40]!r}.")
+        raise error
     return size

@@ -11,6 +11,7 @@ from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, HeadsFrom, MegatronArguments, RecipeName
 from kha_megatron.heads import Knock
+from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.plan.counts import (
     Counts,
     Flops,
@@ -42,10 +43,11 @@ def params(
     chosen = original.updated(megatron or [])
     model = get_countable_model(chosen.run.model)
     original_model = get_countable_model(original.run.model)
-    kha = model.kha
     counts = count_model(model)
     counts_without_kha = count_model(model.without_heads())
-    kha_share = compute_flops(model, chosen.run.arguments["seq_length"]).share_of_layers
+    flops = compute_flops(model, chosen.run.arguments["seq_length"])
+    kha_share = flops.share_of_layers
+    # arguments after -- can change the size of the recipe's model, but not that of the paper's
     has_paper_size = counts_without_kha == count_model(original_model.without_heads())
     paper_counts = {}
     if has_paper_size:
@@ -53,7 +55,7 @@ def params(
     if as_json:
         data = {
             "recipe": recipe,
-            "knocks": str(kha),
+            "knocks": str(model.kha),
             **asdict(counts),
             "without_kha": {
                 "total": counts_without_kha.total,
@@ -67,27 +69,32 @@ def params(
         return
     console.out.print(f"{chosen.name}: {chosen.description}", markup=False)
     console.out.print(_count_table(counts, counts_without_kha, has_paper_size, paper_counts))
-    change = counts.cache_per_layer - counts_without_kha.cache_per_layer
+    kha_cache = counts.cache_per_layer - counts_without_kha.cache_per_layer
     console.out.print(
         f"KV cache: {counts.cache_bytes:,} bytes per token in bf16 ({model.num_layers} layers x "
-        f"{counts.cache_per_layer:,} values, KHA: {change:+,})"
+        f"{counts.cache_per_layer:,} values, KHA: {kha_cache:+,})"
     )
-    if kha.mechanisms:
-        is_linear = set(kha.variants.values()) == {"linear"} and len(kha.mechanisms) == 1
-        folding = " (0 % after `convert fold`)" if is_linear else ""
-        console.out.print(f"FLOPs: KHA adds {kha_share:.2%} to the layers{folding}")
+    if model.kha.mechanisms:
+        remark = " (0 % after `convert fold`)" if _folds_away(model.kha) else ""
+        console.out.print(f"FLOPs: KHA adds {kha_share:.2%} to the layers{remark}")
     if chosen.note:
         console.out.print(f"Note: {chosen.note}", markup=False)
 
 
-@dataclass(frozen=True)
+def _folds_away(kha: HeadsConfig) -> bool:
+    """Whether ``convert fold`` leaves a stock model, i.e. there is only KHA-Linear."""
+    variants = set(kha.variants.values())
+    return variants == {"linear"} and len(kha.mechanisms) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
 class _PaperCount:
     """A parameter count in the paper."""
 
     paper: str
     ours: str
     how: str
-    """How our count compares to the one in the paper."""
+    """How our count compares to the one in the paper, see :func:`format_like_paper`."""
 
     def __str__(self) -> str:
         if self.ours == self.paper:
@@ -107,7 +114,7 @@ def _compare_with_paper(
         if name in paper:
             published = str(paper[name])
             ours, how = format_like_paper(number, published)
-            compared[name] = _PaperCount(published, ours, how)
+            compared[name] = _PaperCount(paper=published, ours=ours, how=how)
     return compared
 
 
@@ -169,7 +176,7 @@ def count_flops(
             "seq": length,
             "forward": terms | {"total": flops.forward},
             "backward": {"total": 2 * flops.forward, "kha": 2 * flops.kha},
-            "training": {"total": 3 * flops.forward, "kha": 3 * flops.kha},
+            "training": {"total": flops.training, "kha": 3 * flops.kha},
             "kha_share_of": {
                 "layers": flops.share_of_layers,
                 "attention": flops.share_of_attention,
@@ -196,8 +203,10 @@ def _flops_table(flops: Flops, length: int) -> Table:
     def add_row(name: str, forward: float, skippable: float = 0) -> None:
         if not forward:
             return
-        cells = [_in_tera(forward), _in_tera(2 * forward), _in_tera(3 * forward)]
-        cells.append(f"-{_in_tera(skippable)}" if skippable else "-")
+        backward = 2 * forward
+        training = forward + backward
+        savings = f"-{_in_tera(skippable)}" if skippable else "-"
+        cells = [_in_tera(forward), _in_tera(backward), _in_tera(training), savings]
         table.add_row(name, *cells[: len(columns)])
 
     add_row("attention projections", flops.projections, flops.skippable_projections)

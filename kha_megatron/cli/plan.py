@@ -59,34 +59,33 @@ def plan(
       kha-megatron plan dense-3.9b --gpus 256 --gpu-memory 40GB -- \\
         --tensor-model-parallel-size 2 --sequence-parallel
     """
-    capacity = parse_size("--gpu-memory", gpu_memory)
-    words = megatron or []
+    bytes_per_gpu = parse_size("--gpu-memory", gpu_memory)
+    overrides = megatron or []
     is_pattern = any(symbol in recipe for symbol in "*?[")
     if is_pattern and not recipes.is_own_recipe(recipe):
-        _plan_all(recipe, words, gpus, capacity, as_json=as_json)
+        _plan_all(recipe, overrides, gpus, bytes_per_gpu, as_json=as_json)
         return
-    estimate = _estimate(recipes.get_recipe(recipe), words, gpus)
-    fits = estimate.fits(capacity)
+    estimate = _estimate(recipes.get_recipe(recipe), overrides, gpus)
     if as_json:
-        console.print_json(_as_data(recipe, estimate, capacity))
+        console.print_json(_as_data(recipe, estimate, bytes_per_gpu))
     else:
         _print(estimate, recipe)
-        console.out.print(estimate.explain_fit(capacity), _ASSUMED, sep="\n")
-    if not fits:
+        console.out.print(estimate.explain_fit(bytes_per_gpu), _ASSUMED, sep="\n")
+    if not estimate.fits(bytes_per_gpu):
         raise typer.Exit(1)
 
 
-def _estimate(recipe: Recipe, words: list[str], gpus: int | None) -> Estimate:
+def _estimate(recipe: Recipe, overrides: list[str], gpus: int | None) -> Estimate:
     ranks = gpus or recipe.ranks
-    run = fit_micro_batch(recipe, recipe.run.updated(words), ranks)
+    run = fit_micro_batch(recipe, recipe.run.updated(overrides), ranks)
     return estimate_run(run, ranks)
 
 
 def _plan_all(
     pattern: str,
-    words: list[str],
+    overrides: list[str],
     gpus: int | None,
-    capacity: int,
+    bytes_per_gpu: int,
     *,
     as_json: bool,
 ) -> None:
@@ -94,7 +93,7 @@ def _plan_all(
     estimates = {}
     for chosen in recipes.find_recipes(pattern):
         if chosen.run.training.device == "cuda":
-            estimates[chosen.name] = _estimate(chosen, words, gpus)
+            estimates[chosen.name] = _estimate(chosen, overrides, gpus)
     if not estimates:
         raise ConfigError(
             f"No recipe for GPUs matches {pattern!r}. Run `kha-megatron recipes list`."
@@ -102,16 +101,16 @@ def _plan_all(
     if as_json:
         rows = []
         for name, estimate in estimates.items():
-            rows.append(_as_data(name, estimate, capacity))
+            rows.append(_as_data(name, estimate, bytes_per_gpu))
         console.print_json(rows)
     else:
-        console.out.print(_memory_table(estimates, capacity), _ASSUMED, sep="\n")
-    if not all(estimate.fits(capacity) for estimate in estimates.values()):
+        console.out.print(_memory_table(estimates, bytes_per_gpu), _ASSUMED, sep="\n")
+    if not all(estimate.fits(bytes_per_gpu) for estimate in estimates.values()):
         raise typer.Exit(1)
 
 
-def _memory_table(estimates: Mapping[str, Estimate], capacity: int) -> Table:
-    usable = USABLE_MEMORY * capacity / 1e9
+def _memory_table(estimates: Mapping[str, Estimate], bytes_per_gpu: int) -> Table:
+    usable = USABLE_MEMORY * bytes_per_gpu / 1e9
     title = f"Micro batch sizes, and GB of the largest rank (at most {usable:.1f} fit)"
     columns = ("GPUs", "batch", "activations", "total", "fits")
     table = console.number_table("recipe", *columns, title=title)
@@ -123,12 +122,12 @@ def _memory_table(estimates: Mapping[str, Estimate], capacity: int) -> Table:
             str(estimate.setup.batch.micro_batch_size),
             f"{activations / 1e9:.1f}",
             f"{estimate.total_memory / 1e9:.1f}",
-            "yes" if estimate.fits(capacity) else "no",
+            "yes" if estimate.fits(bytes_per_gpu) else "no",
         )
     return table
 
 
-def _as_data(recipe: str, estimate: Estimate, capacity: int) -> dict[str, Any]:
+def _as_data(recipe: str, estimate: Estimate, bytes_per_gpu: int) -> dict[str, Any]:
     setup = estimate.setup
     layout = estimate.layout
     counts = estimate.counts
@@ -137,8 +136,8 @@ def _as_data(recipe: str, estimate: Estimate, capacity: int) -> dict[str, Any]:
     return {
         "recipe": recipe,
         "gpus": layout.world_size,
-        "gpu_memory": capacity,
-        "fits": estimate.fits(capacity),
+        "gpu_memory": bytes_per_gpu,
+        "fits": estimate.fits(bytes_per_gpu),
         "layout": asdict(layout) | derived_sizes,
         "batch": asdict(setup.batch),
         "microbatches": rank.microbatches,

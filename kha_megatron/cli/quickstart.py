@@ -36,9 +36,10 @@ from kha_megatron.recipes.log_lines import (
 from kha_megatron.recipes.recipe import CHECKPOINTS, TENSORBOARD
 
 SUMMARY_FILE = "quickstart.json"
-LAST = 10
+_LAST_ITERATIONS = 10
 """The final loss is averaged over this many iterations, since single batches vary by 0.2."""
 PROMPT = "def main("
+_NEW_TOKENS = 96
 
 
 def quickstart(
@@ -85,6 +86,7 @@ def _run(recipe: recipes.Recipe, run: Run, output: Path, overrides: list[str]) -
     checkpoints = run_folder / CHECKPOINTS
     model = output / "hf"
     pictures = output / "pictures"
+    # marks a directory that this command may overwrite
     write_json(output / SUMMARY_FILE, {"finished": False})
 
     _heading(1, f"text: {data}")
@@ -98,26 +100,23 @@ def _run(recipe: recipes.Recipe, run: Run, output: Path, overrides: list[str]) -
     conversion, verification = convert(checkpoints, model, overwrite=True)
 
     _heading(4, f"pictures: {pictures}")
-    if run.kha.variants and len(run.kha.mechanisms) == 1:
+    has_only_kha_matrices = bool(run.kha.variants) and len(run.kha.mechanisms) == 1
+    if has_only_kha_matrices:
         inspect(checkpoints, pictures, overwrite=True)
     else:  # other mechanisms have no matrices, so inspect them on a file of the training text
         inspect(model, pictures, text=Path(argparse.__file__), overwrite=True)
     plot_loss_curve(history, pictures / "loss.png")
 
-    iterations = [iteration for iteration, _ in history[LOSS]]
-    losses = [loss for _, loss in history[LOSS]]
     steps = recipes.read_steps(result.log)
     logits = verification.logits
     summary = {
         "finished": True,
-        "iterations": iterations[-1],
-        "first_loss": losses[0],
-        "last_loss": fmean(losses[-LAST:]),
+        **_summarize_losses(history),
         "training_seconds": result.seconds,
         "tokens_per_second": compute_tokens_per_second(steps, run.arguments["seq_length"]),
         "parameters": conversion.parameters,
-        "largest_logit_difference": logits and logits.max_difference,
-        "argmax_agreement": logits and logits.argmax,
+        "largest_logit_difference": None if logits is None else logits.max_difference,
+        "argmax_agreement": None if logits is None else logits.argmax,
         "files": {
             "checkpoint": str(checkpoints),
             "hugging_face": str(model),
@@ -129,10 +128,20 @@ def _run(recipe: recipes.Recipe, run: Run, output: Path, overrides: list[str]) -
     console.print_facts(_facts(summary), title="quickstart")
     max_length = run.arguments["max_position_embeddings"]
     prompt = PROMPT[: max_length - 1]  # a character is at most one token
-    new_tokens = min(96, max_length - len(prompt))
+    new_tokens = min(_NEW_TOKENS, max_length - len(prompt))
     console.out.print(f"\n[bold]the model continues {escape(prompt)!r}:[/]")
     generate(model, prompt, max_new_tokens=new_tokens, temperature=0.6, seed=1)
     console.out.print(_next_steps(output), markup=False)
+
+
+def _summarize_losses(history: History) -> dict[str, float]:
+    last_iteration, _ = history[LOSS][-1]
+    losses = [loss for _, loss in history[LOSS]]
+    return {
+        "iterations": last_iteration,
+        "first_loss": losses[0],
+        "last_loss": fmean(losses[-_LAST_ITERATIONS:]),
+    }
 
 
 def _prepare(folder: Path, vocab_size: int | None) -> None:
@@ -156,9 +165,10 @@ def move_earlier_run(run: Path) -> None:
         shutil.rmtree(run, ignore_errors=True)
         return
     number = 1
-    while run.with_name(f"run-{number}").exists():
-        number += 1
     backup = run.with_name(f"run-{number}")
+    while backup.exists():
+        number += 1
+        backup = run.with_name(f"run-{number}")
     run.rename(backup)
     console.log.print(f"Moved the earlier training to {backup}.", markup=False)
 
@@ -198,6 +208,7 @@ def plot_loss_curve(history: History, out_png: Path) -> None:
 
 
 def _facts(summary: dict[str, Any]) -> dict[str, str]:
+    """Format the summary as rows of a table."""
     losses = f"{summary['first_loss']:.3f} to {summary['last_loss']:.3f}"
     speed = f"{summary['training_seconds']:.0f} s from start to end"
     if summary["tokens_per_second"] is not None:
@@ -218,18 +229,18 @@ def _facts(summary: dict[str, Any]) -> dict[str, str]:
 
 
 def _next_steps(output: Path) -> str:
-    kha = Path(sys.executable).with_name("kha-megatron")
-    if kha.is_relative_to(Path.cwd()):
-        kha = kha.relative_to(Path.cwd())
+    script = Path(sys.executable).with_name("kha-megatron")
+    if script.is_relative_to(Path.cwd()):
+        script = script.relative_to(Path.cwd())
     model = shlex.quote(str(output / "hf"))
     data = shlex.quote(str(output / "data"))
     return f"""
 What to try next:
-  {kha} generate {model} "import "
-  {kha} quickstart --output gated --variant kha_mlp+gate_output
-  {kha} launch quickstart --data {data} --dry-run
-  {kha} data prepare --from my-text --out data/mine
-  {kha} doctor"""
+  {script} generate {model} "import "
+  {script} quickstart --output gated --variant kha_mlp+gate_output
+  {script} launch quickstart --data {data} --dry-run
+  {script} data prepare --from my-text --out data/mine
+  {script} doctor"""
 
 
 def _heading(number: int, text: str) -> None:

@@ -41,7 +41,7 @@ class _Command(TyperCommand):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         text, _, self.examples = (self.help or "").partition("\n\nExamples:\n")
-        # typer keeps newlines in paragraphs
+        # typer keeps newlines in paragraphs, so join the lines of each paragraph
         self.help = re.sub(r"(?<!\n)\n(?=\S)", " ", text)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -53,20 +53,17 @@ class _Command(TyperCommand):
 def run_app(app: typer.Typer) -> int:
     """Run the app with ``sys.argv`` and return its exit code."""
     try:
-        with interruptible() as received:
-            code = app(standalone_mode=False) or 0
+        with interruptible() as received_signals:
+            exit_code = app(standalone_mode=False) or 0
         sys.stdout.flush()  # so that an error is handled here, and not ignored at exit
-        return 128 + received[0] if received else code
+        if received_signals:
+            return 128 + received_signals[0]
+        return exit_code
     except KHAError as error:
         console.error(str(error))
         return error.exit_code
     except TyperException as error:
-        message = error.format_message()
-        if message:  # empty if the help of a group was printed
-            hint = _hint(app, message, error)
-            if not message.endswith((".", "?")):
-                message += "."
-            console.error(f"{message} {hint}".rstrip())
+        _print_usage_error(app, error)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -74,14 +71,16 @@ def run_app(app: typer.Typer) -> int:
         _discard_output()
         return 1
     except OSError as error:
-        if error.filename is None and error.errno != errno.ENOSPC:
-            return _report(error)
-        if error.filename is None:
+        if error.filename is not None:
+            console.error(f"{error.filename}: {error.strerror}")
+            return 2
+        if error.errno == errno.ENOSPC:
             _discard_output()  # it cannot be flushed at exit either
-        console.error(f"{error.filename or 'Could not write the output'}: {error.strerror}")
-        return 2
+            console.error(f"Could not write the output: {error.strerror}")
+            return 2
+        return _report_bug(error)
     except Exception as error:
-        return _report(error)
+        return _report_bug(error)
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # raised by libraries written in Rust
             raise
@@ -90,30 +89,42 @@ def run_app(app: typer.Typer) -> int:
 
 
 def _discard_output() -> None:
+    """Redirect stdout to the null device, so that Python does not fail to flush it at exit."""
     null_device = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null_device, sys.stdout.fileno())
 
 
-def _hint(app: typer.Typer, message: str, error: TyperException) -> str:
-    """Return advice for an invalid command line."""
+def _print_usage_error(app: typer.Typer, error: TyperException) -> None:
+    """Print what is wrong with the command line, and advice."""
+    message = error.format_message()
+    if not message:  # the help of a group was printed
+        return
+    advice = _find_advice(app, message, error)
+    if not message.endswith((".", "?")):
+        message += "."
+    console.error(f"{message} {advice}".rstrip())
+
+
+def _find_advice(app: typer.Typer, message: str, error: TyperException) -> str:
     context = getattr(error, "ctx", None)
     if context is None:
         return ""
     parameters = [parameter.name for parameter in context.command.params]
     if message.startswith("No such option") and "megatron" in parameters:
         return "Pass Megatron and --kha-* arguments after --, e.g. -- --kha-preset kha_mlp."
-    groups: Any = get_command(app)
-    for name, group in groups.commands.items():  # e.g. `upcycle` instead of `convert upcycle`
-        for command in getattr(group, "commands", ()):
-            if message == f"No such command '{command}'.":
-                return f"Did you mean `kha-megatron {name} {command}`?"
+    root: Any = get_command(app)
+    # the name of the group is missing, e.g. `upcycle` instead of `convert upcycle`
+    for group_name, group in root.commands.items():
+        for command_name in getattr(group, "commands", ()):
+            if message == f"No such command '{command_name}'.":
+                return f"Did you mean `kha-megatron {group_name} {command_name}`?"
     return f"Try `{context.command_path} --help` for help."
 
 
-def _report(error: Exception) -> int:
-    """Save the traceback to a file."""
-    text = f"{sys.argv}\nkha-megatron {__version__}, Python {sys.version}\n\n"
-    text += "".join(traceback.format_exception(error))
+def _report_bug(error: Exception) -> int:
+    """Save the traceback to a file, and return the exit code."""
+    report = f"{sys.argv}\nkha-megatron {__version__}, Python {sys.version}\n\n"
+    report += "".join(traceback.format_exception(error))
     with tempfile.NamedTemporaryFile(
         "w",
         prefix="kha-megatron-",
@@ -121,7 +132,7 @@ def _report(error: Exception) -> int:
         errors="backslashreplace",
         delete=False,
     ) as file:
-        file.write(text)
+        file.write(report)
     console.error(
         f"{type(error).__name__}: {in_one_line(error)[:200]}. This is a bug in kha-megatron. "
         f"Please open an issue and attach {file.name}"

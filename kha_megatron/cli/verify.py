@@ -13,6 +13,9 @@ from kha_megatron.cli.options import AsJSON, HeadsFrom, Workers
 if TYPE_CHECKING:
     from kha_megatron.conversion.verify import Verification
 
+_EXAMPLES = 5
+"""Maximum number of names in a row of the table."""
+
 
 def compare_models(
     one: Annotated[Path, typer.Argument(help="Megatron checkpoint or Hugging Face model.")],
@@ -59,32 +62,43 @@ def conclude(
         values: Extra fields for the JSON output. If there are any, the verification is nested under
             the key ``verification``.
     """
-    rows = {**(facts or {}), **_facts(verification)}
-    report: dict[str, Any] | None = None
-    if verification is not None:
-        report = asdict(verification)
-        report["agrees"] = verification.agrees
-    if values:
-        report = {**values, "verification": report}
     if as_json:
-        console.print_json(report)
+        console.print_json(_as_data(verification, values))
     else:
+        rows = dict(facts or {})
+        if verification is None:
+            rows["verified"] = "no"
+        else:
+            rows |= _describe_tensors(verification)
+            rows |= _describe_logits(verification)
         console.print_facts(rows)
     if verification is not None and not verification.agrees:
         differences = []
-        for name, value in _find_differences(verification).items():
-            differences.append(f"{name}: {value}")
+        for name, description in _find_differences(verification).items():
+            differences.append(f"{name}: {description}")
         console.error(f"The two models differ: {'; '.join(differences)}.")
         raise typer.Exit(1)
 
 
-def _facts(verification: "Verification | None") -> dict[str, str]:
-    if verification is None:
-        return {"verified": "no"}
+def _as_data(
+    verification: "Verification | None",
+    values: Mapping[str, Any] | None,
+) -> dict[str, Any] | None:
+    """Return the JSON output of :func:`conclude`."""
+    verification_data = None
+    if verification is not None:
+        verification_data = asdict(verification)
+        verification_data["agrees"] = verification.agrees
+    if values:
+        return {**values, "verification": verification_data}
+    return verification_data
+
+
+def _describe_tensors(verification: "Verification") -> dict[str, str]:
+    """Return table rows about the tensors, and about all differences between the models."""
     from kha_megatron.conversion.verify import HeadAdjustment
 
     tensors = verification.tensors
-    logits = verification.logits
     compared = str(tensors.tensors)
     if tensors.remark is not HeadAdjustment.NONE:
         compared += f", {tensors.remark}"
@@ -92,17 +106,22 @@ def _facts(verification: "Verification | None") -> dict[str, str]:
     rows |= _find_differences(verification)
     rows |= not_finite(tensors.not_finite)
     if tensors.agrees and not tensors.rounded:
-        rows[""] = "all equal"
+        rows[""] = "all equal"  # continues the row above
     elif tensors.agrees:
-        names = ", ".join(tensors.rounded[:5])
+        names = ", ".join(tensors.rounded[:_EXAMPLES])
         rows["equal after rounding"] = f"{len(tensors.rounded)}, e.g. {names}"
+    return rows
+
+
+def _describe_logits(verification: "Verification") -> dict[str, str]:
+    logits = verification.logits
     if logits is None:
-        rows["logits"] = "not compared"
-        return rows
-    rows["logits"] = (
-        f"largest difference {logits.max_difference:.2e}, mean {logits.mean_difference:.2e}"
-    )
-    rows["KL divergence"] = f"{logits.kl:.2e} nats"
+        return {"logits": "not compared"}
+    difference = f"largest difference {logits.max_difference:.2e}"
+    rows = {
+        "logits": f"{difference}, mean {logits.mean_difference:.2e}",
+        "KL divergence": f"{logits.kl:.2e} nats",
+    }
     if verification.decoding:
         largest = max(decoding.max_difference for decoding in verification.decoding)
         rows["decoding with a cache"] = f"largest difference {largest:.2e}"
@@ -123,9 +142,9 @@ def _find_differences(verification: "Verification") -> dict[str, str]:
     rows = {}
     for problem, names in names_by_problem.items():
         if names:
-            rows[problem] = f"{len(names)}, e.g. {', '.join(names[:5])}"
+            rows[problem] = f"{len(names)}, e.g. {', '.join(names[:_EXAMPLES])}"
     if verification.settings:
-        rows["different settings"] = "; ".join(verification.settings[:5])
+        rows["different settings"] = "; ".join(verification.settings[:_EXAMPLES])
     if logits is not None and not logits.agrees:
         difference = f"{logits.max_difference:.2e} exceeds {logits.limit:g}"
         if logits.first_layer is not None:
@@ -144,5 +163,5 @@ def not_finite(tensors: Mapping[str, int]) -> dict[str, str]:
     if not tensors:
         return {}
     counts = [f"{name} {count:,}" for name, count in tensors.items()]
-    examples = ", ".join(counts[:5])
+    examples = ", ".join(counts[:_EXAMPLES])
     return {"NaN or infinite": f"in {len(counts)} tensors: {examples}"}

@@ -120,7 +120,7 @@ class QKVMapping(TensorMapping):
             "key": self.key,
             "value": self.value,
         }
-        for mechanism_rows in model.qkv.extra:
+        for mechanism_rows in model.qkv.mechanism_rows:
             hf_name = self.mechanism.format(module=mechanism_rows.hf)
             names_of_parts[mechanism_rows.name] = hf_name
         hf_names = []

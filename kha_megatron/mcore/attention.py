@@ -250,7 +250,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         heads = self._project(hidden_states)
         layout = self.split.layout
         extra_rows = {}
-        for row in layout.extra:
+        for row in layout.mechanism_rows:
             extra_rows[row.name] = heads[row.name]
         self._read_input(hidden_states, extra_rows)
         self._use_own_projections(heads)
@@ -304,7 +304,7 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
 def _is_built_by_megatron(layout: QKVLayout, config: TransformerConfig) -> bool:
     """Return whether Megatron builds ``linear_qkv`` with exactly the rows of ``layout``."""
     stock_rows = 1 if config.attention_output_gate else 0
-    return layout.is_stock and len(layout.extra) == stock_rows
+    return layout.is_stock and len(layout.mechanism_rows) == stock_rows
 
 
 def _set_key_width(
@@ -456,7 +456,7 @@ def _is_supported_by_qk_clip(model: ModelConfig, kha: HeadsConfig) -> bool:
             return False
     if model.multi_latent_attention:
         return True
-    return model.qkv.is_stock and not model.qkv.extra
+    return model.qkv.is_stock and not model.qkv.mechanism_rows
 
 
 def describe_model(models: list[Any], kha: HeadsConfig) -> str:

@@ -20,23 +20,14 @@ FoldedInto = Literal["value", "output"]
 
 
 def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
-    """Parse ``--moe-layer-freq``, e.g. ``2`` or ``[0]*1+[1]*3``."""
+    """Parse ``--moe-layer-freq``, e.g. ``2`` or ``[0]*1+[1]*3``.
 
-    def evaluate(node: ast.AST) -> Any:
-        match node:
-            case ast.Constant(value=int(number)):
-                return number
-            case ast.List(elts=items):
-                return [evaluate(item) for item in items]
-            case ast.BinOp(left=left, op=ast.Add(), right=right):
-                return evaluate(left) + evaluate(right)
-            case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(number))):
-                if number <= MAX_LAYERS:
-                    return evaluate(left) * number
-        raise ValueError
-
+    Raises:
+        ValueError: With the expected format as its message.
+    """
     try:
-        frequency = evaluate(ast.parse(text, mode="eval").body)
+        tree = ast.parse(text, mode="eval")
+        frequency = _evaluate_lists(tree.body)
         if isinstance(frequency, int):
             is_valid = frequency != 0
         else:
@@ -49,20 +40,35 @@ def parse_layer_frequency(text: str) -> int | tuple[int, ...]:
     return frequency
 
 
+def _evaluate_lists(node: ast.AST) -> Any:
+    """Evaluate sums and multiples of lists and integers. Raises ValueError for other syntax."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.List(elts=items):
+            return [_evaluate_lists(item) for item in items]
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _evaluate_lists(left) + _evaluate_lists(right)
+        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(number))):
+            if number <= MAX_LAYERS:
+                return _evaluate_lists(left) * number
+    raise ValueError
+
+
 def _format_layer_frequency(frequency: int | Sequence[int]) -> str:
     if isinstance(frequency, int):
         return str(frequency)
-    lists = []
-    for value, layers in itertools.groupby(frequency):
-        count = len(list(layers))
-        lists.append(f"[{value}]*{count}")
-    return f"({'+'.join(lists)})"
+    runs = []
+    for value, equal_layers in itertools.groupby(frequency):
+        count = len(list(equal_layers))
+        runs.append(f"[{value}]*{count}")
+    return f"({'+'.join(runs)})"
 
 
 KNOCKED_VALUE = "knock_value"
 """Name of the parameter with the KHA matrices for the values."""
 
-_TRAINING_ONLY = ("start", "balance", "balance_scale", "anneal")
+_TRAINING_ONLY_SETTINGS = ("start", "balance", "balance_scale", "anneal")
 """Settings of head mechanisms that do not change the outputs of a trained model."""
 
 
@@ -77,7 +83,7 @@ class ModelConfig:
         ConfigError: If the head mechanisms do not support the model.
     """
 
-    num_layers: int | None = flag(hf="num_hidden_layers", most=MAX_LAYERS)
+    num_layers: int | None = flag(hf="num_hidden_layers", maximum=MAX_LAYERS)
     hidden_size: int = flag(hf="hidden_size")
     ffn_hidden_size: int | None = flag(hf="intermediate_size")
     num_attention_heads: int = flag(hf="num_attention_heads")
@@ -144,12 +150,12 @@ class ModelConfig:
         None,
         attribute="num_moe_experts",
         hf="num_experts",
-        most=MAX_EXPERTS,
+        maximum=MAX_EXPERTS,
     )
     moe_layer_freq: int | tuple[int, ...] = flag(
         1,
-        reads=parse_layer_frequency,
-        writes=_format_layer_frequency,
+        parser=parse_layer_frequency,
+        formatter=_format_layer_frequency,
     )
     """Either an interval, or a list with 0 (dense) or 1 (MoE) for each layer. In models that are
     converted, this is always a list. See :attr:`moe_layers`."""
@@ -176,7 +182,7 @@ class ModelConfig:
     moe_router_load_balancing_type: tuple[str, ...] = flag(("aux_loss",))
     moe_router_dtype: str | None = flag(None)
     moe_token_dispatcher_type: str = flag("allgather")
-    mtp_num_layers: int | None = flag(None, least=0, most=MAX_LAYERS)
+    mtp_num_layers: int | None = flag(None, minimum=0, maximum=MAX_LAYERS)
     flash_decode: bool = flag(False)
     hybrid_layer_pattern: str | None = flag(None, attribute=None)
     gpt_model: bool = flag(False, attribute=None)
@@ -201,7 +207,8 @@ class ModelConfig:
     def _check_layer_frequency(self) -> None:
         frequency = self.moe_layer_freq
         values = frequency if isinstance(frequency, tuple) else (frequency,)
-        if frequency == 0 or not all(type(value) is int for value in values):
+        has_integers = all(type(value) is int for value in values)
+        if frequency == 0 or not has_integers:
             raise ConfigError(
                 "--moe-layer-freq must be a positive integer or a list of 0 and 1, got "
                 f"{show_value(frequency)}."
@@ -277,9 +284,13 @@ class ModelConfig:
         return tuple(parameters)
 
     def _without_folded_matrices(self, knock: HeadTensor) -> list[HeadTensor]:
-        """Return the parameter for the last matrix of ``mlp`` unless it is folded as well."""
-        is_mlp = self.kha.variants.get("value") == "mlp"
-        if not is_mlp or "output" in self.kha_folded:
+        """Return the parameter with only those matrices of the values that are not folded.
+
+        The first matrices of ``mlp`` and ``gate`` are folded into the value projection, the last
+        one of ``mlp`` (``down``) into the output projection.
+        """
+        has_down_matrix = self.kha.variants.get("value") == "mlp"
+        if not has_down_matrix or "output" in self.kha_folded:
             return []
         _, *matrix_shape = knock.shape
         down = replace(
@@ -304,6 +315,8 @@ class ModelConfig:
         """Parameters per feature. LayerNorm has a bias, RMSNorm does not."""
         return 1 if self.normalization == "RMSNorm" else 2
 
+    # The following properties have the values of fields, but are never None.
+
     @property
     def layers(self) -> int:
         assert self.num_layers is not None
@@ -311,16 +324,18 @@ class ModelConfig:
 
     @property
     def predictions(self) -> int:
+        """Number of additional tokens to predict (MTP)."""
         return self.mtp_num_layers or 0
 
     @property
     def vocabulary(self) -> int:
+        """Vocab size without padding."""
         assert self.vocab_size is not None
         return self.vocab_size
 
     @property
     def vocabulary_rows(self) -> int:
-        """Rows of the embedding."""
+        """Rows of the embedding, i.e. the padded vocab size."""
         assert self.padded_vocab_size is not None
         return self.padded_vocab_size
 
@@ -336,6 +351,7 @@ class ModelConfig:
 
     @property
     def dense_width(self) -> int:
+        """FFN size of dense layers."""
         return self.ffn_hidden_size or 0
 
     @property
@@ -344,10 +360,12 @@ class ModelConfig:
 
     @property
     def expert_width(self) -> int:
+        """FFN size of each routed expert."""
         return self.moe_ffn_hidden_size or 0
 
     @property
     def shared_width(self) -> int:
+        """FFN size of all shared experts together."""
         return self.moe_shared_expert_intermediate_size or 0
 
     def is_moe(self, layer: int) -> bool:
@@ -374,7 +392,11 @@ class ModelConfig:
         return tuple(int(self.is_moe(layer)) for layer in range(self.layers))
 
     def layer_pattern(self, stages: Iterable[int]) -> LayerPattern:
-        """Describe the layers of a hybrid model. ``stages`` are numbers of layers."""
+        """Describe the layers of a hybrid model.
+
+        Args:
+            stages: Number of layers in each pipeline stage.
+        """
         return LayerPattern(
             moe=self.moe_layers,
             stages=tuple(stages),
@@ -388,6 +410,7 @@ class ModelConfig:
             return True
         frequency = self.moe_layer_freq
         if isinstance(frequency, int):
+            # see is_moe: the first layer always has experts
             return frequency > 1 and self.num_layers != 1
         return not all(frequency)
 
@@ -399,7 +422,7 @@ class ModelConfig:
             queries=self.num_attention_heads // self.num_query_groups,
             head_dim=self.head_dim,
             value_rows=2 * self.head_dim if self.kha_folded else 0,
-            extra=self.kha.rows(self.head_sizes),
+            mechanism_rows=self.kha.rows(self.head_sizes),
             tied=self.kha.attention == "gta",
             omitted=self.kha.own_projections,
         )
@@ -409,9 +432,9 @@ class ModelConfig:
         if self.padded_vocab_size:
             return self.padded_vocab_size
         assert self.vocab_size is not None
-        unit = self.make_vocab_size_divisible_by * tp
-        units = -(-self.vocab_size // unit)
-        return units * unit
+        multiple = self.make_vocab_size_divisible_by * tp
+        padding = -self.vocab_size % multiple
+        return self.vocab_size + padding
 
     def without_heads(self) -> Self:
         """Return the same model without its head mechanisms."""
@@ -433,16 +456,17 @@ class ModelConfig:
         Does not compare the vocab size, the model class in Megatron, the dtype of the router (stock
         architectures cannot change it), or head mechanism settings that only matter in training.
         """
-        ours = self._settings(ignored)
-        theirs = other._settings(ignored)
+        ours = self._list_settings(ignored)
+        theirs = other._list_settings(ignored)
         differences = {}
         for name in ours | theirs:
             if ours.get(name) != theirs.get(name):
                 differences[name] = (ours.get(name), theirs.get(name))
         return differences
 
-    def _settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
-        skipped = {
+    def _list_settings(self, ignored: tuple[str, ...]) -> dict[str, Any]:
+        """Return the settings that :meth:`differences` compares, each with a name of its own."""
+        not_compared = {
             "vocab_size",
             "padded_vocab_size",
             "kha",
@@ -452,21 +476,23 @@ class ModelConfig:
         }
         settings = {}
         for item in fields(self):
-            if item.name not in skipped:
+            if item.name not in not_compared:
                 settings[item.name] = getattr(self, item.name)
         for name, value in self.kha.to_dict(start=False).items():
             if not isinstance(value, dict):
                 settings[f"kha {name}"] = value
                 continue
-            for setting, chosen in value.items():
-                if setting not in _TRAINING_ONLY:
+            mechanism_settings = value
+            for setting, chosen in mechanism_settings.items():
+                if setting not in _TRAINING_ONLY_SETTINGS:
                     settings[f"kha {name}.{setting}"] = chosen
         return settings
 
 
 MODEL_FIELDS: dict[str, Field] = {item.name: item for item in declared_fields(ModelConfig)}
-"""Lookup table from field names to Megatron and Hugging Face names."""
+"""Fields of :class:`ModelConfig` by name."""
 HF_KEYS: dict[str, str] = {name: item.hf for name, item in MODEL_FIELDS.items() if item.hf}
+"""Keys in ``config.json`` by field name."""
 
 STYLE: dict[str, Any] = {
     "normalization": "RMSNorm",
@@ -475,7 +501,7 @@ STYLE: dict[str, Any] = {
     "position_embedding_type": "rope",
     "hidden_dropout": 0.0,
 }
-"""Settings that all supported models have in common."""
+"""Settings that all models with a checkpoint that we can convert have in common."""
 
 LATENT = (
     "q_lora_rank",

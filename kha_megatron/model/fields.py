@@ -23,6 +23,7 @@ MAX_EXPERTS = 10**5
 """Upper limit for experts. Other sizes do not determine the length of a list."""
 
 _DECLARATION = "declaration"
+"""Key in the metadata of dataclass fields."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,19 +38,20 @@ class Field:
     default: Any  # Megatron's default (None for required fields)
     value_type: type  # int, float, str or bool
     is_list: bool  # whether the flag takes a list of values
-    least: int  # minimum for integers; 0 is accepted as well where Megatron records it
-    most: int
-    reads: Callable[[str], Any] | None  # parser that raises ValueError with the expected format
-    writes: Callable[[Any], str]
+    minimum: int  # for integers on the command line
+    maximum: int
+    parser: Callable[[str], Any] | None  # raises ValueError with the expected format
+    formatter: Callable[[Any], str]  # inverse of the parser
 
     def parse_words(self, words: tuple[str, ...]) -> Any:
+        """Convert the words that follow the flag on a command line to a value."""
         if self.is_list:
             return words
-        is_flag = self.value_type is bool
-        if len(words) != (0 if is_flag else 1):
-            expected = "no" if is_flag else "1"
+        takes_value = self.value_type is not bool
+        if len(words) != int(takes_value):
+            expected = "1" if takes_value else "no"
             raise ConfigError(f"{self.flag} takes {expected} value, got {' '.join(words)!r}.")
-        if is_flag:
+        if not takes_value:
             return not self.default
         return self.convert(words[0])
 
@@ -60,33 +62,35 @@ class Field:
         if isinstance(value, Enum):
             value = value.value if isinstance(value.value, str) else value.name
         if not isinstance(value, str) or self.value_type is bool:
-            self._check(value, value, least=min(self.least, 0))
+            # Megatron records 0 for some sizes that do not apply
+            self._check(value, value, minimum=min(self.minimum, 0))
             return value
         if self.is_list:
             return (value,)
         parsed = self._parse(value)
-        self._check(parsed, value, least=self.least)
+        self._check(parsed, value, minimum=self.minimum)
         return parsed
 
     def _parse(self, text: str) -> Any:
-        parse = self.reads or self.value_type
+        parse = self.parser or self.value_type
         try:
             return parse(text)
         except ValueError as error:
-            expected = str(error) if self.reads else self._expected_type
+            expected = str(error) if self.parser else self._expected_type
             raise ConfigError(f"{self.flag} must be {expected}, got {show_value(text)}.") from error
 
-    def _check(self, value: Any, passed: Any, least: int) -> None:
+    def _check(self, value: Any, passed: Any, minimum: int) -> None:
         """Check the type and the limits. ``passed`` is the value before it was parsed."""
         shown = show_value(passed)
         if not self._has_type(value):
             raise ConfigError(f"{self.flag} must be {self._expected_type}, got {shown}.")
         if self.value_type is not int or type(value) is not int:
             return
-        if least <= value <= self.most:
+        if minimum <= value <= self.maximum:
             return
         raise ConfigError(
-            f"{self.flag} must be an integer between {self.least} and {self.most}, got {shown}."
+            f"{self.flag} must be an integer between {self.minimum} and {self.maximum}, got "
+            f"{shown}."
         )
 
     @property
@@ -97,7 +101,7 @@ class Field:
 
     def _has_type(self, value: Any) -> bool:
         """Whether a value that is not from a command line has the right type, or is missing."""
-        if value is None or self.is_list or self.reads:
+        if value is None or self.is_list or self.parser:
             return True
         if self.value_type is bool:
             return True
@@ -113,7 +117,25 @@ class Field:
             return None if value == self.default else ()
         if self.is_list:
             return tuple(map(str, value))
-        return (self.writes(value),)
+        return (self.formatter(value),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Declaration:
+    """Arguments of :func:`flag`. Names are None, or :data:`_DERIVED`, if they follow the field."""
+
+    flag: str | None
+    argument: str | None
+    attribute: str | None
+    hf: str | None
+    minimum: int
+    maximum: int
+    parser: Callable[[str], Any] | None
+    formatter: Callable[[Any], str]
+
+
+_DERIVED = ""
+"""Default of ``attribute``, for which None means that there is no attribute."""
 
 
 def flag(
@@ -121,12 +143,12 @@ def flag(
     name: str | None = None,
     *,
     argument: str | None = None,
-    attribute: str | None = "",
+    attribute: str | None = _DERIVED,
     hf: str | None = None,
-    least: int = 1,
-    most: int = 2**31 - 1,
-    reads: Callable[[str], Any] | None = None,
-    writes: Callable[[Any], str] = str,
+    minimum: int = 1,
+    maximum: int = 2**31 - 1,
+    parser: Callable[[str], Any] | None = None,
+    formatter: Callable[[Any], str] = str,
 ) -> Any:
     """Like ``dataclasses.field``, with the metadata of :class:`Field`.
 
@@ -134,16 +156,16 @@ def flag(
     you pass a different flag, ``argument`` and ``attribute`` follow the flag. Pass
     ``attribute=None`` if ``TransformerConfig`` does not have the field.
     """
-    declaration = {
-        "flag": name,
-        "argument": argument,
-        "attribute": attribute,
-        "hf": hf,
-        "least": least,
-        "most": most,
-        "reads": reads,
-        "writes": writes,
-    }
+    declaration = _Declaration(
+        flag=name,
+        argument=argument,
+        attribute=attribute,
+        hf=hf,
+        minimum=minimum,
+        maximum=maximum,
+        parser=parser,
+        formatter=formatter,
+    )
     return field(default=default, metadata={_DECLARATION: declaration})
 
 
@@ -153,37 +175,44 @@ def declared_fields(*owners: type) -> tuple[Field, ...]:
     declared = []
     for owner in owners:
         hints = get_type_hints(owner)
-        for item in fields(owner):
-            if _DECLARATION in item.metadata:
-                declared.append(_complete(item, hints[item.name]))
+        for dataclass_field in fields(owner):
+            declaration = dataclass_field.metadata.get(_DECLARATION)
+            if declaration is not None:
+                hint = hints[dataclass_field.name]
+                declared.append(_build_field(dataclass_field, declaration, hint))
     return tuple(declared)
 
 
-def _complete(item: Any, hint: Any) -> Field:
-    """Derive everything that :func:`flag` was not given from a field's name and type hint."""
-    declaration = dict(item.metadata[_DECLARATION])
-    flag_name = declaration.pop("flag")
+def _build_field(dataclass_field: Any, declaration: _Declaration, hint: Any) -> Field:
+    """Derive everything that was not declared from the name and the type hint of the field."""
+    flag_name = declaration.flag
     if flag_name is None:
-        flag_name = "--" + item.name.replace("_", "-")
-    argument = declaration.pop("argument")
+        flag_name = "--" + dataclass_field.name.replace("_", "-")
+    argument = declaration.argument
     if argument is None:
         argument = flag_name.removeprefix("--").replace("-", "_")
-    attribute = declaration.pop("attribute")
-    if attribute == "":
+    attribute = declaration.attribute
+    if attribute == _DERIVED:
         attribute = argument
+    default = dataclass_field.default
     return Field(
-        name=item.name,
+        name=dataclass_field.name,
         flag=flag_name,
         argument=argument,
         attribute=attribute,
-        default=None if item.default is MISSING else item.default,
+        hf=declaration.hf,
+        default=None if default is MISSING else default,
         value_type=_value_type(hint),
-        is_list=_accepts_tuple(hint) and declaration["reads"] is None,
-        **declaration,
+        is_list=_accepts_tuple(hint) and declaration.parser is None,
+        minimum=declaration.minimum,
+        maximum=declaration.maximum,
+        parser=declaration.parser,
+        formatter=declaration.formatter,
     )
 
 
 def _value_type(hint: Any) -> type:
+    """Return e.g. int for ``int | None``. Types other than bool, int and float are strings."""
     for alternative in (hint, *get_args(hint)):
         if alternative in (bool, int, float):
             return alternative
@@ -201,17 +230,17 @@ def read_arguments(
 ) -> dict[str, Any]:
     """Read the fields of a dataclass from Megatron's arguments (or use their defaults)."""
     values = {}
-    for declared in declared_fields(owner):
-        value = arguments.get(declared.argument, declared.default)
-        values[declared.name] = declared.convert(value)
+    for item in declared_fields(owner):
+        value = arguments.get(item.argument, item.default)
+        values[item.name] = item.convert(value)
     return values
 
 
 def read_attributes(owner: type, config: Any) -> dict[str, Any]:
-    """Like :func:`read_arguments`, but for the attributes of a ``TransformerConfig``."""
+    """Read those fields of a dataclass that a ``TransformerConfig`` has as attributes."""
     values = {}
-    for declared in declared_fields(owner):
-        attribute = declared.attribute
+    for item in declared_fields(owner):
+        attribute = item.attribute
         if attribute is not None and hasattr(config, attribute):
-            values[declared.name] = declared.convert(getattr(config, attribute))
+            values[item.name] = item.convert(getattr(config, attribute))
     return values

@@ -2,13 +2,18 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import MAX_LAYERS, flag, read_arguments, read_attributes
 from kha_megatron.model.pattern import LayerPattern
+
+_REPEATED_GROUP = r"\(([^)]+)\)\*(\d+)"
+"""E.g. ``(t|)*2``."""
+_REPEATED_SYMBOL = r"(.)\*(\d+)"
+"""E.g. ``t*2``."""
 
 
 def parse_pipeline_layout(text: str) -> tuple[str, ...]:
@@ -18,10 +23,10 @@ def parse_pipeline_layout(text: str) -> tuple[str, ...]:
     ('Ett', 't', 't', 'L')
     """
     symbols = text.replace(",", "")
-    for repetition in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+    for repetition in (_REPEATED_GROUP, _REPEATED_SYMBOL):
         counts = [int(count) for _, count in re.findall(repetition, symbols)]
         if any(count > MAX_LAYERS for count in counts):
-            break
+            break  # the remaining * is refused below
         symbols = re.sub(repetition, _repeat, symbols)
     if not set(symbols) <= set("EtmL|"):
         raise ValueError(
@@ -37,11 +42,12 @@ def _repeat(match: re.Match[str]) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    divisors = set()
+    """Return all divisors in ascending order, including 1 and the number itself."""
+    found_divisors = set()
     for candidate in range(1, math.isqrt(number) + 1):
         if number % candidate == 0:
-            divisors |= {candidate, number // candidate}
-    return sorted(divisors)
+            found_divisors |= {candidate, number // candidate}
+    return sorted(found_divisors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +102,8 @@ class Layout:
         None,
         "--pipeline-model-parallel-layout",
         attribute=None,
-        reads=parse_pipeline_layout,
-        writes="|".join,
+        parser=parse_pipeline_layout,
+        formatter="|".join,
     )
     """Custom pipeline layout. See :func:`parse_pipeline_layout`."""
     weight_shards: int | None = flag(None, "--tensor-parallel-num-weight-shards")
@@ -112,6 +118,11 @@ class Layout:
         arguments: Mapping[str, Any],
         world_size: int | None,
     ) -> Self:
+        """Build the layout from Megatron's arguments.
+
+        ``stages`` is also set if the layer pattern of a hybrid model has several stages, and
+        ``vpp`` follows from ``stages`` or ``virtual_stage_layers``.
+        """
         layout = cls(world_size=world_size, **read_arguments(cls, arguments))
         stages = layout.stages
         pattern = LayerPattern.parse(arguments.get("hybrid_layer_pattern") or "")
@@ -124,7 +135,7 @@ class Layout:
             layers = arguments.get("num_layers") or 0
             layers += layout.embedding_as_layer + layout.loss_as_layer
             vpp = layers // layout.pp // layout.virtual_stage_layers
-        if vpp in (0, 1):
+        if vpp in (0, 1):  # not interleaved
             vpp = None
         return replace(layout, stages=stages, vpp=vpp)
 
@@ -155,36 +166,51 @@ class Layout:
             ConfigError: If the layers cannot be split like this.
         """
         chunks = self.vpp or 1
-        counts = self._split(num_layers, chunks)
-        if sum(map(sum, counts)) != num_layers or min(map(min, counts)) < 0:
-            raise ConfigError(
-                f"Cannot split {num_layers} layers over {self.pp} pipeline ranks with {chunks} "
-                "stages each. Change --num-layers or the pipeline layout."
-            )
+        error = ConfigError(
+            f"Cannot split {num_layers} layers over {self.pp} pipeline ranks with {chunks} "
+            "stages each. Change --num-layers or the pipeline layout."
+        )
+        if self.stages is not None:
+            counts = self._count_custom_stages(self.stages, chunks)
+        else:
+            # at most two stages have no layers, but only the embedding or the loss
+            if self.pp * chunks > num_layers + 2:
+                raise error
+            counts = self._split_evenly(num_layers, chunks)
+        layers_of_chunks = [sum(chunk_counts) for chunk_counts in counts]
+        smallest_counts = [min(chunk_counts) for chunk_counts in counts]
+        if sum(layers_of_chunks) != num_layers or min(smallest_counts) < 0:
+            raise error
         return counts
 
-    def _split(self, num_layers: int, chunks: int) -> list[list[int]]:
-        pp = self.pp
-        if self.stages is not None:
-            stage_counts = [stage.count("t") for stage in self.stages]
-            return [stage_counts[first : first + pp] for first in range(0, chunks * pp, pp)]
-        if pp * chunks > num_layers + 2:  # 2 for the embedding and the loss
-            return [[0]]
-        last_rank = pp - 1
-        rank_counts: dict[int, int] = {}
+    def _count_custom_stages(self, stages: Sequence[str], chunks: int) -> list[list[int]]:
+        """Count the layers of a custom layout. Its stages are ordered by chunk, then by rank."""
+        counts = []
+        for chunk in range(chunks):
+            first_stage = chunk * self.pp
+            chunk_stages = stages[first_stage : first_stage + self.pp]
+            counts.append([stage.count("t") for stage in chunk_stages])
+        return counts
+
+    def _split_evenly(self, num_layers: int, chunks: int) -> list[list[int]]:
+        """Split layers like Megatron. Divisions are rounded down, so layers can be missing."""
+        last_rank = self.pp - 1
+        fixed_counts: dict[int, int] = {}
         if self.first_stage_layers is not None:
-            rank_counts[0] = self.first_stage_layers
+            fixed_counts[0] = self.first_stage_layers
         if self.last_stage_layers is not None:
-            rank_counts[last_rank] = self.last_stage_layers
-        remaining = num_layers - sum(rank_counts.values())
-        remaining += self.embedding_as_layer
-        remaining += self.loss_as_layer
-        even = remaining // max(1, pp - len(rank_counts))
+            fixed_counts[last_rank] = self.last_stage_layers
+        remaining_layers = num_layers - sum(fixed_counts.values())
+        remaining_layers += self.embedding_as_layer
+        remaining_layers += self.loss_as_layer
+        remaining_ranks = self.pp - len(fixed_counts)
+        even_count = remaining_layers // max(1, remaining_ranks)
         chunk_counts = []
-        for rank in range(pp):
-            count = rank_counts.get(rank, even)
-            chunk_counts.append(count // chunks)
+        for rank in range(self.pp):
+            rank_count = fixed_counts.get(rank, even_count)
+            chunk_counts.append(rank_count // chunks)
         counts = [list(chunk_counts) for _ in range(chunks)]
+        # the first and the last stage have fewer layers if they count as one themselves
         counts[0][0] -= self.embedding_as_layer
         counts[-1][-1] -= self.loss_as_layer
         return counts
@@ -194,9 +220,10 @@ class Layout:
         chunks = []
         chunk_start = 0
         for counts in self.chunk_layers(num_layers):
-            first = chunk_start + sum(counts[:stage])
-            layers = range(first, first + counts[stage])
-            chunks.append(list(layers))
+            layers_before = sum(counts[:stage])
+            start = chunk_start + layers_before
+            end = start + counts[stage]
+            chunks.append(list(range(start, end)))
             chunk_start += sum(counts)
         return chunks
 
@@ -222,6 +249,7 @@ class Batch:
         return cls(**sizes)
 
     def microbatches(self, dp: int) -> int:
+        """Number of microbatches of each rank per global batch."""
         assert self.global_batch_size is not None
         sequences = self.micro_batch_size * dp
         return self.global_batch_size // sequences

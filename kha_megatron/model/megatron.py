@@ -40,9 +40,9 @@ SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """Allow-list for other arguments that would change the model's outputs."""
 
-_HYBRID = "hybrid_layer_pattern"
+_PATTERN = "hybrid_layer_pattern"
 
-_COPIED = (
+_COPIED_FIELDS = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -66,7 +66,7 @@ _COPIED = (
     "mtp_num_layers",
 )
 """Fields that a checkpoint records as they are."""
-_MAY_BE_MISSING = (
+_OPTIONAL_FIELDS = (
     "vocab_size",
     "padded_vocab_size",
     "layernorm_zero_centered_gamma",
@@ -74,7 +74,8 @@ _MAY_BE_MISSING = (
     "multi_latent_attention",
     "mtp_num_layers",
 )
-_EXPERTS = (
+"""Those that not every checkpoint has."""
+_EXPERT_FIELDS = (
     "num_experts",
     "moe_router_topk",
     "moe_router_score_function",
@@ -82,7 +83,8 @@ _EXPERTS = (
     "moe_shared_expert_intermediate_size",
     "moe_shared_expert_gate",
 )
-_GROUPS = ("moe_router_num_groups", "moe_router_group_topk")
+"""Fields that checkpoints of models with experts record in addition."""
+_EXPERT_GROUP_FIELDS = ("moe_router_num_groups", "moe_router_group_topk")
 
 
 def model_from_arguments(
@@ -97,8 +99,9 @@ def model_from_arguments(
     settings = read_arguments(ModelConfig, arguments)
     heads = settings["num_attention_heads"]
     hidden = settings["hidden_size"]
-    is_hybrid = bool(settings[_HYBRID])
-    if not (heads and hidden and (settings["num_layers"] or is_hybrid)):
+    is_hybrid = bool(settings[_PATTERN])
+    has_layers = settings["num_layers"] or is_hybrid
+    if not (heads and hidden and has_layers):
         return None
     if not arguments.get("group_query_attention"):
         settings["num_query_groups"] = heads
@@ -107,14 +110,14 @@ def model_from_arguments(
     if not settings["kv_channels"]:
         settings["kv_channels"] = max(1, hidden // heads)
     if not settings["ffn_hidden_size"]:
-        width = int(hidden * 8 / 3 / 64) * 64 if settings["swiglu"] else 4 * hidden
-        settings["ffn_hidden_size"] = width
+        settings["ffn_hidden_size"] = _default_ffn_size(hidden, swiglu=settings["swiglu"])
     if arguments.get("device") == "cpu" and "transformer_impl" not in arguments:
         settings["transformer_impl"] = "local"  # Transformer Engine requires a GPU
     settings["num_experts"] = settings["num_experts"] or None
     settings["moe_ffn_hidden_size"] = settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"]
     if is_hybrid:
-        settings |= _layers_of_pattern(LayerPattern.parse(settings[_HYBRID]))
+        pattern = LayerPattern.parse(settings[_PATTERN])
+        settings |= _UNKNOWN_LAYERS if pattern is None else _settings_of_pattern(pattern)
     if kha is None:
         kha = HeadsConfig(
             attention=arguments.get("kha_attention"),
@@ -123,14 +126,28 @@ def model_from_arguments(
     return ModelConfig(**settings, kha=kha)
 
 
-def _layers_of_pattern(pattern: LayerPattern | None) -> dict[str, Any]:
-    if pattern is None:
-        return {
-            "num_layers": None,
-            "ffn_hidden_size": None,
-            "moe_layer_freq": 1,
-            "mtp_num_layers": None,
-        }
+def _default_ffn_size(hidden: int, *, swiglu: bool) -> int:
+    """Return Megatron's default, see ``validate_args``.
+
+    SwiGLU has three matrices instead of two, so two thirds of the usual size have as many weights.
+    Megatron rounds this down to a multiple of 64.
+    """
+    if not swiglu:
+        return 4 * hidden
+    multiple = 64
+    return int(hidden * 8 / 3 / multiple) * multiple
+
+
+_UNKNOWN_LAYERS: dict[str, Any] = {
+    "num_layers": None,
+    "ffn_hidden_size": None,
+    "moe_layer_freq": 1,
+    "mtp_num_layers": None,
+}
+"""Settings of hybrid models with other layers than pairs of attention and MLP."""
+
+
+def _settings_of_pattern(pattern: LayerPattern) -> dict[str, Any]:
     return {
         "num_layers": len(pattern.moe),
         "moe_layer_freq": pattern.moe,
@@ -180,7 +197,7 @@ def model_from_checkpoint(
         if args.get(name) not in allowed:
             raise _unsupported(name, args.get(name), f"expected {allowed[0]!r}")
     try:
-        return _model_from_complete(args, kha, padded_vocab_size)
+        return _build_trained_model(args, kha, padded_vocab_size)
     except KeyError as error:
         raise CheckpointError(
             f"Argument {error.args[0]} is missing in the checkpoint. Was it saved by another "
@@ -188,22 +205,23 @@ def model_from_checkpoint(
         ) from error
 
 
-def _model_from_complete(
+def _build_trained_model(
     args: Mapping[str, Any],
     kha: HeadsConfig,
     padded_vocab_size: int,
 ) -> ModelConfig:
+    """Same as :func:`model_from_checkpoint`, but raises KeyError if an argument is missing."""
     _check_pattern(args)
     is_latent = bool(args.get("multi_latent_attention"))
-    names = [*_COPIED]
+    copied_fields = [*_COPIED_FIELDS]
     if is_latent:
-        names += LATENT
+        copied_fields += LATENT
     if args["num_experts"]:
-        names += _EXPERTS
+        copied_fields += _EXPERT_FIELDS
         _check_router(args)
-    for name in names:
+    for name in copied_fields:
         argument = MODEL_FIELDS[name].argument
-        if argument not in args and name not in _MAY_BE_MISSING:
+        if argument not in args and name not in _OPTIONAL_FIELDS:
             raise KeyError(argument)
     if is_latent and args["q_lora_rank"] is None and args["qk_layernorm"]:
         # Megatron would then normalize the input of q_proj
@@ -219,21 +237,22 @@ def _model_from_complete(
             args["num_layers"],
             "expected at least one layer",
         )
-    settings = STYLE | {name: getattr(parsed, name) for name in names}
+    settings = STYLE | {name: getattr(parsed, name) for name in copied_fields}
     settings |= {
         "vocab_size": padded_vocab_size,
         "padded_vocab_size": padded_vocab_size,
         "rotary_base": float(args["rotary_base"]),
-        "scaling": _latent_yarn(args) if is_latent else _scaling(args),
-        "gpt_model": args.get(_HYBRID) is None,
+        "scaling": _read_mla_scaling(args) if is_latent else _read_scaling(args),
+        "gpt_model": args.get(_PATTERN) is None,
         "kha": kha,
     }
     if is_latent:
         settings["num_query_groups"] = parsed.num_attention_heads
         settings["kv_channels"] = parsed.v_head_dim
-    settings["group_query_attention"] = settings["num_query_groups"] != parsed.num_attention_heads
+    is_mha = settings["num_query_groups"] == parsed.num_attention_heads
+    settings["group_query_attention"] = not is_mha
     if parsed.mtp_num_layers and args.get("mtp_use_repeated_layer"):
-        settings["mtp_num_layers"] = 1
+        settings["mtp_num_layers"] = 1  # all predictions use the same weights
     if parsed.num_experts:
         settings |= _router_settings(args, parsed)
     return ModelConfig(**settings)
@@ -247,16 +266,16 @@ def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
 
 
 def _check_pattern(args: Mapping[str, Any]) -> None:
-    pattern = args.get(_HYBRID)
+    pattern = args.get(_PATTERN)
     if pattern is None:
         return
     if not isinstance(pattern, str) or LayerPattern.parse(pattern) is None:
         raise _unsupported(
-            _HYBRID,
+            _PATTERN,
             pattern,
             "expected attention alternating with - or E",
         )
-    if args.get("use_rope_scaling") and not _of_our_entry_point(args):
+    if args.get("use_rope_scaling") and not _is_from_our_entry_point(args):
         raise _unsupported(
             "use_rope_scaling",
             True,
@@ -292,17 +311,18 @@ def _router_settings(
         normalizes_topk = model.moe_router_topk > 1
     else:
         normalizes_topk = not args["moe_router_pre_softmax"]
-    factor = args["moe_router_topk_scaling_factor"]
+    topk_factor = args["moe_router_topk_scaling_factor"]
     settings = {
         "moe_ffn_hidden_size": model.expert_width,
         "moe_shared_expert_intermediate_size": model.shared_width or None,
         "moe_layer_freq": model.moe_layers,
         "normalizes_topk": normalizes_topk,
         "moe_router_dtype": args.get("moe_router_dtype"),
-        "moe_router_topk_scaling_factor": None if factor == 1.0 else factor,
+        "moe_router_topk_scaling_factor": None if topk_factor == 1.0 else topk_factor,
     }
-    if (args.get("moe_router_num_groups") or 1) > 1:
-        settings |= {name: args.get(name) for name in _GROUPS}
+    expert_groups = args.get("moe_router_num_groups") or 1
+    if expert_groups > 1:
+        settings |= {name: args.get(name) for name in _EXPERT_GROUP_FIELDS}
     return settings
 
 
@@ -319,17 +339,24 @@ def rope_scaling_factor(args: Mapping[str, Any]) -> float:
     arguments whether it was used. Converted checkpoints do not have a ``spec`` and always store the
     right factor.
     """
-    return float(args["rope_scaling_factor"] if _of_our_entry_point(args) else STOCK_SCALING.factor)
+    if _is_from_our_entry_point(args):
+        return float(args["rope_scaling_factor"])
+    return STOCK_SCALING.factor
 
 
-def _of_our_entry_point(args: Mapping[str, Any]) -> bool:
+def _is_from_our_entry_point(args: Mapping[str, Any]) -> bool:
     """Whether a checkpoint was converted or trained with our entry point."""
-    return "spec" not in args or (
-        "kha_query" in args and (args["spec"] or [None])[0] != _STOCK_SPEC
-    )
+    is_converted = "spec" not in args
+    if is_converted:
+        return True
+    if "kha_query" not in args:
+        return False
+    spec = args["spec"]  # module and name, or None
+    return not spec or spec[0] != _STOCK_SPEC
 
 
-def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
+def _read_scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
+    """Read the RoPE scaling of models without multi-latent attention."""
     if args["position_embedding_type"] == "yarn":
         if args["rotary_percent"] != 1.0:  # ignored by Megatron
             raise _unsupported(
@@ -339,7 +366,9 @@ def _scaling(args: Mapping[str, Any]) -> Llama3Scaling | Yarn | None:
             )
         yarn = Yarn(**_scaling_fields(args, Yarn))
         return yarn if yarn.factor != 1.0 else None
-    return _llama3(args) if args.get("use_rope_scaling") else None
+    if args.get("use_rope_scaling"):
+        return _read_llama3_scaling(args)
+    return None
 
 
 def _scaling_fields(
@@ -354,20 +383,23 @@ def _scaling_fields(
     return settings
 
 
-def _llama3(args: Mapping[str, Any]) -> Llama3Scaling:
-    asked = float(args["rope_scaling_factor"])
+def _read_llama3_scaling(args: Mapping[str, Any]) -> Llama3Scaling:
+    recorded_factor = float(args["rope_scaling_factor"])
     factor = rope_scaling_factor(args)
-    if asked != factor:
+    if recorded_factor != factor:
         announce(
             f"Using a RoPE scaling factor of {factor:g}, because Megatron's own scripts ignore "
-            f"--rope-scaling-factor {asked:g}. If your script uses this argument, please set "
-            f"rope_parameters.factor to {asked:g} in the exported config.json.",
-            once=("rope_scaling_factor", asked),
+            f"--rope-scaling-factor {recorded_factor:g}. If your script uses this argument, please "
+            f"set rope_parameters.factor to {recorded_factor:g} in the exported config.json.",
+            once=("rope_scaling_factor", recorded_factor),
         )
-    return Llama3Scaling(**_scaling_fields(args, Llama3Scaling) | {"factor": factor})
+    fields = _scaling_fields(args, Llama3Scaling)
+    fields["factor"] = factor
+    return Llama3Scaling(**fields)
 
 
-def _latent_yarn(args: Mapping[str, Any]) -> Yarn | None:
+def _read_mla_scaling(args: Mapping[str, Any]) -> Yarn | None:
+    """Read the RoPE scaling of models with multi-latent attention."""
     factor = float(args["rotary_scaling_factor"])
     if args.get("rope_type") == "rope":
         rotary_percent = args["rotary_percent"]
@@ -386,8 +418,9 @@ def _latent_yarn(args: Mapping[str, Any]) -> Yarn | None:
         return None
     if factor == 1.0:
         return None
-    known = {name: value for name, value in args.items() if not name.startswith("yarn_")}
-    return Yarn(**_scaling_fields(known, Yarn))
+    # Megatron ignores the yarn_* arguments for MLA
+    mla_args = {name: value for name, value in args.items() if not name.startswith("yarn_")}
+    return Yarn(**_scaling_fields(mla_args, Yarn))
 
 
 def to_arguments(model: ModelConfig) -> dict[str, Any]:
@@ -406,17 +439,18 @@ def to_arguments(model: ModelConfig) -> dict[str, Any]:
         )
     assert model.padded_vocab_size is not None
     is_latent = model.multi_latent_attention
-    names = [*STYLE, *_COPIED]
+    names = [*STYLE, *_COPIED_FIELDS]
     if is_latent:
         names += LATENT
     args: dict[str, Any] = {MODEL_FIELDS[name].argument: getattr(model, name) for name in names}
-    base = model.rotary_base
+    rotary_base = model.rotary_base
+    has_integer_base = rotary_base == int(rotary_base)
     args |= {
         "seq_length": model.max_position_embeddings,
         "norm_epsilon": model.layernorm_epsilon,
         "add_position_embedding": False,
         "use_rotary_position_embeddings": False,
-        "rotary_base": int(base) if base == int(base) else base,
+        "rotary_base": int(rotary_base) if has_integer_base else rotary_base,
         "rotary_interleaved": False,
         "num_experts": None,
     }
@@ -424,7 +458,7 @@ def to_arguments(model: ModelConfig) -> dict[str, Any]:
         args |= _expert_arguments(model)
     if not model.gpt_model:
         args |= {
-            _HYBRID: str(model.layer_pattern([model.layers])),
+            _PATTERN: str(model.layer_pattern([model.layers])),
             "num_layers": 2 * model.layers,
             "moe_layer_freq": 1,
         }
@@ -434,8 +468,10 @@ def to_arguments(model: ModelConfig) -> dict[str, Any]:
         raise CheckpointError(
             f"Megatron does not support {name}={wanted!r} and would use {result!r} for this model."
         )
-    ours = model.kha.without_output_gate() if model.attention_output_gate else model.kha
-    if ours.mechanisms or ours.attention is not None:
+    kha = model.kha
+    if model.attention_output_gate:
+        kha = kha.without_output_gate()  # it is one of Megatron's own arguments
+    if kha.mechanisms or kha.attention is not None:
         args |= model.kha.to_entries(multi_latent=is_latent)
     return args
 
@@ -453,15 +489,16 @@ def _scaling_arguments(model: ModelConfig) -> dict[str, Any]:
         # stock scripts do not have all of these arguments, so leave out the defaults
         for field, argument in scaling.arguments.items():
             value = getattr(scaling, field)
-            if value != getattr(type(scaling), field, None):
+            default = getattr(type(scaling), field, None)
+            if value != default:
                 args[argument] = value
     return args
 
 
 def _expert_arguments(model: ModelConfig) -> dict[str, Any]:
     names = (
-        *_EXPERTS,
-        *_GROUPS,
+        *_EXPERT_FIELDS,
+        *_EXPERT_GROUP_FIELDS,
         "moe_ffn_hidden_size",
         "moe_router_topk_scaling_factor",
     )
@@ -506,12 +543,12 @@ def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
     again and overwrite its own progress.
     """
     words = ["--pretrained-checkpoint", checkpoint, "--use-checkpoint-args"]
-    if not args.get(_HYBRID):
+    if not args.get(_PATTERN):
         words.append("--gpt-model")
-    names: tuple[str, ...] = _NOT_FROM_CHECKPOINT
+    passed_names: tuple[str, ...] = _NOT_FROM_CHECKPOINT
     if args.get("kha_attention") == "gta":  # checked by our entry point before loading
-        names += ("position_embedding_type", "rotary_percent")
-    for name in names:
+        passed_names += ("position_embedding_type", "rotary_percent")
+    for name in passed_names:
         value = args.get(name)
         if value is None or value is False:
             continue

@@ -31,7 +31,7 @@ _GPT_ONLY = {
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
     "heterogeneous_layers_config_encoded_json": "--heterogeneous-layers-config-encoded-json",
 }
-"""Arguments that refer to the layers of a GPTModel."""
+"""Arguments that refer to the layers of a GPTModel, and their flags."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ class LayerPattern:
         if not symbols or len(symbols) % 2:
             return None
         attention = symbols[0]
+        # the layers of pairs alternate
         attentions = symbols[::2]
         mlps = symbols[1::2]
         if attention not in ATTENTION or set(attentions) != {attention}:

@@ -18,6 +18,7 @@ from functools import cached_property
 from kha_megatron.heads import HeadRows, Projection
 
 UNIT = 16
+"""FP8 matrix multiplications require a multiple of this number of rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class QKVLayout:
     head_dim: int
     value_rows: int = 0
     """Rows per value head, if not ``head_dim``."""
-    extra: tuple[HeadRows, ...] = ()
+    mechanism_rows: tuple[HeadRows, ...] = ()
     """Rows for head mechanisms."""
     tied: bool = False
     """True for grouped-tied attention (GTA)."""
@@ -68,12 +69,8 @@ class QKVLayout:
 
         if "query" not in self.omitted:
             append("query", self.head_dim, is_per_query=True)
-        for mechanism_rows in self.extra:
-            append(
-                mechanism_rows.name,
-                mechanism_rows.features,
-                is_per_query=mechanism_rows.heads == "query",
-            )
+        for rows in self.mechanism_rows:
+            append(rows.name, rows.features, is_per_query=rows.heads == "query")
         next_row = self.padding.stop
         if not self.tied and "key" not in self.omitted:
             append("key", self.head_dim)
@@ -84,31 +81,33 @@ class QKVLayout:
     def padding(self) -> slice:
         """Padding rows in a group (right before the key)."""
         first = 0 if "query" in self.omitted else self.queries * self.head_dim
-        padded_rows = 0
-        for mechanism_rows in self.extra:
-            count = mechanism_rows.features
-            if mechanism_rows.heads == "query":
+        padded_rows = 0  # Megatron's own gate is not padded
+        for rows in self.mechanism_rows:
+            count = rows.features
+            if rows.heads == "query":
                 count *= self.queries
             first += count
-            if not mechanism_rows.is_stock:
+            if not rows.is_stock:
                 padded_rows += count
-        return slice(first, first + -padded_rows % UNIT)
+        padding_rows = -padded_rows % UNIT
+        return slice(first, first + padding_rows)
 
     @property
     def is_stock(self) -> bool:
         """True if Megatron itself supports this layout (this includes its output gate)."""
         if self.tied or self.omitted:
             return False
-        return all(rows.is_stock for rows in self.extra)
+        return all(rows.is_stock for rows in self.mechanism_rows)
 
     @property
     def parts_before_padding(self) -> int:
-        return len(self.extra) + ("query" in self.parts)
+        query_parts = 1 if "query" in self.parts else 0
+        return query_parts + len(self.mechanism_rows)
 
     @property
     def stock_gate(self) -> str | None:
         """Name of the part with Megatron's own output gate."""
-        for rows in self.extra:
+        for rows in self.mechanism_rows:
             if rows.is_stock:
                 return rows.name
         return None
@@ -130,14 +129,15 @@ class QKVLayout:
         return rank // self.ranks_per_group(ranks)
 
     def head_slices(self, rank: int, ranks: int) -> dict[str, slice]:
-        """Return which heads of each part are used by ``rank``."""
-        sharing = self.ranks_per_group(ranks)
+        """Return which heads of each part of its group are used by ``rank``."""
+        ranks_per_group = self.ranks_per_group(ranks)
         slices: dict[str, slice] = {}
         for name, part in self.parts.items():
             if not part.is_per_query:
                 slices[name] = slice(0, part.heads)
                 continue
-            heads_per_rank = part.heads // sharing
-            first_head = rank % sharing * heads_per_rank
+            heads_per_rank = part.heads // ranks_per_group
+            rank_in_group = rank % ranks_per_group
+            first_head = rank_in_group * heads_per_rank
             slices[name] = slice(first_head, first_head + heads_per_rank)
         return slices

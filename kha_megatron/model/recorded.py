@@ -12,8 +12,9 @@ from kha_megatron.heads.registry import mechanism_types
 from kha_megatron.model.config import MODEL_FIELDS, ModelConfig
 from kha_megatron.model.megatron import model_from_arguments
 
-_ATTENTION = "self_attention.linear_proj.weight"
-_SIZES = (
+_OUTPUT_PROJECTION = "self_attention.linear_proj.weight"
+"""Every attention layer has a tensor whose key ends like this."""
+_SIZE_FIELDS = (
     "num_layers",
     "hidden_size",
     "ffn_hidden_size",
@@ -26,12 +27,13 @@ _SIZES = (
     "qk_pos_emb_head_dim",
     "v_head_dim",
 )
-_EXPERT_SIZES = (
+"""Fields of ModelConfig that determine the shapes of tensors."""
+_EXPERT_SIZE_FIELDS = (
     "num_experts",
     "moe_ffn_hidden_size",
     "moe_shared_expert_intermediate_size",
 )
-_OTHER_SIZES = (
+_OTHER_SIZE_ARGUMENTS = (
     "moe_latent_size",
     "mamba_state_dim",
     "mamba_head_dim",
@@ -39,7 +41,7 @@ _OTHER_SIZES = (
     "mamba_num_heads",
 )
 """Sizes that ModelConfig does not have."""
-_SWITCHES = (
+_SWITCH_FIELDS = (
     "multi_latent_attention",
     "qk_layernorm",
     "add_bias_linear",
@@ -47,11 +49,12 @@ _SWITCHES = (
     "untie_embeddings_and_output_weights",
     "moe_router_enable_expert_bias",
 )
-_TOLERANT = ("log_all", "ignore_all", "return_all")
+"""Boolean fields of ModelConfig that add tensors, or remove some."""
+_TOLERANT_STRICTNESS = ("log_all", "ignore_all", "return_all")
 """Values of ``--dist-ckpt-strictness`` with which Megatron initializes missing tensors."""
-_SHARDED_BY_ELEMENT = ("adam", "sgd")
+_ELEMENTWISE_OPTIMIZERS = ("adam", "sgd")
 """Optimizers whose distributed version has other state. The others distribute whole parameters."""
-_BUFFERS: dict[str, Any] = {
+_BUFFER_ARGUMENTS: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "expert_model_parallel_size": 1,
@@ -72,7 +75,7 @@ had another layout, it would even assign state silently to the wrong parameters.
 
 Checkpoint = Any
 """A ``MegatronCheckpoint`` or an ``HFCheckpoint``. Only the latter has a ``config``."""
-_ANY = HeadSizes(
+_ANY_SIZES = HeadSizes(
     query_heads=1,
     kv_heads=1,
     head_dim=1,
@@ -129,34 +132,30 @@ def check_same_tensors(
         saved: Megatron's arguments in the checkpoint.
         passed: Megatron's arguments of this run. If some are missing, we use Megatron's defaults.
     """
-    before = model_from_arguments(saved)
-    now = model_from_arguments(passed)
-    if before is None or now is None:
+    saved_model = model_from_arguments(saved)
+    model = model_from_arguments(passed)
+    if saved_model is None or model is None:
         return
-    _check_sizes(path, before, now)
-    for name in _OTHER_SIZES:
+    _check_sizes(path, saved_model, model)
+    for name in _OTHER_SIZE_ARGUMENTS:
         if name in saved and name in passed:
-            _check_value(path, f"--{name.replace('_', '-')}", saved[name], passed[name])
+            _check_value(path, _as_flag(name), saved[name], passed[name])
     _check_vocabulary(path, saved.get("vocab_size"), passed.get("padded_vocab_size"))
-    if passed.get("dist_ckpt_strictness") in _TOLERANT:
+    if passed.get("dist_ckpt_strictness") in _TOLERANT_STRICTNESS:
         return
-    _check_value(path, "--normalization", before.normalization, now.normalization)
-    switches = _switches(now, passed)
-    for flag, was_set in _switches(before, saved).items():
+    _check_value(path, "--normalization", saved_model.normalization, model.normalization)
+    switches = _list_switches(model, passed)
+    for flag, was_set in _list_switches(saved_model, saved).items():
         _check_switch(path, flag, was_set, switches[flag])
     # Megatron can leave out layers and position embeddings, but not add any
-    saved_predictions = _prediction_layers(before, saved)
-    predictions = _prediction_layers(now, passed)
+    saved_predictions = _count_prediction_layers(saved_model, saved)
+    predictions = _count_prediction_layers(model, passed)
     if predictions > saved_predictions:
         _check_value(path, "--mtp-num-layers", saved_predictions, predictions)
-    positions = _learned_positions(now)
+    saved_positions = _count_learned_positions(saved_model)
+    positions = _count_learned_positions(model)
     if positions:
-        _check_value(
-            path,
-            "--max-position-embeddings",
-            _learned_positions(before),
-            positions,
-        )
+        _check_value(path, "--max-position-embeddings", saved_positions, positions)
 
 
 def check_same_optimizer(
@@ -173,61 +172,69 @@ def check_same_optimizer(
     """
     is_distributed = bool(saved.get("use_distributed_optimizer"))
     is_reshardable = is_distributed and bool(saved.get("dist_ckpt_optim_fully_reshardable"))
-    compared: dict[str, Any] = {"optimizer": "adam", "decoupled_lr": None}
-    if saved.get("optimizer", "adam") in _SHARDED_BY_ELEMENT:
-        compared["use_distributed_optimizer"] = False
+    # arguments that must not change, and Megatron's defaults
+    defaults: dict[str, Any] = {"optimizer": "adam", "decoupled_lr": None}
+    if saved.get("optimizer", "adam") in _ELEMENTWISE_OPTIMIZERS:
+        defaults["use_distributed_optimizer"] = False
     if not is_reshardable and _has_main_weights(saved) != _has_main_weights(passed):
-        compared |= {"bf16": False, "fp16": False}
-    for name, default in compared.items():
+        defaults |= {"bf16": False, "fp16": False}
+    for name, default in defaults.items():
         _check_optimizer_argument(
             path,
             name,
-            default,
-            saved,
-            passed,
-            "Use the same value",
+            saved=saved.get(name, default),
+            passed=passed.get(name, default),
+            remedy="Use the same value",
         )
     has_buffers = is_distributed and not is_reshardable
-    if not (has_buffers and passed.get("use_distributed_optimizer")):
-        return
+    if has_buffers and passed.get("use_distributed_optimizer"):
+        _check_buffers(path, saved, passed)
+
+
+def _check_buffers(
+    path: Path,
+    saved: Mapping[str, Any],
+    passed: Mapping[str, Any],
+) -> None:
+    """Check that the buffers of the distributed optimizer have the same layout."""
     if not (saved.get("hybrid_layer_pattern") or passed.get("gpt_model")):
         raise CheckpointError(
             f"The optimizer state in {path} can only be loaded into a GPTModel. Save a checkpoint "
             "with --gpt-model and --dist-ckpt-optim-fully-reshardable first, or add "
             "--no-load-optim."
         )
-    for name, default in _BUFFERS.items():
-        remedy = "Save a checkpoint with --dist-ckpt-optim-fully-reshardable first"
+    for name, default in _BUFFER_ARGUMENTS.items():
         _check_optimizer_argument(
             path,
             name,
-            default,
-            saved,
-            passed,
-            remedy,
+            saved=saved.get(name, default),
+            passed=passed.get(name, default),
+            remedy="Save a checkpoint with --dist-ckpt-optim-fully-reshardable first",
         )
 
 
 def _check_optimizer_argument(
     path: Path,
     name: str,
-    default: Any,
-    saved: Mapping[str, Any],
-    passed: Mapping[str, Any],
+    *,
+    saved: Any,
+    passed: Any,
     remedy: str,
 ) -> None:
-    old = saved.get(name, default)
-    new = passed.get(name, default)
-    if old != new:
+    if saved != passed:
         raise CheckpointError(
-            f"The optimizer state in {path} was saved {_describe_argument(name, old)} and cannot "
-            f"be loaded {_describe_argument(name, new)}. {remedy}, or add --no-load-optim to start "
-            "with a new optimizer state."
+            f"The optimizer state in {path} was saved {_describe_argument(name, saved)} and cannot "
+            f"be loaded {_describe_argument(name, passed)}. {remedy}, or add --no-load-optim to "
+            "start with a new optimizer state."
         )
 
 
+def _as_flag(argument: str) -> str:
+    return f"--{argument.replace('_', '-')}"
+
+
 def _describe_argument(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
+    flag = _as_flag(name)
     if value is None or value is False:
         return f"without {flag}"
     if value is True:
@@ -243,47 +250,48 @@ def _has_main_weights(arguments: Mapping[str, Any]) -> bool:
 def _check_value(
     path: Path,
     flag: str,
-    old: Any,
-    new: Any,
+    saved: Any,
+    passed: Any,
 ) -> None:
-    if (old or None) != (new or None):
-        shown = show_value(old) if old else "none"
+    if not saved and not passed:  # e.g. 0 and None
+        return
+    if saved != passed:
+        shown = show_value(saved) if saved else "none"
         raise CheckpointError(
-            f"{flag} is {new or 'not set'}, but {path} was trained with {shown}. Use the value of "
-            "that run, or start a new run in another directory."
+            f"{flag} is {passed or 'not set'}, but {path} was trained with {shown}. Use the value "
+            "of that run, or start a new run in another directory."
         )
 
 
 def _check_switch(
     path: Path,
     flag: str,
-    old: bool,
-    new: bool,
+    was_set: bool,
+    is_set: bool,
 ) -> None:
-    if old == new:
+    if was_set == is_set:
         return
-    preposition = "with" if old else "without"
-    remedy = "Add" if old else "Remove"
+    preposition = "with" if was_set else "without"
+    remedy = "Add" if was_set else "Remove"
     raise CheckpointError(
         f"{path} was trained {preposition} {flag}. "
         f"{remedy} this flag, or start a new run in another directory."
     )
 
 
-def _check_sizes(path: Path, before: ModelConfig, now: ModelConfig) -> None:
-    names: tuple[str, ...] = _SIZES
-    if _has_experts(before) or _has_experts(now):
-        names += _EXPERT_SIZES
-    if before.num_layers is not None and now.num_layers is not None:
+def _check_sizes(path: Path, saved: ModelConfig, model: ModelConfig) -> None:
+    names: tuple[str, ...] = _SIZE_FIELDS
+    if _may_have_experts(saved) or _may_have_experts(model):
+        names += _EXPERT_SIZE_FIELDS
+    if saved.num_layers is not None and model.num_layers is not None:
         for name in names:
-            old = getattr(before, name)
-            new = getattr(now, name)
-            _check_value(path, MODEL_FIELDS[name].flag, old, new)
+            flag = MODEL_FIELDS[name].flag
+            _check_value(path, flag, getattr(saved, name), getattr(model, name))
     _check_value(
         path,
         "--hybrid-layer-pattern",
-        _main_layers(before),
-        _main_layers(now),
+        _main_layers(saved),
+        _main_layers(model),
     )
 
 
@@ -296,31 +304,32 @@ def _check_vocabulary(path: Path, tokens: Any, rows: Any) -> None:
         )
 
 
-def _switches(
+def _list_switches(
     model: ModelConfig,
     arguments: Mapping[str, Any],
 ) -> dict[str, bool]:
-    """Return which of the flags are set that add tensors to a model, or remove some."""
+    """Return for each flag that adds tensors to a model, or removes some, whether it is set."""
     switches = {}
-    for name in _SWITCHES:
+    for name in _SWITCH_FIELDS:
         field = MODEL_FIELDS[name]
         switches[field.flag] = getattr(model, name) != field.default
-    # these include the biases of queries, keys and values
-    switches["--add-qkv-bias"] |= model.add_bias_linear
-    switches["--moe-router-enable-expert-bias"] &= _has_experts(model)
+    if model.add_bias_linear:  # adds the biases of queries, keys and values, too
+        switches["--add-qkv-bias"] = True
+    if not _may_have_experts(model):
+        switches["--moe-router-enable-expert-bias"] = False
     is_gated = arguments.get("swiglu") or arguments.get("quick_geglu")
-    has_shared_gate = arguments.get("moe_shared_expert_gate") and _has_experts(model)
+    has_shared_gate = arguments.get("moe_shared_expert_gate") and _may_have_experts(model)
     switches["--swiglu"] = bool(is_gated)
     switches["--softmax-type learnable"] = arguments.get("softmax_type") == "learnable"
     switches["--moe-shared-expert-gate"] = bool(has_shared_gate)
     return switches
 
 
-def _prediction_layers(
+def _count_prediction_layers(
     model: ModelConfig,
     arguments: Mapping[str, Any],
 ) -> int:
-    """Return the number of layers for multi-token prediction that have their own weights."""
+    """Count the layers for multi-token prediction that have their own weights."""
     pattern = model.hybrid_layer_pattern or ""
     predictions = pattern.count("/") or model.predictions
     if arguments.get("mtp_use_repeated_layer"):
@@ -328,19 +337,20 @@ def _prediction_layers(
     return predictions
 
 
-def _learned_positions(model: ModelConfig) -> int | None:
+def _count_learned_positions(model: ModelConfig) -> int | None:
     if model.position_embedding_type != "learned_absolute":
         return None
     return model.max_position_embeddings
 
 
-def _has_experts(model: ModelConfig) -> bool:
+def _may_have_experts(model: ModelConfig) -> bool:
     """Whether there may be MoE layers. Megatron ignores ``--num-experts`` without any."""
-    return "E" in (_main_layers(model) or "E")
+    layers = _main_layers(model)
+    return not layers or "E" in layers
 
 
 def _main_layers(model: ModelConfig) -> str | None:
-    """Return the layer pattern without pipeline stages and multi-token prediction."""
+    """Return the layer pattern without pipeline stages and multi-token prediction, if known."""
     pattern = model.hybrid_layer_pattern
     if not pattern:
         if model.num_layers is None:
@@ -355,18 +365,23 @@ def _find_mismatch(
     kha: HeadsConfig,
     is_latent: bool,
 ) -> str | None:
-    """Find a KHA tensor that is missing or unexpected. This only compares names and the number of
-    stacked matrices."""
+    """Return the key of a KHA tensor that is missing or unexpected, if there is one.
+
+    This only compares names and the number of stacked matrices (0 if a tensor is no stack).
+
+    Args:
+        shapes: Shapes of all tensors in the checkpoint by key.
+    """
     knock_prefix = f"self_attention.{Knock.name}_"
     prefixes = [f"self_attention.{name}_" for name in mechanism_types()]
-    tensors = kha.tensors(replace(_ANY, latent=is_latent))
+    tensors = kha.tensors(replace(_ANY_SIZES, latent=is_latent))
     expected_matrices: dict[str, int] = {}
     stored_matrices: dict[str, int] = {}
     for key, shape in shapes.items():
-        if key.endswith(_ATTENTION):
-            layer = key.removesuffix(_ATTENTION)
+        if key.endswith(_OUTPUT_PROJECTION):
+            layer_prefix = key.removesuffix(_OUTPUT_PROJECTION)
             for tensor in tensors:
-                expected_matrices[layer + tensor.key] = len(tensor.matrices)
+                expected_matrices[layer_prefix + tensor.key] = len(tensor.matrices)
         if knock_prefix in key:
             is_stack = len(shape) >= 3
             stored_matrices[key] = shape[-3] if is_stack else 0
@@ -405,7 +420,7 @@ def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], A
         raise CheckpointError(
             f"No KHA matrices found in {checkpoint.path} (KHA config: {kha or 'none'})."
         )
-    tensors = knock.tensors(_ANY)
+    tensors = knock.tensors(_ANY_SIZES)
     if hasattr(checkpoint, "config"):
         return _read_hf_weights(checkpoint, kha, tensors)
     weights = {}
@@ -420,14 +435,17 @@ def _read_hf_weights(
     kha: HeadsConfig | None,
     tensors: Iterable[HeadTensor],
 ) -> dict[tuple[int, Projection], Any]:
+    """Load the KHA matrices of a Hugging Face model, in which each matrix has its own key."""
     stored_keys = {key for key in checkpoint.keys() if "_knock." in key}  # noqa: SIM118
-    layers = checkpoint.config.get("num_hidden_layers")
-    if type(layers) is not int:
-        layers = 0
+    recorded_layers = checkpoint.config.get("num_hidden_layers")
+    if type(recorded_layers) is not int:
+        recorded_layers = 0
+    # a config.json can claim any number of layers, so do not list more keys than there can be
+    layers = min(len(stored_keys), recorded_layers)
     keys_of_matrices = {}
     expected_keys: set[str] = set()
     for tensor in tensors:
-        for layer in range(min(len(stored_keys), layers)):
+        for layer in range(layers):
             keys = [f"model.layers.{layer}.{name}" for name in tensor.hf_names]
             keys_of_matrices[layer, tensor.heads] = keys
             expected_keys.update(keys)

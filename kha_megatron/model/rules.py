@@ -22,9 +22,15 @@ _READ_SIZES_FROM_FILE = (
     "heterogeneous_layers_config_path",
     "heterogeneous_layers_config_encoded_json",
 )
-_BUILT_IN = ("adam", "sgd")
+_BUILT_IN_OPTIMIZERS = ("adam", "sgd")
 """Optimizers that do not require the package emerging-optimizers."""
 _REPLICAS = "replicas"
+"""Name of the data-parallel size in :class:`_DividedSize`."""
+_FP8_MULTIPLE = 16
+"""Transformer Engine requires features (and head dims) to be divisible by this for FP8 GEMMs."""
+_FP8_TOKENS_MULTIPLE = 8
+_MXFP8_MULTIPLE = 32
+"""Number of values that share a scale in MXFP8."""
 
 
 def check_arguments(
@@ -39,13 +45,7 @@ def check_arguments(
     layout = Layout.from_arguments(arguments, world_size)
     batch = Batch.from_arguments(arguments)
     check_layout(model, layout, batch)
-    has_query_norm = model.multi_latent_attention and model.qk_layernorm
-    if has_query_norm and model.q_lora_rank is None and model.transformer_impl == "local":
-        raise ConfigError(
-            "--qk-layernorm normalizes compressed queries in local layers with "
-            "--multi-latent-attention, but there are none. Add --q-lora-rank, or remove "
-            "--qk-layernorm."
-        )
+    _check_query_norm(model)
     training = Training(**read_arguments(Training, arguments))
     _check_optimizer(model, training)
     if training.cross_entropy_loss_fusion and not training.bf16:
@@ -55,10 +55,23 @@ def check_arguments(
         )
 
 
+def _check_query_norm(model: ModelConfig) -> None:
+    if not model.multi_latent_attention or model.transformer_impl != "local":
+        return
+    has_compressed_queries = model.q_lora_rank is not None
+    if model.qk_layernorm and not has_compressed_queries:
+        raise ConfigError(
+            "--qk-layernorm normalizes compressed queries in local layers with "
+            "--multi-latent-attention, but there are none. Add --q-lora-rank, or remove "
+            "--qk-layernorm."
+        )
+
+
 def _check_optimizer(model: ModelConfig, training: Training) -> None:
     name = training.optimizer
+    is_built_in = name in _BUILT_IN_OPTIMIZERS
     is_distributed = name.startswith("dist_") or training.use_distributed_optimizer
-    if name not in _BUILT_IN and is_distributed and not training.bf16:
+    if is_distributed and not is_built_in and not training.bf16:
         local_optimizer = name.removeprefix("dist_")
         raise ConfigError(
             f"--optimizer {name} requires --bf16 to distribute its state. Add --bf16, or use "
@@ -75,7 +88,7 @@ def _check_optimizer(model: ModelConfig, training: Training) -> None:
 
 def check_optimizer_package(optimizer: str) -> None:
     """Raise MissingDependencyError if ``optimizer`` requires a package that is not installed."""
-    if optimizer not in _BUILT_IN and find_spec("emerging_optimizers") is None:
+    if optimizer not in _BUILT_IN_OPTIMIZERS and find_spec("emerging_optimizers") is None:
         raise MissingDependencyError("emerging-optimizers", f"--optimizer {optimizer}", "muon")
 
 
@@ -84,7 +97,8 @@ def check_attention(arguments: Mapping[str, Any], kha: HeadsConfig) -> None:
 
     Note: if the arguments do not include the model size, only the ranks can check the mechanisms.
     """
-    model_from_arguments(arguments, kha)  # raises if the model does not support the mechanisms
+    # building the model raises an error if it does not support the mechanisms
+    model_from_arguments(arguments, kha)
     if not arguments.get("kha_upcycle"):
         return
     added_mechanisms = kha.without_output_gate().mechanisms
@@ -103,16 +117,12 @@ def check_layout(
     batch: Batch | None = None,
 ) -> None:
     """Check that all sizes are divisible as needed, e.g. attention heads by TP ranks."""
-    shards = {
-        "--tensor-parallel": (layout.weight_shards, layout.tp),
-        "--expert-tensor-parallel": (layout.expert_weight_shards, layout.expert_tp),
-    }
-    for prefix, (count, ranks) in shards.items():
-        if count not in (None, ranks):
-            raise ConfigError(
-                f"{prefix}-num-weight-shards {count} is not supported, because it shards weights "
-                "(e.g. linear_qkv) in a way that KHA does not support. Remove this flag."
-            )
+    _check_weight_shards("--tensor-parallel-num-weight-shards", layout.weight_shards, layout.tp)
+    _check_weight_shards(
+        "--expert-tensor-parallel-num-weight-shards",
+        layout.expert_weight_shards,
+        layout.expert_tp,
+    )
     _check_tensor_parallel_size(model, layout)
     if layout.vpp and layout.pp == 2 and not layout.overlap_p2p:
         # Megatron only checks its command line, and models built in Python would get wrong losses
@@ -124,6 +134,14 @@ def check_layout(
         divided_size.check()
     if model.num_layers is not None:
         layout.chunk_layers(model.num_layers)  # raises if this is not possible
+
+
+def _check_weight_shards(flag: str, shards: int | None, ranks: int) -> None:
+    if shards not in (None, ranks):
+        raise ConfigError(
+            f"{flag} {shards} is not supported, because it shards weights (e.g. linear_qkv) in a "
+            "way that KHA does not support. Remove this flag."
+        )
 
 
 def _check_tensor_parallel_size(model: ModelConfig, layout: Layout) -> None:
@@ -146,11 +164,12 @@ def _check_tensor_parallel_size(model: ModelConfig, layout: Layout) -> None:
 
 
 class _DividedSize(NamedTuple):
-    """A size that must be divisible by all factors combined."""
+    """A size that must be divisible by the product of all factors."""
 
     name: str
     size: int
     factors: Mapping[str, int]
+    """Values by name, e.g. ``{"tensor-parallel ranks": 2}``."""
 
     def check(self) -> None:
         divisor = math.prod(self.factors.values())
@@ -161,31 +180,28 @@ class _DividedSize(NamedTuple):
         for name, count in self.factors.items():
             if count > 1:
                 descriptions.append(f"{count} {name}")
-        smaller = self.size - remainder
-        nearest = f"{smaller + divisor}"
-        if smaller:
-            nearest = f"{smaller} or {nearest}"
+        next_smaller = self.size - remainder
+        next_larger = next_smaller + divisor
+        nearest = f"{next_smaller} or {next_larger}" if next_smaller else f"{next_larger}"
+        advice = self._advise_larger_replicas(divisor)
         raise ConfigError(
             f"{self.name} ({self.size}) must be divisible by {divisor} "
-            f"({' x '.join(descriptions)}).{_advise_larger_replicas(self.size, self.factors)} "
-            f"Nearest valid values: {nearest}."
+            f"({' x '.join(descriptions)}).{advice} Nearest valid values: {nearest}."
         )
 
-
-def _advise_larger_replicas(size: int, factors: Mapping[str, int]) -> str:
-    """Return how to keep the global batch size by changing the parallel layout, if possible."""
-    replicas = factors.get(_REPLICAS, 1)
-    divisor = math.prod(factors.values())
-    for scale in divisors(replicas):
-        # if each replica has `scale` times as many ranks, there are fewer replicas
-        divisor_with_larger_replicas = divisor // scale
-        if size % divisor_with_larger_replicas == 0:
-            return (
-                f" To keep this value, use {scale} times as many ranks per replica, e.g. with "
-                "--pipeline-model-parallel-size or --tensor-model-parallel-size, "
-                f"or {scale} times fewer ranks."
-            )
-    return ""
+    def _advise_larger_replicas(self, divisor: int) -> str:
+        """Return how to keep a global batch size by changing the parallel layout, if possible."""
+        replicas = self.factors.get(_REPLICAS, 1)
+        for scale in divisors(replicas):
+            # if each replica has `scale` times as many ranks, there are fewer replicas
+            divisor_with_larger_replicas = divisor // scale
+            if self.size % divisor_with_larger_replicas == 0:
+                return (
+                    f" To keep this value, use {scale} times as many ranks per replica, e.g. with "
+                    "--pipeline-model-parallel-size or --tensor-model-parallel-size, "
+                    f"or {scale} times fewer ranks."
+                )
+        return ""
 
 
 def _list_divided_sizes(
@@ -210,6 +226,7 @@ def _list_divided_sizes(
         if batch and batch.global_batch_size is not None:
             factors = {"--micro-batch-size": batch.micro_batch_size, _REPLICAS: layout.dp}
             if layout.vpp and layout.microbatch_group is None:
+                # by default, the interleaved schedule works on groups of pp microbatches
                 factors |= pipeline
             yield _DividedSize(
                 "--global-batch-size",
@@ -227,7 +244,8 @@ def _list_divided_sizes(
 def _fp8_factors(model: ModelConfig) -> dict[str, int]:
     if not model.fp8:
         return {}
-    return {"for FP8": 32 if model.fp8_recipe == "mxfp8" else 16}
+    is_mxfp8 = model.fp8_recipe == "mxfp8"
+    return {"for FP8": _MXFP8_MULTIPLE if is_mxfp8 else _FP8_MULTIPLE}
 
 
 def _list_attention_sizes(
@@ -255,21 +273,22 @@ def _list_attention_sizes(
                 tensor,
             )
     else:
-        factors = tensor
+        row_factors = tensor
         if model.kha.rows(model.head_sizes):
-            factors = tensor | _fp8_factors(model)
+            row_factors = tensor | _fp8_factors(model)
         yield _DividedSize(
             "The number of rows of the QKV projection",
             model.qkv.rows,
-            factors,
+            row_factors,
         )
     if model.kha.attention == "gta":
-        factors = {"for RoPE on half of each key": 4}
-        yield _DividedSize("--kv-channels", model.kv_channels, factors)
+        # half of each key has RoPE, which rotates pairs of features
+        rotary_factor = {"for RoPE on half of each key": 4}
+        yield _DividedSize("--kv-channels", model.kv_channels, rotary_factor)
     yield _DividedSize(
         "--kv-channels",
         model.head_dim,
-        {"for FP8": 16 if model.fp8 else 1},
+        {"for FP8": _FP8_MULTIPLE if model.fp8 else 1},
     )
 
 
@@ -303,18 +322,20 @@ def _list_batch_sizes(
     layout: Layout,
     batch: Batch,
 ) -> Iterator[_DividedSize]:
-    factors = {"context-parallel ranks": layout.cp}
+    context = {"context-parallel ranks": layout.cp}
     # for load balancing, each context-parallel rank has an early and a late chunk
-    parts = {"parts": 2 if layout.cp > 1 else 1}
-    yield _DividedSize("--seq-length", batch.seq_length, factors | parts)
+    chunks = {"parts": 2 if layout.cp > 1 else 1}
+    yield _DividedSize("--seq-length", batch.seq_length, context | chunks)
+    sequence_ranks = context
     if layout.sequence_parallel:
-        factors = factors | {"tensor-parallel ranks": layout.tp}
-    yield _DividedSize("--seq-length", batch.seq_length, factors)
+        sequence_ranks = context | {"tensor-parallel ranks": layout.tp}
+    yield _DividedSize("--seq-length", batch.seq_length, sequence_ranks)
     if model.fp8:  # Transformer Engine pads the tokens of experts only
         tokens = batch.micro_batch_size * batch.seq_length
-        block = {"for FP8": 32 if model.fp8_recipe == "mxfp8" else 8}
+        is_mxfp8 = model.fp8_recipe == "mxfp8"
+        multiple = {"for FP8": _MXFP8_MULTIPLE if is_mxfp8 else _FP8_TOKENS_MULTIPLE}
         yield _DividedSize(
             "The number of tokens of a microbatch",
             tokens,
-            factors | block,
+            sequence_ranks | multiple,
         )

@@ -31,7 +31,8 @@ Arguments = dict[str, tuple[str, ...]]
 REPEATED = frozenset({"--heads", "--heads-from"})
 """Flags that you can repeat to add more values."""
 
-_option = partial(flag, attribute=None, most=2**63 - 1)
+_option = partial(flag, attribute=None, maximum=2**63 - 1)
+"""Declare an argument that is not an attribute of ``TransformerConfig``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class Training:
     min_lr: float = _option(0.0)
     lr_decay_style: str = _option("linear")
     lr_warmup_fraction: float | None = _option(None)
-    lr_warmup_iters: int = _option(0, least=0)
+    lr_warmup_iters: int = _option(0, minimum=0)
     lr_warmup_init: float = _option(0.0)
     optimizer: str = _option("adam")
     muon_split_qkv: bool = _option(
@@ -56,7 +57,7 @@ class Training:
     adam_beta2: float = _option(0.999)
     weight_decay: float = _option(0.01)
     clip_grad: float = _option(1.0)
-    seed: int = _option(1234, least=-(2**63))
+    seed: int = _option(1234, minimum=-(2**63))
     bf16: bool = _option(False)
     fp16: bool = _option(False)
     use_distributed_optimizer: bool = _option(False)
@@ -77,13 +78,13 @@ class Training:
     overlap_moe_expert_parallel_comm: bool = _option(False)
     cross_entropy_loss_fusion: bool = _option(False)
     manual_gc: bool = _option(False)
-    manual_gc_interval: int = _option(0, least=0)
+    manual_gc_interval: int = _option(0, minimum=0)
     log_throughput: bool = _option(False)
     split: str | None = _option(None)
     data_cache_path: str | None = _option(None)
-    num_workers: int = _option(2, least=0)
+    num_workers: int = _option(2, minimum=0)
     eval_interval: int = _option(1000)
-    eval_iters: int = _option(100, least=0)
+    eval_iters: int = _option(100, minimum=0)
     log_interval: int = _option(100)
     log_timers_to_tensorboard: bool = _option(False)
     log_memory_to_tensorboard: bool = _option(False)
@@ -123,7 +124,7 @@ class HeadOptions:
     kha_key: str | None = _option(None)
     kha_value: str | None = _option(None)
     kha_init: str = _option(Knock.init)
-    kha_init_seed: int = _option(INIT_SEED, least=-(2**63))
+    kha_init_seed: int = _option(INIT_SEED, minimum=-(2**63))
     kha_attention: str | None = _option(None)
     kha_latent_heads: int = _option(LATENT_HEADS)
     kha_heads: tuple[str, ...] | None = _option(
@@ -160,9 +161,12 @@ def _fields_by_argument() -> Mapping[str, Field]:
     return {field.argument: field for field in TABLE}
 
 
+_REQUIRE_TE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
+"""Arguments that require Transformer Engine."""
+
+
 def _excluded_by(argument: str, value: Any) -> tuple[str, ...]:
     """Return the arguments that are dropped if this one is set (they are mutually exclusive)."""
-    te_only = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
     match argument, value:
         case "tensor_model_parallel_size", 1:
             return ("sequence_parallel",)
@@ -177,9 +181,9 @@ def _excluded_by(argument: str, value: Any) -> tuple[str, ...]:
         case "fp16", True:
             return ("bf16", "cross_entropy_loss_fusion")
         case "device", "cpu":
-            return te_only
+            return _REQUIRE_TE
         case "transformer_impl", "local":
-            return te_only
+            return _REQUIRE_TE
         case "train_samples", samples if samples:
             return ("train_iters",)
     return ()
@@ -196,17 +200,20 @@ def parse(words: Sequence[str]) -> Arguments:
         ConfigError: If there is a value without a flag.
     """
     arguments: Arguments = {}
-    name = ""
+    current_flag = ""
     accepts_values = False
     for word in words:
-        if re.match(r"--[A-Za-z]", word):
-            name, equals, value = word.partition("=")
-            earlier_values = arguments.get(name, ()) if name in REPEATED else ()
-            arguments[name] = (*earlier_values, value) if equals else earlier_values
+        is_flag = re.match(r"--[A-Za-z]", word)
+        if is_flag:
+            current_flag, equals_sign, value = word.partition("=")
+            values = arguments.get(current_flag, ()) if current_flag in REPEATED else ()
+            if equals_sign:
+                values += (value,)
+            arguments[current_flag] = values
             # as in argparse, --flag=value cannot be followed by more values
-            accepts_values = not equals
+            accepts_values = not equals_sign
         elif accepts_values:
-            arguments[name] += (word,)
+            arguments[current_flag] += (word,)
         else:
             raise ConfigError(f"Unexpected argument {word!r}. Pass arguments as --name value.")
     return arguments
@@ -215,15 +222,20 @@ def parse(words: Sequence[str]) -> Arguments:
 def render(arguments: Arguments) -> list[str]:
     """Inverse of :func:`parse`."""
     words: list[str] = []
-    for name, values in arguments.items():
-        if name in REPEATED:
+    for flag_name, values in arguments.items():
+        if flag_name in REPEATED:
             for value in values:
-                words += [name, value]
-        elif len(values) == 1 and (not values[0] or values[0].startswith("-")):
-            words.append(f"{name}={values[0]}")
+                words += [flag_name, value]
+        elif len(values) == 1 and _needs_equals_sign(values[0]):
+            words.append(f"{flag_name}={values[0]}")
         else:
-            words += [name, *values]
+            words += [flag_name, *values]
     return words
+
+
+def _needs_equals_sign(value: str) -> bool:
+    """Whether argparse would not accept a value as a separate word."""
+    return not value or value.startswith("-")
 
 
 @dataclass(frozen=True)
@@ -236,26 +248,26 @@ class Argument:
 
 
 def as_arguments(**values: Any) -> dict[str, Argument]:
-    """Convert typed values to arguments. Omits those that do not need a flag (``swiglu=False``)."""
+    """Convert typed values to arguments by name. Omits those without a flag (``swiglu=False``)."""
     arguments = {}
     for name, value in values.items():
         field = _fields_by_argument()[name]
         words = field.format_words(value)
         if words is not None:
-            arguments[name] = Argument(field.flag, words, value)
+            arguments[name] = Argument(flag=field.flag, words=words, value=value)
     return arguments
 
 
 def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
     """Parse a command line into arguments by name. Unknown flags are their own name."""
     arguments = {}
-    for flag_name, values in parse(words).items():
+    for flag_name, values in parse(words).items():  # values are still strings
         field = _fields_by_flag().get(flag_name)
         if field is None:
-            arguments[flag_name] = Argument(flag_name, values, values)
+            arguments[flag_name] = Argument(flag=flag_name, words=values, value=values)
         else:
             value = field.parse_words(values)
-            arguments[field.argument] = Argument(flag_name, values, value)
+            arguments[field.argument] = Argument(flag=flag_name, words=values, value=value)
     return arguments
 
 
@@ -263,7 +275,7 @@ def _find_excluded(
     old: Mapping[str, Argument],
     new: Mapping[str, Argument],
 ) -> dict[str, str]:
-    """Return the old arguments that new ones exclude, and the flags of the latter."""
+    """Return the names of old arguments that new ones exclude, with the flags of the latter."""
     excluding_flags = {}
     for name, argument in new.items():
         for excluded in _excluded_by(name, argument.value):
@@ -272,33 +284,39 @@ def _find_excluded(
     return excluding_flags
 
 
+_PROPORTIONAL_TO = {"min_lr": "lr", "lr_warmup_iters": "train_iters"}
+
+
 def _dependent_values(
     old: Mapping[str, Argument],
     new: Mapping[str, Argument],
 ) -> dict[str, Any]:
     """Return the values that follow from new values of other arguments."""
     values = {}
-    for name, base in (("min_lr", "lr"), ("lr_warmup_iters", "train_iters")):
+    for name, base in _PROPORTIONAL_TO.items():
         if name in old and base in old and base in new:
             values[name] = _rescale(
                 old[name].value,
-                old[base].value,
-                new[base].value,
+                old_base=old[base].value,
+                new_base=new[base].value,
             )
     if "save_interval" in new and "save_retain_interval" in old:
         interval = new["save_interval"].value
+        old_retain_interval = old["save_retain_interval"].value
         if interval >= 1:  # Megatron requires a multiple
-            multiple = max(1, old["save_retain_interval"].value // interval)
-            values["save_retain_interval"] = multiple * interval
+            saves_per_retained_one = max(1, old_retain_interval // interval)
+            values["save_retain_interval"] = saves_per_retained_one * interval
     return values
 
 
-def _rescale(value: Any, old_base: Any, new_base: Any) -> Any:
+def _rescale(value: Any, *, old_base: Any, new_base: Any) -> Any:
     """Change a value such that its ratio to another one remains the same."""
     if not old_base:
         return value
     scaled = value * new_base / old_base
-    return int(scaled) if isinstance(value, int) else float(f"{scaled:.6g}")
+    if isinstance(value, int):
+        return int(scaled)
+    return float(f"{scaled:.6g}")  # no rounding errors on the command line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,6 +351,7 @@ class Run:
         new = as_arguments(**values) | parse_arguments(words)
         old = {}
         for name, argument in self.explicit.items():
+            # a value without a flag, e.g. swiglu=False
             is_removed = name in values and name not in new
             if not is_removed:
                 old[name] = argument
@@ -350,9 +369,10 @@ class Run:
     def as_hybrid(self) -> Self:
         """Return the same run with a HybridModel, see :func:`as_hybrid`."""
         changes = as_hybrid(self.arguments)
-        arguments = {}
-        if HYBRID in changes:
-            arguments = as_arguments(**{HYBRID: changes[HYBRID]})
+        if not changes:
+            return self
+        # all changed arguments but the pattern have default values, i.e. no flags
+        arguments = as_arguments(**{HYBRID: changes[HYBRID]})
         for name, argument in self.explicit.items():
             if name not in changes:
                 arguments[name] = argument
@@ -364,7 +384,8 @@ class Run:
 
     def words(self) -> list[str]:
         """Format the command line, including ``--heads-from`` if a mechanism needs it."""
-        return render(self.with_defaults(kha_heads_from=self.kha.files or None).flags)
+        files = self.kha.files or None
+        return render(self.with_defaults(kha_heads_from=files).flags)
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
@@ -387,7 +408,8 @@ class Run:
 
     @cached_property
     def kha(self) -> HeadsConfig:
-        return parse_kha_config({"kha_preset": "baseline"} | self.arguments) or HeadsConfig()
+        arguments = {"kha_preset": "baseline"} | self.arguments
+        return parse_kha_config(arguments) or HeadsConfig()
 
     @cached_property
     def training(self) -> Training:
@@ -437,10 +459,12 @@ def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_kha_config(arguments: Mapping[str, Any]) -> HeadsConfig | None:
-    """Build the KHA config from Megatron's arguments. None if there are not any for KHA."""
+    """Build the KHA config from Megatron's arguments. None if there are none for KHA."""
     options = {}
     for field in HEAD_FIELDS:
         setting = field.argument.removeprefix("kha_")
         options[setting] = arguments.get(field.argument)
     kha = HeadsConfig.from_options(options)
-    return kha and kha.with_output_gate(bool(arguments.get("attention_output_gate")))
+    if kha is None:
+        return None
+    return kha.with_output_gate(bool(arguments.get("attention_output_gate")))

@@ -7,17 +7,17 @@ Note: "KHA" refers to all head mechanisms here, and also includes Megatron's own
 padding rows of the QKV projection.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.heads import Costs
-from kha_megatron.heads.knock import PROJECTIONS
+from kha_megatron.heads import Costs, Projection
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.layout import Layout
 
-_CACHE_BYTES = 2  # bf16
+_CACHE_ELEMENT_SIZE = 2  # bytes in bf16
+_MULTIPLY_ADD = 2  # FLOPs
 _UNITS = {"M": 10**6, "B": 10**9}
 
 
@@ -25,61 +25,55 @@ _UNITS = {"M": 10**6, "B": 10**9}
 class Attention:
     """Size and cost of one attention layer, excluding KHA."""
 
-    weights: int  # linear layers (parameters, or multiply-adds per token)
+    weights: int  # of linear layers; each one is a multiply-add per token
     norms: int  # parameters of norms
-    pair: int  # multiply-adds per query-key pair
+    pair_multiply_adds: int  # per query-key pair, in the scores and the weighted sum of values
     cache: int  # KV cache elements per token
 
 
 def count_attention(model: ModelConfig) -> Attention:
     """Count an attention layer (for GTA, see section 3.3.1 of https://arxiv.org/abs/2505.21487).
 
-    A mechanism can replace the query and key projections by smaller ones with a single head.
+    A mechanism can replace the query and key projections by smaller ones with a single head. Their
+    weights are part of KHA, so only their norms and cached keys are counted here.
     """
     if model.multi_latent_attention:
         return count_latent_attention(model)
-    hidden = model.hidden_size
     head_dim = model.kv_channels
     sizes = model.head_sizes
-    is_tied = model.kha.attention == "gta"
-    replaced_dims = _list_replaced_projections(model)
-    projected_heads = 0
-    cached_heads = 0
-    for projection in PROJECTIONS:
-        if projection in replaced_dims:
-            continue
-        if is_tied and projection == "key":
-            continue
-        heads = sizes.heads(projection)
-        projected_heads += heads
-        if projection != "query":
-            cached_heads += heads
-    rotary_dim = head_dim // 2 if is_tied else 0
-    rows = head_dim * projected_heads + rotary_dim
-    output_columns = head_dim * sizes.query_heads
-    cached_key_dim = replaced_dims.get("key", 0)
-    cache = head_dim * cached_heads + rotary_dim + cached_key_dim
+    query_rows = head_dim * sizes.query_heads
+    kv_rows = head_dim * sizes.kv_heads
+    rows: dict[Projection, int] = {"query": query_rows, "key": kv_rows, "value": kv_rows}
+    replacing_rows = _list_replacing_rows(model)
+    for projection in replacing_rows:
+        rows[projection] = 0
+    if model.kha.attention == "gta":
+        # half of each key is part of the value, the other half (with RoPE) is shared by all heads
+        rows["key"] = head_dim // 2
     norms = 0
     if model.qk_layernorm:
-        normed_dim = replaced_dims.get("query", head_dim)
-        normed_dim += replaced_dims.get("key", head_dim)
-        norms = normed_dim * model.norm_parameters
+        normed_query_dim = replacing_rows.get("query", head_dim)
+        normed_key_dim = replacing_rows.get("key", head_dim)
+        norms = (normed_query_dim + normed_key_dim) * model.norm_parameters
+    input_rows = sum(rows.values())
+    output_columns = query_rows
+    cached_keys = rows["key"] + replacing_rows.get("key", 0)
     return Attention(
-        weights=hidden * (rows + output_columns),
+        weights=model.hidden_size * (input_rows + output_columns),
         norms=norms,
-        pair=2 * output_columns,
-        cache=cache,
+        pair_multiply_adds=2 * query_rows,
+        cache=cached_keys + rows["value"],
     )
 
 
-def _list_replaced_projections(model: ModelConfig) -> dict[str, int]:
-    """Return the projections that mechanisms replace, and the size of the new ones."""
-    replaced: dict[str, int] = {}
+def _list_replacing_rows(model: ModelConfig) -> dict[Projection, int]:
+    """Return the projections that mechanisms replace, and the number of rows of the new weights."""
+    replacing_rows: dict[Projection, int] = {}
     for mechanism in model.kha.mechanisms:
         for tensor in mechanism.tensors(model.head_sizes):
             if tensor.reads_input and tensor.heads in mechanism.own_projections:
-                replaced[tensor.heads] = tensor.shape[0]
-    return replaced
+                replacing_rows[tensor.heads] = tensor.shape[0]
+    return replacing_rows
 
 
 def count_latent_attention(model: ModelConfig) -> Attention:
@@ -87,25 +81,27 @@ def count_latent_attention(model: ModelConfig) -> Attention:
     hidden = model.hidden_size
     heads = model.num_attention_heads
     query_rank = model.query_rank
-    rank = model.kv_lora_rank
+    kv_rank = model.kv_lora_rank
     key_dim = model.qk_head_dim
     rotary_dim = model.qk_pos_emb_head_dim
     value_dim = model.v_head_dim
     query_rows = heads * (key_dim + rotary_dim)
-    weights = query_rank * (hidden + query_rows) if query_rank else hidden * query_rows
-    weights += hidden * (rank + rotary_dim)
-    head_rank = rank // model.latent_heads  # each latent head serves one group
-    up_rows = heads * (key_dim + value_dim)
-    weights += head_rank * up_rows
-    weights += heads * value_dim * hidden
+    query_weights = hidden * query_rows
+    if query_rank:  # a down-projection and an up-projection
+        query_weights = query_rank * (hidden + query_rows)
+    kv_down_weights = hidden * (kv_rank + rotary_dim)
+    # each latent head serves one group of heads
+    latent_head_rank = kv_rank // model.latent_heads
+    kv_up_weights = latent_head_rank * heads * (key_dim + value_dim)
+    output_weights = heads * value_dim * hidden
     norms = 0
     if model.qk_layernorm:
-        norms = (query_rank + rank) * model.norm_parameters
+        norms = (query_rank + kv_rank) * model.norm_parameters
     return Attention(
-        weights=weights,
+        weights=query_weights + kv_down_weights + kv_up_weights + output_weights,
         norms=norms,
-        pair=heads * (key_dim + rotary_dim + value_dim),
-        cache=rank + rotary_dim,
+        pair_multiply_adds=heads * (key_dim + rotary_dim + value_dim),
+        cache=kv_rank + rotary_dim,
     )
 
 
@@ -117,7 +113,7 @@ class Parameters:
     experts: int
     kha: int  # including padding rows
     kha_rows: int  # part of kha that is in the QKV projection
-    linear: int  # weights that can be FP8, excluding KHA
+    linear: int  # weights of linear layers and experts (which can be FP8), excluding KHA
 
     @property
     def total(self) -> int:
@@ -133,55 +129,78 @@ def count_parameters(
 
     Note that this does not support MLA, GLA or GTA with TP > 1.
     """
-    hidden = model.hidden_size
-    tp = layout.tp
-    is_last = stage == layout.pp - 1
-    predictions = _list_prediction_layers(model) if is_last else []
+    is_last_stage = stage == layout.pp - 1
+    predictions = _list_prediction_layers(model) if is_last_stage else []
     layers = []
-    for chunk in layout.stage_layers(model.layers, stage):
-        layers += chunk
+    for virtual_stage_layers in layout.stage_layers(model.layers, stage):
+        layers += virtual_stage_layers
     layers += predictions
-    attention = count_attention(model)
+    moe_layers = _count_moe_layers(model, layers)
 
-    # weights before they are sharded
-    dense = _count_mlp(model, model.dense_width)
-    expert = _count_mlp(model, model.expert_width)
-    shared = _count_mlp(model, model.shared_width)
-    linear = len(predictions) * 2 * hidden**2
-    experts = 0
-    routers = 0
-    for layer in layers:
-        linear += attention.weights
-        if model.is_moe(layer):
-            linear += shared
-            experts += model.experts * expert
-            routers += model.experts * hidden
-        else:
-            linear += dense
-    linear //= tp
-    experts //= layout.ep * layout.expert_tp
-
-    norm = hidden * model.norm_parameters
-    layer_norms = 2 * norm + attention.norms
-    norms = len(layers) * layer_norms
-    norms += len(predictions) * 3 * norm
-    if is_last:
-        norms += norm
-    kha_layer_rows = _count_kha_rows(model, tp)
-    kha_layer_tensors = _count_kha_tensors(model, tp)
-    kha_rows = len(layers) * kha_layer_rows
-    kha_parameters = kha_rows + len(layers) * kha_layer_tensors
+    linear = _count_linear_weights(model, layers)
+    linear += len(predictions) * _count_mtp_projection(model)
+    local_linear = linear // layout.tp
+    expert = _count_mlp_weights(model, model.expert_width)
+    experts = moe_layers * model.experts * expert
+    expert_ranks = layout.ep * layout.expert_tp
+    local_experts = experts // expert_ranks
+    routers = moe_layers * _count_router_weights(model)
+    norms = _count_norms(model, len(layers), len(predictions), has_final_norm=is_last_stage)
+    kha_rows = len(layers) * _count_kha_rows(model, layout.tp)
+    kha = kha_rows + len(layers) * _count_kha_tensors(model, layout.tp)
     embeddings = _count_embeddings(model, layout, stage)
+
     return Parameters(
-        dense=linear + routers + norms + kha_parameters + embeddings,
-        experts=experts,
-        kha=kha_parameters,
+        dense=local_linear + routers + norms + kha + embeddings,
+        experts=local_experts,
+        kha=kha,
         kha_rows=kha_rows,
-        linear=linear + experts,
+        linear=local_linear + local_experts,
     )
 
 
-def _count_mlp(model: ModelConfig, width: int) -> int:
+def _count_moe_layers(model: ModelConfig, layers: Sequence[int]) -> int:
+    return sum(model.is_moe(layer) for layer in layers)
+
+
+def _count_linear_weights(model: ModelConfig, layers: Sequence[int]) -> int:
+    """Count the weights of attention, dense MLPs and shared experts before they are sharded."""
+    attention = count_attention(model)
+    dense_mlp = _count_mlp_weights(model, model.dense_width)
+    shared_experts = _count_mlp_weights(model, model.shared_width)
+    moe_layers = _count_moe_layers(model, layers)
+    dense_layers = len(layers) - moe_layers
+    weights = len(layers) * attention.weights
+    weights += dense_layers * dense_mlp
+    weights += moe_layers * shared_experts
+    return weights
+
+
+def _count_router_weights(model: ModelConfig) -> int:
+    return model.experts * model.hidden_size
+
+
+def _count_mtp_projection(model: ModelConfig) -> int:
+    """Count the weights that merge the previous hidden state and the next embedding."""
+    return 2 * model.hidden_size**2
+
+
+def _count_norms(
+    model: ModelConfig,
+    layers: int,
+    predictions: int,
+    *,
+    has_final_norm: bool,
+) -> int:
+    """Count the parameters of norms in the given number of layers and MTP modules."""
+    norm = model.hidden_size * model.norm_parameters
+    layer_norms = 2 * norm + count_attention(model).norms
+    prediction_norms = 3 * norm  # of the hidden state, the embedding and the output
+    final_norm = norm if has_final_norm else 0
+    return layers * layer_norms + predictions * prediction_norms + final_norm
+
+
+def _count_mlp_weights(model: ModelConfig, width: int) -> int:
     matrices = 3 if model.swiglu else 2
     return matrices * model.hidden_size * width
 
@@ -221,8 +240,8 @@ def _count_embeddings(
 def _list_prediction_layers(model: ModelConfig) -> list[int]:
     """For each additional token to predict, return the index of a decoder layer of the same type.
 
-    Each prediction also has a projection (of the previous hidden state and the next embedding) and
-    three norms.
+    Each prediction also has a projection and three norms, see :func:`_count_mtp_projection` and
+    :func:`_count_norms`.
     """
     return [model.layers - 1] * model.predictions
 
@@ -243,12 +262,12 @@ class Counts:
     kha: int
     mechanisms: Mapping[str, int]  # kha by mechanism, plus "filling" for padding rows
     cache_per_layer: int  # in elements per token, see Table 3
-    cache_bytes: int  # per token in bf16
+    cache_bytes: int  # per token in bf16, for all layers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flops:
-    """Forward FLOPs of the matmuls for one sequence. Multiply by 3 to include the backward pass.
+    """Forward FLOPs of the matmuls for one sequence. See :attr:`training` for both passes.
 
     We follow the conventions of the paper: no discount for causal masks, and KHA is not folded into
     the projections. ``skippable_*`` is what a kernel could save by skipping inactive heads (MoH).
@@ -279,6 +298,11 @@ class Flops:
         return self.layers + self.kha + self.logits + self.prediction
 
     @property
+    def training(self) -> int:
+        """FLOPs of forward and backward pass. Backward takes twice as many as forward."""
+        return 3 * self.forward
+
+    @property
     def share_of_layers(self) -> float:
         """Relative overhead of KHA (0.55% in the paper)."""
         return self.kha / self.layers
@@ -304,7 +328,7 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
 
 def count_model(model: ModelConfig) -> Counts:
     parameters = count_parameters(model, Layout())
-    cache = count_attention(model).cache
+    cache_per_layer = count_attention(model).cache
     layers = model.layers + len(_list_prediction_layers(model))
     mechanisms = {}
     for mechanism in model.kha.mechanisms:
@@ -321,8 +345,8 @@ def count_model(model: ModelConfig) -> Counts:
         active=parameters.dense + active_experts,
         kha=parameters.kha,
         mechanisms=mechanisms,
-        cache_per_layer=cache,
-        cache_bytes=_CACHE_BYTES * cache * model.layers,
+        cache_per_layer=cache_per_layer,
+        cache_bytes=_CACHE_ELEMENT_SIZE * cache_per_layer * model.layers,
     )
 
 
@@ -331,46 +355,55 @@ def compute_flops(model: ModelConfig, length: int) -> Flops:
 
     Equations 10 to 12 in the paper are a special case (MHA and a dense MLP).
     """
-    hidden = model.hidden_size
-    sizes = model.head_sizes
     predictions = _list_prediction_layers(model)
     layers = [*range(model.layers), *predictions]
-    dense = _count_mlp(model, model.dense_width)
-    expert = _count_mlp(model, model.expert_width)
-    shared = _count_mlp(model, model.shared_width)
-    mlp = 0
-    router = 0
-    skippable = Costs()
-    for layer in layers:
-        if model.is_moe(layer):
-            mlp += model.moe_router_topk * expert
-            mlp += shared
-            router += hidden * model.experts
-        else:
-            mlp += dense
-        for mechanism in model.kha.mechanisms:
-            skippable += mechanism.for_layer(layer).costs(sizes)
+    moe_layers = _count_moe_layers(model, layers)
+    dense_layers = len(layers) - moe_layers
+
+    # weights that each token is multiplied with
     attention = count_attention(model)
-    costs = model.kha.costs(sizes)
-    kha_token_flops = costs.flops
-    kha_token_flops += 2 * hidden * count_padding_rows(model)
-    kha_token_flops += length * costs.pair_flops
-    logits = hidden * model.padded_vocab(1)
+    expert = _count_mlp_weights(model, model.expert_width)
+    shared_experts = _count_mlp_weights(model, model.shared_width)
+    dense_mlp = _count_mlp_weights(model, model.dense_width)
+    mlp = moe_layers * (model.moe_router_topk * expert + shared_experts)
+    mlp += dense_layers * dense_mlp
+    router = moe_layers * _count_router_weights(model)
+    prediction = _count_mtp_projection(model)
+    output_layer = model.hidden_size * model.padded_vocab(1)
+
     prediction_tokens = length * len(predictions)
     logit_tokens = length + prediction_tokens
     layer_tokens = length * len(layers)
     pairs = layer_tokens * length
+    skippable = _sum_mechanism_costs(model, layers)
     return Flops(
-        projections=2 * layer_tokens * attention.weights,
-        scores=2 * pairs * attention.pair,
-        mlp=2 * length * mlp,
-        router=2 * length * router,
-        kha=layer_tokens * kha_token_flops,
-        logits=2 * logit_tokens * logits,
-        prediction=4 * prediction_tokens * hidden**2,
+        projections=_MULTIPLY_ADD * layer_tokens * attention.weights,
+        scores=_MULTIPLY_ADD * pairs * attention.pair_multiply_adds,
+        mlp=_MULTIPLY_ADD * length * mlp,
+        router=_MULTIPLY_ADD * length * router,
+        logits=_MULTIPLY_ADD * logit_tokens * output_layer,
+        prediction=_MULTIPLY_ADD * prediction_tokens * prediction,
+        kha=layer_tokens * _count_kha_flops(model, length),
         skippable_projections=length * skippable.skippable_flops,
         skippable_scores=length**2 * skippable.skippable_pair_flops,
     )
+
+
+def _count_kha_flops(model: ModelConfig, length: int) -> int:
+    """Count the forward FLOPs of KHA in one layer, per token of a sequence with this length."""
+    costs = model.kha.costs(model.head_sizes)
+    padding_weights = model.hidden_size * count_padding_rows(model)
+    padding_flops = _MULTIPLY_ADD * padding_weights
+    return costs.flops + padding_flops + length * costs.pair_flops
+
+
+def _sum_mechanism_costs(model: ModelConfig, layers: Iterable[int]) -> Costs:
+    """Sum the costs of all layers. The settings of a mechanism can differ between layers."""
+    total = Costs()
+    for layer in layers:
+        for mechanism in model.kha.mechanisms:
+            total += mechanism.for_layer(layer).costs(model.head_sizes)
+    return total
 
 
 def format_like_paper(number: int, example: str) -> tuple[str, str]:

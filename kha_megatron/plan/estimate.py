@@ -43,15 +43,14 @@ class Estimate:
     @property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward pass."""
-        batch = self.setup.batch
-        return 3 * self.flops.forward / batch.seq_length
+        return self.flops.training / self.setup.batch.seq_length
 
     @property
     def flops_per_step(self) -> int:
         """FLOPs of forward and backward pass of a global batch."""
         batch = self.setup.batch
         assert batch.global_batch_size is not None
-        return 3 * self.flops.forward * batch.global_batch_size
+        return self.flops.training * batch.global_batch_size
 
     def fits(self, gpu_memory: float) -> bool:
         return self.total_memory <= USABLE_MEMORY * gpu_memory
@@ -70,15 +69,15 @@ class Estimate:
 
     def _advise(self, gpu_memory: float) -> str:
         """Return the cheapest change that makes the largest rank fit."""
-        batch_sizes = _smaller_sizes(self.setup.batch.micro_batch_size)
-        for size in batch_sizes:
-            if self._with(micro_batch_size=size).fits(gpu_memory):
+        smaller_batches = _smaller_sizes(self.setup.batch.micro_batch_size)
+        for size in smaller_batches:
+            if self._changed(micro_batch_size=size).fits(gpu_memory):
                 return f"Set --micro-batch-size {size}."
         for recompute, flags in _RECOMPUTE_FLAGS.items():
-            if self._with(recompute=recompute).fits(gpu_memory):
+            if self._changed(recompute=recompute).fits(gpu_memory):
                 return f"Add {flags}."
-            for size in batch_sizes:
-                changed = self._with(recompute=recompute, micro_batch_size=size)
+            for size in smaller_batches:
+                changed = self._changed(recompute=recompute, micro_batch_size=size)
                 if changed.fits(gpu_memory):
                     return f"Add {flags} and set --micro-batch-size {size}."
         return (
@@ -86,7 +85,7 @@ class Estimate:
             "--pipeline-model-parallel-size or --context-parallel-size."
         )
 
-    def _with(
+    def _changed(
         self,
         *,
         recompute: Recompute | None = None,
@@ -103,7 +102,11 @@ class Estimate:
 
 
 def _smaller_sizes(size: int) -> list[int]:
-    """Return the sizes that remain when ``size`` is halved as often as possible."""
+    """Halve ``size`` as often as possible, so that it always divides the global batch size.
+
+    >>> _smaller_sizes(12)
+    [6, 3]
+    """
     sizes = []
     while size % 2 == 0:
         size //= 2

@@ -19,7 +19,11 @@ other than those of KHA have not been compared with real models yet.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kha_megatron.plan.rank import Rank
+from kha_megatron.plan.rank import Precision, Rank
+
+_GRADIENT_SIZE = 4
+"""Bytes per gradient: Megatron accumulates gradients in float32 (see the table above)."""
+_FP32_SIZE = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,34 +56,43 @@ def estimate_memory(rank: Rank) -> RankMemory:
     setup = rank.setup
     layout = rank.layout
     counts = rank.counts
-    activations, kha_activations = _estimate_activations(rank)
-    state_bytes = 8 if setup.precision == "fp32" else 12
-    copy_bytes = 2 if setup.precision == "fp8" else 0
-    replicas = 1
-    expert_replicas = 1
+    optimizer_size = _optimizer_size(setup.precision)
+    fp8_copy_size = 2 if setup.precision == "fp8" else 0
+    # number of ranks that share the optimizer state of a parameter
+    state_ranks = 1
+    expert_state_ranks = 1
     if setup.distributed_optimizer:
-        replicas = layout.dp * layout.cp
-        expert_replicas = layout.expert_dp
+        state_ranks = layout.dp * layout.cp
+        expert_state_ranks = layout.expert_dp
+
     dense = counts.dense - counts.kha
     parameters = dense + counts.experts
-    local_states = dense / replicas + counts.experts / expert_replicas
-    base_weights = setup.element_size * parameters
-    base_copies = copy_bytes * counts.linear
+    local_states = dense / state_ranks + counts.experts / expert_state_ranks
+    weights = setup.element_size * parameters
+    fp8_copies = fp8_copy_size * counts.linear
     base = Memory(
-        weights=base_weights + base_copies,
-        gradients=4 * parameters,
-        optimizer=state_bytes * local_states,
-        activations=activations,
+        weights=weights + fp8_copies,
+        gradients=_GRADIENT_SIZE * parameters,
+        optimizer=optimizer_size * local_states,
+        activations=_estimate_base_activations(rank),
     )
+
     kha_weights = setup.element_size * counts.kha
-    kha_copies = copy_bytes * counts.kha_rows
+    kha_fp8_copies = fp8_copy_size * counts.kha_rows
     kha = Memory(
-        weights=kha_weights + kha_copies,
-        gradients=4 * counts.kha,
-        optimizer=state_bytes * counts.kha / replicas,
-        activations=kha_activations,
+        weights=kha_weights + kha_fp8_copies,
+        gradients=_GRADIENT_SIZE * counts.kha,
+        optimizer=optimizer_size * counts.kha / state_ranks,
+        activations=_estimate_kha_in_flight(rank),
     )
     return RankMemory(base, kha)
+
+
+def _optimizer_size(precision: Precision) -> int:
+    """Return the bytes per parameter of Adam's two moments and of the float32 main weights."""
+    moments = 2 * _FP32_SIZE
+    main_weight = 0 if precision == "fp32" else _FP32_SIZE
+    return moments + main_weight
 
 
 def count_in_flight(
@@ -88,14 +101,18 @@ def count_in_flight(
     microbatches: int,
     stage: int,
 ) -> int:
-    """Maximum number of microbatches in flight.
+    """Count the forward passes of (virtual) stages whose backward pass has not started yet.
 
-    Megatron runs this many minus one as warmup, see ``get_pp_rank_microbatches``.
+    This is the maximum on a pipeline rank. Megatron runs this many minus one as warmup, see
+    ``get_pp_rank_microbatches``.
     """
-    warm_up = pp - stage - 1
-    if vpp:
-        warm_up = 2 * warm_up + (vpp - 1) * pp
-    return min(microbatches * (vpp or 1), warm_up + 1)
+    later_stages = pp - stage - 1
+    if not vpp:
+        warm_up = later_stages
+        return min(microbatches, warm_up + 1)
+    warm_up = 2 * later_stages + (vpp - 1) * pp
+    forward_passes = microbatches * vpp
+    return min(forward_passes, warm_up + 1)
 
 
 def _list_layers_in_flight(rank: Rank) -> list[int]:
@@ -103,40 +120,51 @@ def _list_layers_in_flight(rank: Rank) -> list[int]:
     pp = rank.layout.pp
     in_flight = count_in_flight(pp, rank.layout.vpp, rank.microbatches, rank.stage)
     layers = []
-    for number in range(in_flight):
+    for forward_pass in range(in_flight):
         # interleaved schedule: a virtual stage processes pp microbatches before the next one runs
-        chunk = number // pp % len(rank.chunks)
-        layers += rank.chunks[chunk]
+        microbatch_group = forward_pass // pp
+        virtual_stage = microbatch_group % len(rank.chunks)
+        layers += rank.chunks[virtual_stage]
     return layers
 
 
-def _estimate_activations(rank: Rank) -> tuple[float, float]:
-    """Same as :func:`estimate_memory`, but only for activations."""
+def _estimate_base_activations(rank: Rank) -> float:
+    """Bytes of all activations in flight, excluding KHA."""
     output_bytes = _estimate_output_activations(rank)
     if not rank.layers:
-        return output_bytes, 0.0
-    recompute = rank.setup.recompute
+        return output_bytes
     layer_bytes = {}
     for layer in rank.layers:
         layer_bytes[layer] = _estimate_layer_activations(rank, layer)
-    kha_bytes = estimate_kha_activations(rank)
     in_flight = _list_layers_in_flight(rank)
-    if recompute == "full":
+    if rank.setup.recompute == "full":
         # the inputs of all layers, and everything for the one that is recomputed
         input_bytes = rank.sharded_tokens * rank.token_bytes
         saved = len(in_flight) * input_bytes
         saved += max(layer_bytes.values())
-        kha_saved = kha_bytes
-    else:
-        saved = 0.0
-        for layer in in_flight:
-            saved += layer_bytes[layer]
-        kha_saved = len(in_flight) * kha_bytes
+        return saved + output_bytes
+    saved = 0.0
+    for layer in in_flight:
+        saved += layer_bytes[layer]
+    return saved + output_bytes
+
+
+def _estimate_kha_in_flight(rank: Rank) -> float:
+    """Bytes of all activations of KHA in flight."""
+    if not rank.layers:
+        return 0.0
+    layer_bytes = estimate_kha_activations(rank)
+    recompute = rank.setup.recompute
+    if recompute == "full":  # one layer at a time
+        return layer_bytes
+    in_flight = len(_list_layers_in_flight(rank))
+    saved = in_flight * layer_bytes
     if recompute == "selective":
         # core attention is recomputed in one layer at a time
-        recomputed_layers = max(0, len(in_flight) - 1)
-        kha_saved -= recomputed_layers * _estimate_kha_core_activations(rank)
-    return saved + output_bytes, kha_saved
+        recomputed_layers = max(0, in_flight - 1)
+        core_bytes = _estimate_kha_core_activations(rank)
+        saved -= recomputed_layers * core_bytes
+    return saved
 
 
 def _estimate_output_activations(rank: Rank) -> float:
@@ -144,11 +172,12 @@ def _estimate_output_activations(rank: Rank) -> float:
     if not rank.is_last:
         return 0.0
     tp = rank.layout.tp
-    vocab_size = rank.model.padded_vocab(tp) / tp
-    logits = rank.tokens * vocab_size
+    local_vocab_size = rank.model.padded_vocab(tp) / tp
     norm_bytes = 2 * rank.sharded_tokens * rank.token_bytes  # input and output
-    softmax_size = 4  # fp32
-    return norm_bytes + logits * (rank.element_size + softmax_size)
+    logits = rank.tokens * local_vocab_size
+    softmax_size = _FP32_SIZE
+    loss_bytes = logits * (rank.element_size + softmax_size)
+    return norm_bytes + loss_bytes
 
 
 def estimate_kha_activations(rank: Rank) -> float:
@@ -156,18 +185,20 @@ def estimate_kha_activations(rank: Rank) -> float:
     costs = rank.model.kha.costs(rank.heads)
     elements = rank.tokens * costs.activations
     elements += rank.sharded_tokens * costs.sharded_activations
-    return elements * rank.element_size + _estimate_kha_core_activations(rank)
+    saved = elements * rank.element_size
+    return saved + _estimate_kha_core_activations(rank)
 
 
 def _estimate_kha_core_activations(rank: Rank) -> float:
     """Part of :func:`estimate_kha_activations` that core attention saves."""
     costs = rank.model.kha.costs(rank.heads)
     pairs = rank.tokens * rank.setup.batch.seq_length
-    return pairs * costs.pair_activations * rank.element_size
+    elements = pairs * costs.pair_activations
+    return elements * rank.element_size
 
 
 def _estimate_layer_activations(rank: Rank, layer: int) -> float:
-    """Bytes that the rest of a layer saves for the backward pass."""
+    """Bytes that a layer without KHA saves for the backward pass."""
     attention = _estimate_attention_activations(rank)
     if rank.model.is_moe(layer):
         return attention + _estimate_moe_activations(rank)
@@ -187,11 +218,15 @@ def _estimate_attention_activations(rank: Rank) -> float:
     if rank.setup.precision == "fp8":
         token_bytes += output_features  # input of the output projection
     if rank.setup.recompute != "selective":
-        token_bytes += 4 * query_heads  # log-sum-exp of flash attention
-    # the norm and the QKV projection save their inputs
-    input_bytes = model.hidden_size * (rank.element_size + rank.input_size)
-    saved = rank.sharded_tokens * input_bytes
-    return saved + rank.tokens * token_bytes
+        token_bytes += query_heads * _FP32_SIZE  # log-sum-exp of flash attention
+    return _estimate_input_activations(rank) + rank.tokens * token_bytes
+
+
+def _estimate_input_activations(rank: Rank) -> float:
+    """Bytes of the inputs that are saved by a norm and by the linear layer that follows."""
+    bytes_per_feature = rank.element_size + rank.input_size
+    token_bytes = rank.model.hidden_size * bytes_per_feature
+    return rank.sharded_tokens * token_bytes
 
 
 def _count_head_features(rank: Rank) -> int:
@@ -221,33 +256,32 @@ def _count_latent_features(rank: Rank) -> int:
 
 def _count_mlp_bytes(rank: Rank, width: float) -> float:
     """Bytes per token that an MLP of this width saves, except for its input."""
+    # inputs of the activation function (SwiGLU also has a gate), and of the second linear layer
     activation_inputs = 2 if rank.model.swiglu else 1
-    feature_bytes = activation_inputs * rank.element_size + rank.input_size
-    return width * feature_bytes
+    bytes_per_feature = activation_inputs * rank.element_size + rank.input_size
+    return width * bytes_per_feature
 
 
 def _estimate_mlp_activations(rank: Rank) -> float:
-    model = rank.model
-    width = model.dense_width / rank.layout.tp
-    # the norm and the first linear layer save their inputs
-    input_bytes = model.hidden_size * (rank.element_size + rank.input_size)
-    mlp_bytes = _count_mlp_bytes(rank, width)
-    saved = rank.sharded_tokens * input_bytes
-    return saved + rank.tokens * mlp_bytes
+    local_width = rank.model.dense_width / rank.layout.tp
+    mlp_bytes = _count_mlp_bytes(rank, local_width)
+    return _estimate_input_activations(rank) + rank.tokens * mlp_bytes
 
 
 def _estimate_moe_activations(rank: Rank) -> float:
     model = rank.model
     layout = rank.layout
     norm_bytes = 2 * model.hidden_size * rank.element_size  # inputs of norm and router
-    router_bytes = 9 * model.experts  # fp32 scores and probabilities, routing map
+    score_size = 2 * _FP32_SIZE  # scores and probabilities
+    routing_map_size = 1  # booleans
+    router_bytes = model.experts * (score_size + routing_map_size)
     expert_width = model.expert_width / layout.expert_tp
     shared_width = model.shared_width / layout.tp
     input_bytes = model.hidden_size * rank.input_size
     expert_bytes = input_bytes + _count_mlp_bytes(rank, expert_width)
     shared_bytes = _count_mlp_bytes(rank, shared_width)
-    routed_tokens = rank.sharded_tokens * model.moe_router_topk
-    routed_tokens *= layout.expert_tp
+    # a token is sent once to each of its experts, and to all ranks that share such an expert
+    routed_tokens = rank.sharded_tokens * model.moe_router_topk * layout.expert_tp
     saved = rank.sharded_tokens * (norm_bytes + router_bytes)
     saved += routed_tokens * expert_bytes
     saved += rank.tokens * shared_bytes

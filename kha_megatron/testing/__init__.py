@@ -12,6 +12,7 @@ Example (in a test of your own)::
 
 import inspect
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,14 +26,12 @@ from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types, use_files
 
 SIZES = HeadSizes(query_heads=8, kv_heads=4, head_dim=6, hidden_size=40)
+"""Awkward sizes, so that no two dimensions are equal."""
 TOLERANCE = 1e-6  # relative to the norm, in float64
 
-_TAKEN = {
-    f"{projection}_{suffix}"
-    for projection in ("q", "k", "v", "o")
-    for suffix in ("proj", "norm", "knock")
-}
+_OUR_MODULES = re.compile("[qkvo]_(proj|norm|knock)")
 """Modules of ``self_attn`` in our Hugging Face model."""
+_VOCAB_SIZE = 56
 
 
 def check_mechanism(
@@ -64,14 +63,12 @@ def check_mechanism(
     kha = HeadsConfig(mechanism_types()[mechanism.name](**settings))
     _raise_first(_find_wrong_declarations(kha))
     with tempfile.TemporaryDirectory(prefix="kha-check-") as scratch:
-        request = json.dumps(
-            {
-                "kha": kha.to_dict(),
-                "smooth": smooth,
-                "scratch": scratch,
-            }
-        )
-        mistake = _check_layouts(request)
+        request = {
+            "kha": kha.to_dict(),
+            "smooth": smooth,
+            "scratch": scratch,
+        }
+        mistake = _check_layouts(json.dumps(request))
         if mistake is not None:
             raise AssertionError(mistake)
         _raise_first(_find_wrong_exports(kha, Path(scratch)))
@@ -97,22 +94,22 @@ def _raise_first(mistakes: Iterator[str]) -> None:
 
 
 def _find_wrong_declarations(kha: HeadsConfig) -> Iterator[str]:
+    """Check names, shapes and settings without running the mechanism."""
     (mechanism,) = kha.mechanisms
     prefix = f"{mechanism.name}_"
     tensors = kha.tensors(SIZES)
     weights: list[HeadTensor | HeadRows] = [*tensors, *kha.rows(SIZES)]
     exported_names = [weight.hf for weight in weights]
     for weight in weights:
-        name = weight.name
         exported_name = weight.hf
-        if not name.startswith(prefix):
-            yield f"The name of `{name}` must start with `{prefix}`."
+        if not weight.name.startswith(prefix):
+            yield f"The name of `{weight.name}` must start with `{prefix}`."
         is_duplicate = exported_names.count(exported_name) > 1
-        is_valid = exported_name.isidentifier() and exported_name not in _TAKEN
-        if is_duplicate or not is_valid:
+        is_taken = _OUR_MODULES.fullmatch(exported_name) is not None
+        if is_duplicate or is_taken or not exported_name.isidentifier():
             yield (
-                f"Export name of `{name}` is {exported_name!r}. Set `hf` to a name that no other "
-                "module in `self_attn` has."
+                f"Export name of `{weight.name}` is {exported_name!r}. Set `hf` to a name that no "
+                "other module in `self_attn` has."
             )
     for tensor in tensors:
         heads = SIZES.heads(tensor.heads)
@@ -138,41 +135,11 @@ def is_supported(kha: HeadsConfig, *, qk_norm: bool) -> bool:
 
 def _find_wrong_exports(kha: HeadsConfig, scratch: Path) -> Iterator[str]:
     """Check the transformers model, and its conversion to Megatron and back."""
-    import torch
-
     from kha_megatron.conversion import to_hf, to_megatron
     from kha_megatron.conversion.verify import Pair
-    from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 
-    config = KHAModelConfig(
-        vocab_size=56,
-        hidden_size=SIZES.hidden_size,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=SIZES.query_heads,
-        num_key_value_heads=SIZES.kv_heads,
-        head_dim=SIZES.head_dim,
-        max_position_embeddings=32,
-        use_qk_norm=is_supported(kha, qk_norm=True),
-        attn_implementation="eager",
-        **{f"kha_{name}": value for name, value in kha.to_dict(start=False).items()},
-        **kha.providers_entry,
-    )
-    torch.manual_seed(0)
-    model = KHAForCausalLM(config).eval()
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    ids = torch.randint(56, (2, 7))
-    with torch.no_grad():
-        expected = model(ids).logits
-        cache = None
-        step_logits = []
-        for tokens in ids.split([4, 1, 1, 1], dim=1):
-            step = model(tokens, past_key_values=cache, use_cache=True)
-            cache = step.past_key_values
-            step_logits.append(step.logits)
-    decoded = torch.cat(step_logits, dim=1)
-    if not torch.allclose(decoded, expected, rtol=1e-3, atol=1e-3):
+    model = _build_hf_model(kha)
+    if not _decodes_like_forward(model):
         yield (
             "KV cache: the transformers model gives other logits token by token than for the whole "
             "sequence. `apply` must treat all tokens independently."
@@ -189,3 +156,48 @@ def _find_wrong_exports(kha: HeadsConfig, scratch: Path) -> Iterator[str]:
     comparison = Pair.open(original, exported).compare(logits=False)
     if not comparison.agrees:
         yield f"The export changes the model: {comparison}."
+
+
+def _build_hf_model(kha: HeadsConfig) -> Any:
+    """Build a small transformers model with random weights."""
+    import torch
+
+    from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
+
+    config = KHAModelConfig(
+        vocab_size=_VOCAB_SIZE,
+        hidden_size=SIZES.hidden_size,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=SIZES.query_heads,
+        num_key_value_heads=SIZES.kv_heads,
+        head_dim=SIZES.head_dim,
+        max_position_embeddings=32,
+        use_qk_norm=is_supported(kha, qk_norm=True),
+        attn_implementation="eager",
+        **{f"kha_{name}": value for name, value in kha.to_dict(start=False).items()},
+        **kha.providers_entry,
+    )
+    torch.manual_seed(0)
+    model = KHAForCausalLM(config).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def _decodes_like_forward(model: Any) -> bool:
+    """Compare the logits of a prompt and three decoding steps with those of one forward pass."""
+    import torch
+
+    prompt_length = 4
+    token_ids = torch.randint(_VOCAB_SIZE, (2, 7))
+    with torch.no_grad():
+        expected = model(token_ids).logits
+        cache = None
+        step_logits = []
+        for step_ids in token_ids.split([prompt_length, 1, 1, 1], dim=1):
+            step = model(step_ids, past_key_values=cache, use_cache=True)
+            cache = step.past_key_values
+            step_logits.append(step.logits)
+    decoded = torch.cat(step_logits, dim=1)
+    return torch.allclose(decoded, expected, rtol=1e-3, atol=1e-3)

@@ -31,16 +31,18 @@ from kha_megatron.testing import SIZES, TOLERANCE, is_supported
 _TIMEOUT = 60  # seconds for a layout
 _TOKENS = 12
 _BATCH = 2
-_RANDOM = 5  # seed of weights and inputs
+_SEED = 5  # of weights and inputs
 _FINITE_STEP = 1e-6  # for finite differences
 _LEAST_EFFECT = 1e-4  # relative to the norm; QK-norm cancels a scale up to its epsilon of 1e-5
 
 
 @dataclass(frozen=True)
 class Layout:
+    """A parallel layout, and the options of the layer that is tested with it."""
+
     tp: int
     sp: bool
-    groups: int
+    groups: int  # KV heads
     qk_norm: bool = True
 
     def __str__(self) -> str:
@@ -81,6 +83,7 @@ Shards = dict[tuple[str, str], Shard]
 class RankResult:
     shards: Shards
     mistakes: list[str]
+    """Messages about mistakes that a rank finds without comparing it with others."""
 
 
 _MESSAGES = {
@@ -104,7 +107,7 @@ def find_mistakes(
     for layout in (*UNSHARDED, *SHARDED):
         if not is_supported(kha, qk_norm=layout.qk_norm):
             layout = replace(layout, qk_norm=not layout.qk_norm)
-        results = _run(kha, layout, scratch, smooth)
+        results = _run_ranks(kha, layout, scratch, smooth)
         if isinstance(results, str):
             yield _explain_failure(kha, layout, results)
             return
@@ -117,6 +120,7 @@ def find_mistakes(
 
 
 def _explain_failure(kha: HeadsConfig, layout: Layout, error: str) -> str:
+    """Explain an exception. A tensor that is split without ``per_head`` is its likely cause."""
     tensors = kha.tensors(SIZES)
     tensors_of_rank = kha.tensors(SIZES.on_rank(2))
     sharded_names = []
@@ -140,42 +144,56 @@ def _compare(
     """Yield a message for each tensor that differs from that of one rank."""
     tensors = {f"{tensor.name}.weight": tensor for tensor in kha.tensors(SIZES)}
     for check, message in _MESSAGES.items():
-        names = [name for checked_by, name in unsharded if checked_by == check]
-        names.sort(key=lambda name: name not in tensors)  # first the mechanism, then Megatron
-        for name in names:
-            tensor = tensors.get(name)
-            if "layernorm" in name:
-                continue
-            if tensor is None and check in ("initial", "loaded"):
-                continue
+        for name in _list_compared_names(check, unsharded, tensors):
             expected = unsharded[check, name].tensor
             shards = [rank[check, name] for rank in ranks]
             if all(_is_shard_of(shard, expected) for shard in shards):
                 continue
+            tensor = tensors.get(name)
             title = name
             difference = "differs from that of one rank"
             if tensor is not None:
                 title = tensor.name
             if tensor is not None and check == "gradient":
-                explanation = _explain(tensor, shards, expected)
+                explanation = _explain_gradient(tensor, shards, expected)
                 difference = f"is declared `{tensor.gradient}`, but {explanation}"
             yield message.format(name=title, layout=layout, why=difference)
 
 
-def _explain(
+def _list_compared_names(
+    check: str,
+    unsharded: Shards,
+    tensors: Mapping[str, HeadTensor],
+) -> list[str]:
+    """Return the names to compare: first those of the mechanism, then those of Megatron."""
+    mechanism_names = []
+    other_names = []
+    for name_check, name in unsharded:
+        if name_check != check or "layernorm" in name:
+            continue
+        if name in tensors:
+            mechanism_names.append(name)
+        elif check not in ("initial", "loaded"):
+            other_names.append(name)
+    return mechanism_names + other_names
+
+
+def _explain_gradient(
     tensor: HeadTensor,
     shards: list[Shard],
     expected: Tensor,
 ) -> str:
     """Explain how gradients on TP ranks differ from the expected gradient."""
-    if len({shard.offset for shard in shards}) > 1:
+    is_sharded = len({shard.offset for shard in shards}) > 1
+    if is_sharded:
         return "its shards differ from those of one rank"
     gradients = [shard.tensor for shard in shards]
-    if not _error(torch.stack(gradients).sum(0), expected):
+    total = torch.stack(gradients).sum(0)
+    if not _differs(total, expected):
         summed_over = "tokens" if tensor.gradient == "heads" else "heads"
         return f"differs between TP ranks: it is a sum over {summed_over}"
     ranks = len(gradients)
-    if not any(_error(gradient, expected * ranks) for gradient in gradients):
+    if not any(_differs(gradient, expected * ranks) for gradient in gradients):
         return f"is {ranks} times too large: it is the same on all ranks"
     return "differs from that of one rank"
 
@@ -185,10 +203,10 @@ def _is_shard_of(shard: Shard, unsharded: Tensor) -> bool:
     for start, size in zip(shard.offset, shard.tensor.shape, strict=True):
         slices.append(slice(start, start + size))
     expected = unsharded[tuple(slices)]
-    return not _error(shard.tensor, expected)
+    return not _differs(shard.tensor, expected)
 
 
-def _error(
+def _differs(
     actual: Tensor,
     expected: Tensor,
     tolerance: float = TOLERANCE,
@@ -198,7 +216,7 @@ def _error(
     return not difference <= limit  # also for NaN
 
 
-def _run(
+def _run_ranks(
     kha: HeadsConfig,
     layout: Layout,
     scratch: Path,
@@ -210,7 +228,7 @@ def _run(
     folder = scratch / f"{layout.tp}-{layout.sp}-{layout.groups}"
     folder.mkdir()
 
-    def work(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         os.setpgrp()  # so that its own processes, which write checkpoints, end with it
         try:
             torch.distributed.init_process_group(
@@ -227,11 +245,12 @@ def _run(
         partial_file = folder / f"{rank}.tmp"
         torch.save(result, partial_file)
         partial_file.rename(folder / f"{rank}.pt")
-        while os.getppid() == parent:  # which kills it
+        # wait for the parent to kill this process, because other ranks may still need it
+        while os.getppid() == parent:
             time.sleep(0.1)
         os._exit(1)
 
-    processes = [context.Process(target=work, args=(rank,)) for rank in range(layout.tp)]
+    processes = [context.Process(target=run_rank, args=(rank,)) for rank in range(layout.tp)]
     for process in processes:
         process.start()
     results, errors = _collect_results(folder, layout.tp)
@@ -255,7 +274,9 @@ def _collect_results(
     results: dict[int, RankResult] = {}
     errors: list[str] = []
     deadline = time.monotonic() + _TIMEOUT
-    while len(results) < ranks and not errors and time.monotonic() < deadline:
+    while len(results) < ranks and not errors:
+        if time.monotonic() >= deadline:
+            break
         time.sleep(0.02)
         for rank in range(ranks):
             file = folder / f"{rank}.pt"
@@ -275,15 +296,20 @@ def _run_layer(
     weights: Path,
     smooth: bool,
 ) -> RankResult:
+    """Run all checks on one rank.
+
+    Args:
+        weights: Directory of a checkpoint with random weights. The ranks of an unsharded layout
+            save it, and those of a sharded layout load it.
+    """
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=layout.tp)
     rank = parallel_state.get_tensor_model_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(7)
-    torch.manual_seed(rank)
+    torch.manual_seed(rank)  # initial values must not depend on it
     layer = _build(kha, layout)
-    shards = _shards("initial", layer)
+    shards = _list_shards("initial", layer)
     mistakes: list[str] = []
     if layout.tp == 1:
         mistakes += _find_inexact_start(kha, layout, layer)
@@ -293,20 +319,19 @@ def _run_layer(
     else:
         loaded = dist_checkpointing.load(layer.sharded_state_dict(), str(weights))
         layer.load_state_dict(loaded)
-    shards |= _shards("loaded", layer)
-    embedding = RotaryEmbedding(SIZES.head_dim, 1.0, use_cpu_initialization=True)
-    rotary = {"rotary_pos_emb": embedding(_TOKENS).double()}
-    hidden, upstream = _inputs()
+    shards |= _list_shards("loaded", layer)
+    rotary = _rotary_embedding()
+    hidden, output_gradient = _inputs()
     first_token = 0
     if layout.sp:
         tokens_per_rank = _TOKENS // layout.tp
         first_token = rank * tokens_per_rank
         hidden = hidden.narrow(0, first_token, tokens_per_rank)
-        upstream = upstream.narrow(0, first_token, tokens_per_rank)
+        output_gradient = output_gradient.narrow(0, first_token, tokens_per_rank)
     hidden = hidden.clone().requires_grad_()
     output = _forward(layer, hidden, rotary)
-    output.backward(upstream)
-    shards |= _shards("gradient", layer)
+    output.backward(output_gradient)
+    shards |= _list_shards("gradient", layer)
     assert hidden.grad is not None
     offset = (first_token, 0, 0)
     shards["output", ""] = Shard(offset, output.detach())
@@ -329,9 +354,18 @@ def _run_layer(
     return RankResult(shards, mistakes)
 
 
+def _rotary_embedding() -> dict[str, Tensor]:
+    """Return the keyword argument of the layer for RoPE."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    embedding = RotaryEmbedding(SIZES.head_dim, 1.0, use_cpu_initialization=True)
+    return {"rotary_pos_emb": embedding(_TOKENS).double()}
+
+
 @torch.no_grad()
 def _randomize(layer: Any) -> None:
-    generator = torch.Generator().manual_seed(_RANDOM)
+    """Draw random weights, with a mean of 1 for norms."""
+    generator = torch.Generator().manual_seed(_SEED)
     for name, parameter in layer.named_parameters():
         noise = torch.randn(
             parameter.shape,
@@ -391,14 +425,17 @@ def _forward(
 
 
 def _inputs() -> tuple[Tensor, Tensor]:
-    """Return random hidden states, and random gradients of the outputs."""
+    """Return random hidden states, and random gradients of the outputs.
+
+    Both are float64 ``[tokens, batch, hidden]``.
+    """
     shape = (2, _TOKENS, _BATCH, SIZES.hidden_size)
-    generator = torch.Generator().manual_seed(_RANDOM)
-    hidden, upstream = torch.randn(shape, dtype=torch.float64, generator=generator)
-    return hidden, upstream
+    generator = torch.Generator().manual_seed(_SEED)
+    hidden, output_gradient = torch.randn(shape, dtype=torch.float64, generator=generator)
+    return hidden, output_gradient
 
 
-def _shards(check: str, layer: Any) -> Shards:
+def _list_shards(check: str, layer: Any) -> Shards:
     """Return the shards of all parameters, or of their gradients."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
@@ -430,11 +467,12 @@ def _find_inexact_start(
     with torch.no_grad():
         output = _forward(layer, hidden, {})
         plain_output = _forward(plain_layer, hidden, {})
-    if any(mechanism.acts_at("core") for mechanism in kha.mechanisms):  # rounds differently
-        is_inexact = _error(output, plain_output)
+    replaces_core_attention = any(mechanism.acts_at("core") for mechanism in kha.mechanisms)
+    if replaces_core_attention:  # rounds differently
+        is_exact = not _differs(output, plain_output)
     else:
-        is_inexact = not torch.equal(output, plain_output)
-    if is_inexact:
+        is_exact = torch.equal(output, plain_output)
+    if not is_exact:
         yield (
             "The initial values change the outputs of a model, although `projections_to_double` "
             "returns without an error. Change `initial` or remove the method."
@@ -447,14 +485,14 @@ def _find_wrong_derivatives(
     options: dict[str, Any],
 ) -> Iterator[str]:
     """Compare gradients with finite differences of the loss, without auxiliary losses."""
-    hidden, upstream = _inputs()
+    hidden, output_gradient = _inputs()
 
-    def loss() -> Tensor:
+    def compute_loss() -> Tensor:
         output = _forward(layer, hidden, options)
-        return (output * upstream).sum()
+        return (output * output_gradient).sum()
 
     layer.zero_grad()
-    loss().backward()
+    compute_loss().backward()
     for tensor in kha.tensors(SIZES):
         weight = layer.get_parameter(f"{tensor.name}.weight")
         direction = torch.randn(weight.shape, dtype=torch.float64)
@@ -462,9 +500,9 @@ def _find_wrong_derivatives(
         step = _FINITE_STEP * direction
         with torch.no_grad():
             weight += step
-            loss_after = loss().item()
+            loss_after = compute_loss().item()
             weight -= 2 * step
-            loss_before = loss().item()
+            loss_before = compute_loss().item()
             weight += step
         expected = (loss_after - loss_before) / (2 * _FINITE_STEP)
         directional_gradient = _gradient(weight) * direction
@@ -484,7 +522,8 @@ def _find_wrong_masking(
     options: dict[str, Tensor],
 ) -> Iterator[str]:
     """Pass the causal mask explicitly, which disables fused attention, and then use dropout."""
-    mask = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).triu(1)[None, None]
+    is_later_token = torch.ones(_TOKENS, _TOKENS, dtype=torch.bool).triu(1)
+    mask = is_later_token[None, None]  # [batch, heads, queries, keys]
     dropout = layer.core_attention.attention_dropout
     try:
         masked = _forward(layer, hidden, options, mask).detach()
@@ -498,7 +537,7 @@ def _find_wrong_masking(
         return
     finally:
         dropout.p = 0.0
-    if _error(masked, output):
+    if _differs(masked, output):
         yield f"An explicit causal mask changes the outputs under {layout}."
 
 
@@ -510,21 +549,21 @@ def _find_dependent_tokens(
 
     Gradients are enabled, because ``ranks.trains`` is otherwise False.
     """
-    hidden, others = _inputs()
+    hidden, other_hidden = _inputs()
     output = _forward(layer, hidden, options)
     half = _TOKENS // 2
-    other_end = hidden.clone()
-    other_end[half:] = others[half:]
-    changed = _forward(layer, other_end, options)
-    if _error(changed[:half], output[:half]):
+    with_other_end = hidden.clone()
+    with_other_end[half:] = other_hidden[half:]
+    changed_output = _forward(layer, with_other_end, options)
+    if _differs(changed_output[:half], output[:half]):
         yield (
             "Future tokens: during training, the outputs of a token depend on later tokens. "
             "`apply` must treat all tokens independently."
         )
-    other_sequence = hidden.clone()
-    other_sequence[:, 1] = others[:, 1]
-    changed = _forward(layer, other_sequence, options)
-    if _error(changed[:, 0], output[:, 0]):
+    with_other_sequence = hidden.clone()
+    with_other_sequence[:, 1] = other_hidden[:, 1]
+    changed_output = _forward(layer, with_other_sequence, options)
+    if _differs(changed_output[:, 0], output[:, 0]):
         yield (
             "During training, the outputs of a sequence depend on the other sequences of the "
             "microbatch. `apply` must treat all tokens independently."
@@ -545,20 +584,20 @@ def _find_missing_effects(
     remedy = "Remove it, or return a message from `unsupported_reason` for such models."
     for tensor in kha.tensors(SIZES):
         weight = layer.get_parameter(f"{tensor.name}.weight")
-        before = weight.clone()
+        original_weight = weight.clone()
         weight.copy_(torch.randn_like(weight))
-        changed = _forward(layer, hidden, options)
-        weight.copy_(before)
-        if not _error(changed, output, _LEAST_EFFECT):
+        changed_output = _forward(layer, hidden, options)
+        weight.copy_(original_weight)
+        if not _differs(changed_output, output, _LEAST_EFFECT):
             yield f"`{tensor.name}` has no effect on the outputs {norm} QK-norm. {remedy}"
     (mechanism,) = kha.mechanisms
     if mechanism.own_projections or mechanism.acts_at("core"):
         return  # the layer needs the mechanism
     mechanisms = layer.mechanisms
     layer.mechanisms = []
-    changed = _forward(layer, hidden, options)
+    plain_output = _forward(layer, hidden, options)
     layer.mechanisms = mechanisms
-    if not _error(changed, output, _LEAST_EFFECT):
+    if not _differs(plain_output, output, _LEAST_EFFECT):
         yield f"The mechanism has no effect on the outputs {norm} QK-norm. {remedy}"
 
 
@@ -568,6 +607,7 @@ def _find_wrong_decoding(
     layer: Any,
     options: dict[str, Tensor],
 ) -> list[str]:
+    """Compare the outputs of a prompt and three decoding steps with those of one forward pass."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
     length = 7
@@ -590,7 +630,7 @@ def _find_wrong_decoding(
         f"KV cache: decoding under {layout} gives other outputs than the whole sequence. `apply` "
         "must treat all tokens independently."
     )
-    return [message] if _error(torch.cat(decoded), expected) else []
+    return [message] if _differs(torch.cat(decoded), expected) else []
 
 
 def main() -> None:

@@ -151,7 +151,7 @@ def test_only_padding_rows_start_at_zero(ranks, size, groups):
         groups=groups,
         queries=6 // groups,
         head_dim=10,
-        extra=kha.rows(sizes),
+        mechanism_rows=kha.rows(sizes),
     )
     zero = ~rows.any(-1)
     assert layout.padding.stop > layout.padding.start

@@ -15,7 +15,7 @@ STOCK = Gate(output="element")
 
 def laid_out(gate, **sizes):
     heads = HeadSizes(query_heads=1, kv_heads=1, head_dim=sizes["head_dim"])
-    return QKVLayout(extra=gate.rows(heads), **sizes)
+    return QKVLayout(mechanism_rows=gate.rows(heads), **sizes)
 
 
 def rows_of(layout):

@@ -50,7 +50,7 @@ def _attention(kha, sizes, hidden, weights, matrices, weigh=None):
         groups=groups,
         queries=heads // groups,
         head_dim=head_dim,
-        extra=extra,
+        mechanism_rows=extra,
     )
     rows = weights["linear_qkv.weight"].unflatten(0, (groups, -1))
     parts = {name: rows[:, part.rows].flatten(0, 1) for name, part in layout.parts.items()}

@@ -113,7 +113,7 @@ def test_malformed_arguments_are_refused(words, error):
 def test_layer_patterns_are_parsed_as_by_megatron(text, ranks):
     field = next(field for field in TABLE if field.name == "moe_layer_freq")
     value = parse_layer_frequency(text)
-    assert parse_layer_frequency(field.writes(value)) == value
+    assert parse_layer_frequency(field.formatter(value)) == value
     theirs = ranks(_parsed, 1, [["--moe-layer-freq", text]])[0][0]["moe_layer_freq"]
     assert (theirs if isinstance(theirs, int) else tuple(theirs)) == value
 

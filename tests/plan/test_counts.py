@@ -172,4 +172,4 @@ def test_tied_and_grouped_latent_by_their_definition():
     # each half of the latent is widened for half of the heads only
     assert whole.weights - groups.weights == 5 * 6 * (8 + 6)
     assert groups.cache == whole.cache == 14
-    assert groups.pair == whole.pair
+    assert groups.pair_multiply_adds == whole.pair_multiply_adds
