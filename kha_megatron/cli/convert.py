@@ -53,7 +53,7 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a converte
 ArchitectureName = Annotated[
     str | None,
     typer.Option(
-        help="ModelConfig of the exported model. Use kha for models with KHA or other head "
+        help="Architecture of the exported model. Use kha for models with KHA or other head "
         "mechanisms, or the name of a transformers architecture (e.g. qwen3 or deepseek_v3) for "
         "models without them. auto selects an architecture that fits the model. By default, "
         "`convert fold` uses auto, and all other commands use kha."

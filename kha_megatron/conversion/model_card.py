@@ -31,7 +31,7 @@ This causal language model was converted from {source} with kha_megatron {versio
 
 ## Model details
 
-- **ModelConfig:** `{architecture}` with {layers} layers
+- **Architecture:** `{architecture}` with {layers} layers
 - **Attention heads:** {heads}
 - **Parameters:** {parameters:,}{head_parameters}
 - **Precision:** {dtype}
