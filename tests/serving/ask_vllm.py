@@ -14,6 +14,8 @@ import gc
 import json
 import sys
 import traceback
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 
 TOKENS = 16
@@ -31,23 +33,31 @@ def main(jobs, answers):
         gc.collect()
 
 
-class Reload:
-    """Loads the tensors of a directory into a running model, one after another."""
+def load_weights(model, folder):
+    """Replace the weights of a running model, as trainers for reinforcement learning do."""
+    model.load_weights(read_tensors(folder))
 
-    def __init__(self, folder):
-        self.folder = folder
 
-    def __call__(self, model):
-        model.load_weights(self.tensors())
+def read_tensors(folder):
+    """Yield the names and tensors of a model one by one."""
+    from safetensors import safe_open
 
-    def tensors(self):
-        from safetensors import safe_open
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            names = opened.keys()
+            for name in names:
+                yield name, opened.get_tensor(name)
 
-        for file in sorted(Path(self.folder).glob("*.safetensors")):
-            with safe_open(file, "pt") as opened:
-                names = opened.keys()
-                for name in names:
-                    yield name, opened.get_tensor(name)
+
+@contextmanager
+def plain_linear_layers():
+    """Keep the weights of linear layers, which vLLM replaces by packed ones on CPUs (not GPUs)."""
+    from vllm import _custom_ops
+
+    supported = _custom_ops._supports_onednn
+    _custom_ops._supports_onednn = False
+    yield
+    _custom_ops._supports_onednn = supported
 
 
 def ask(folder, prompts, engine, rounds=1, adapter=None, reload=None):
@@ -64,14 +74,15 @@ def ask(folder, prompts, engine, rounds=1, adapter=None, reload=None):
         "skip_tokenizer_init": True,
         "seed": 0,
     }
-    llm = LLM(model=folder, **settings | engine)
+    with plain_linear_layers() if reload else nullcontext():
+        llm = LLM(model=folder, **settings | engine)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     lora = LoRARequest("adapter", 1, adapter) if adapter else None
     try:
         results = []
         for index in range(rounds):
             if index and reload:
-                llm.apply_model(Reload(reload))
+                llm.apply_model(partial(load_weights, folder=reload))
                 llm.reset_prefix_cache()
             asked = SamplingParams(
                 temperature=0,
