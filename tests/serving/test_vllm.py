@@ -126,8 +126,8 @@ REFUSED = {
 BACKEND = ("each", "gates", "softmax_sum", "folded", "folded_one_key")
 """Models that also run in vLLM's Transformers backend."""
 RELOADED = ("each", "gates", "folded")
-"""Models whose weights are also replaced in a running engine, as in reinforcement learning. On CPUs,
-vLLM copies the weights of experts, so that they cannot be replaced there."""
+"""Models whose weights are also replaced in a running engine, as in reinforcement learning. vLLM
+copies the weights of experts on CPUs, so that they cannot be replaced there."""
 LENGTHS = (5, 17, 33, 64, 3, 90, 41, 150)
 
 
