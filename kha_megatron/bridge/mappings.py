@@ -3,21 +3,17 @@
 Wildcards in parameter names are layer index and expert index, in this order, e.g.
 ``model.layers.*.mlp.experts.*.up_proj.weight``. We only list one name per norm, as Megatron-Bridge
 knows about the alternatives.
+
+Classes of ``tensor_mappings`` describe our tensors, and those of ``param_mapping`` are Bridge's.
 """
 
 import re
 from typing import Any
 
 import torch
+from megatron.bridge.models.conversion import param_mapping
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
-from megatron.bridge.models.conversion.param_mapping import (
-    AutoMapping,
-    ColumnParallelMapping,
-    GatedMLPMapping,
-    MegatronParamMapping,
-    QKVMapping,
-    ReplicatedMapping,
-)
+from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from torch import Tensor, nn
 
 from kha_megatron.conversion import tensor_mappings, tensor_names
@@ -46,7 +42,7 @@ _LAYER_MAPPINGS: tuple[TensorMapping, ...] = (
 """All tensors that a layer in Megatron-Bridge can have, except for those of head mechanisms."""
 
 
-class VocabularyMapping(AutoMapping):
+class PaddedVocabularyMapping(param_mapping.AutoMapping):
     """Mapping for embedding and output layer. Adds or removes Megatron's vocab padding."""
 
     def __init__(self, megatron_param: str, hf_param: str, vocab_size: int) -> None:
@@ -72,7 +68,7 @@ class VocabularyMapping(AutoMapping):
             hf_weights[name] = weight[: self.vocab_size]
         return hf_weights
 
-    def resolve(self, captures: tuple[str, ...]) -> "VocabularyMapping":
+    def resolve(self, captures: tuple[str, ...]) -> "PaddedVocabularyMapping":
         return type(self)(self.megatron_param, self.hf_param, self.vocab_size)
 
 
@@ -98,8 +94,8 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
         super().__init__(megatron_param, hf_param)
         self._mapping = mapping
         self._model = model
-        self._sharded = ColumnParallelMapping(megatron_param, megatron_param)
-        self._replicated = ReplicatedMapping(megatron_param, megatron_param)
+        self._sharded = param_mapping.ColumnParallelMapping(megatron_param, megatron_param)
+        self._replicated = param_mapping.ReplicatedMapping(megatron_param, megatron_param)
 
     @property
     def _tensor_parallel(self) -> MegatronParamMapping[Tensor]:
@@ -175,7 +171,7 @@ def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[A
             megatron_param = _MEGATRON_LAYER + mapping.megatron
             mappings.append(_plain_mapping(mapping, megatron_param))
     final_norm = tensor_names.FINAL_NORM
-    mappings.append(AutoMapping(final_norm.megatron, final_norm.hf))
+    mappings.append(param_mapping.AutoMapping(final_norm.megatron, final_norm.hf))
     if config is not None and not config.tie_word_embeddings:
         mappings.append(_vocabulary_mapping(tensor_names.LM_HEAD, config))
     if model is not None:
@@ -188,8 +184,8 @@ def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[A
 def _vocabulary_mapping(
     mapping: tensor_mappings.VocabularyMapping,
     config: KHAModelConfig,
-) -> VocabularyMapping:
-    return VocabularyMapping(mapping.megatron, mapping.hf, config.vocab_size)
+) -> PaddedVocabularyMapping:
+    return PaddedVocabularyMapping(mapping.megatron, mapping.hf, config.vocab_size)
 
 
 def _expert_mappings(mapping: TensorMapping) -> list[MegatronParamMapping[Any]]:
@@ -220,23 +216,23 @@ def _plain_mapping(mapping: TensorMapping, megatron_param: str) -> MegatronParam
     match mapping:
         case tensor_mappings.QKVMapping(query=query, key=key, value=value):
             assert key is not None
-            return QKVMapping(
+            return param_mapping.QKVMapping(
                 megatron_param,
                 q=_HF_LAYER + query,
                 k=_HF_LAYER + key,
                 v=_HF_LAYER + value,
             )
         case tensor_mappings.GatedMLPMapping(gate=gate, up=up):
-            return GatedMLPMapping(
+            return param_mapping.GatedMLPMapping(
                 megatron_param,
                 gate=_with_wildcard(gate),
                 up=_with_wildcard(up),
             )
         case tensor_mappings.DirectMapping(hf=hf) if mapping is tensor_names.SHARED_EXPERT_GATE:
             # AutoMapping looks at the module type, which does not work for a bare parameter
-            return ReplicatedMapping(megatron_param, _HF_LAYER + hf)
+            return param_mapping.ReplicatedMapping(megatron_param, _HF_LAYER + hf)
         case tensor_mappings.DirectMapping(hf=hf):
-            return AutoMapping(megatron_param, _with_wildcard(hf))
+            return param_mapping.AutoMapping(megatron_param, _with_wildcard(hf))
     raise AssertionError(mapping)
 
 

@@ -87,15 +87,34 @@ _READ_FOR_ALL_MODELS = {
     "transformers_weights",
 }
 """Fields that transformers reads for all architectures, although no config class declares them."""
-_READ_BY_OTHER_PROGRAMS = re.compile(
-    r"quantiz|compression_config|soft_?cap|multiplier|(^|_)mup(_|$)|^scale_(emb|depth)$"
-    r"|^dim_model_base$|alibi|logn|ntk|rope_ratio|sink|^kha_"
+_COMPUTATION_PATTERNS = (
+    r"quantiz",
+    r"compression_config",
+    r"soft_?cap",  # Gemma 2
+    r"multiplier",  # Granite
+    r"(^|_)mup(_|$)",
+    r"^scale_(emb|depth)$",  # MiniCPM
+    r"^dim_model_base$",
+    r"alibi",
+    r"logn",  # Qwen 1
+    r"ntk",
+    r"rope_ratio",  # ChatGLM
+    r"sink",  # gpt-oss
+    r"^kha_",
 )
+_READ_BY_OTHER_PROGRAMS = re.compile("|".join(_COMPUTATION_PATTERNS))
 """Names of fields that custom modeling code uses in the computation."""
-_NOT_COMPUTED = re.compile(
-    r"_token_id$|dropout|^init|^summary_|suppress_tokens$|^encoder_no_repeat|^seed$"
-    r"|^(max_seq_len|model_max_length|n_ctx|context_length)$"
+_HARMLESS_PATTERNS = (
+    r"_token_id$",
+    r"dropout",
+    r"^init",
+    r"^summary_",
+    r"suppress_tokens$",
+    r"^encoder_no_repeat",
+    r"^seed$",
+    r"^(max_seq_len|model_max_length|n_ctx|context_length)$",
 )
+_NOT_COMPUTED = re.compile("|".join(_HARMLESS_PATTERNS))
 """Names of fields for special tokens, initialization, training and generation."""
 
 

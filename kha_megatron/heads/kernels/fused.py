@@ -71,11 +71,11 @@ def unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
     for tensor in (x, weight):
         if is_traceable_wrapper_subclass(tensor):
             return f"the kernels do not support tensors of type {type(tensor).__name__}"
-    return _reason(x.device, x.dtype, weight.dtype, weight.shape[-1])
+    return _unsupported_device_or_size(x.device, x.dtype, weight.dtype, weight.shape[-1])
 
 
 @functools.cache
-def _reason(
+def _unsupported_device_or_size(
     device: torch.device,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
