@@ -286,21 +286,11 @@ def _adjust_heads(sources: _Sources) -> tuple[_Sources, HeadAdjustment]:
     first_names = _mechanism_names(first.model.kha)
     second_names = _mechanism_names(second.model.kha)
     if first_names > second_names:
-        added_heads = _added_heads(first, second)
-        if added_heads.is_foldable:
-            first = fold_heads(first, added_heads)
-            adjustment = HeadAdjustment.FIRST_FOLDED
-        else:
-            second = upcycle_heads(second, added_heads.updated(init="identity"))
-            adjustment = HeadAdjustment.SECOND_UPCYCLED
+        first, second, is_folded = _fold_or_upcycle(larger=first, smaller=second)
+        adjustment = HeadAdjustment.FIRST_FOLDED if is_folded else HeadAdjustment.SECOND_UPCYCLED
     elif second_names > first_names:
-        added_heads = _added_heads(second, first)
-        if added_heads.is_foldable:
-            second = fold_heads(second, added_heads)
-            adjustment = HeadAdjustment.SECOND_FOLDED
-        else:
-            first = upcycle_heads(first, added_heads.updated(init="identity"))
-            adjustment = HeadAdjustment.FIRST_UPCYCLED
+        second, first, is_folded = _fold_or_upcycle(larger=second, smaller=first)
+        adjustment = HeadAdjustment.SECOND_FOLDED if is_folded else HeadAdjustment.FIRST_UPCYCLED
     return _Sources(first, second), adjustment
 
 
@@ -321,10 +311,20 @@ def _fold_if_other_is_folded(sources: _Sources) -> tuple[_Sources, HeadAdjustmen
     return _Sources(first, second), HeadAdjustment.SECOND_FOLDED
 
 
-def _added_heads(larger: ModelSource, smaller: ModelSource) -> HeadsConfig:
-    """Return the head mechanisms that only ``larger`` has."""
+def _fold_or_upcycle(
+    larger: ModelSource,
+    smaller: ModelSource,
+) -> tuple[ModelSource, ModelSource, bool]:
+    """Fold the head mechanisms that only ``larger`` has, or add them to ``smaller``.
+
+    Returns:
+        ``larger``, ``smaller``, and whether ``larger`` was folded.
+    """
     common_types = map(type, smaller.model.kha.mechanisms)
-    return larger.model.kha.without(*common_types)
+    added_heads = larger.model.kha.without(*common_types)
+    if added_heads.is_foldable:
+        return fold_heads(larger, added_heads), smaller, True
+    return larger, upcycle_heads(smaller, added_heads.updated(init="identity")), False
 
 
 def _mechanism_names(kha: HeadsConfig) -> set[str]:
