@@ -7,7 +7,6 @@ knows about the alternatives.
 Classes of ``tensor_mappings`` describe our tensors, and those of ``param_mapping`` are Bridge's.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from kha_megatron.conversion import tensor_mappings, tensor_names
 from kha_megatron.conversion.hf_configs import from_hf_config
+from kha_megatron.conversion.megatron_keys import gpt_name
 from kha_megatron.conversion.tensor_mappings import HeadMapping, TensorMapping, head_mapping
 from kha_megatron.hf import KHAModelConfig
 from kha_megatron.model.config import ModelConfig
@@ -136,19 +136,10 @@ class HybridMappingRegistry(MegatronMappingRegistry):
     """
 
     def megatron_to_hf_lookup(self, megatron_param_name: str) -> MegatronParamMapping[Any] | None:
-        return super().megatron_to_hf_lookup(_gpt_name(megatron_param_name))
+        return super().megatron_to_hf_lookup(gpt_name(megatron_param_name))
 
     def hf_to_megatron_lookup(self, hf_param_name: str) -> MegatronParamMapping[Any] | None:
         raise NotImplementedError("Only Megatron names can be looked up for hybrid models.")
-
-
-def _gpt_name(hybrid_name: str) -> str:
-    """Translate a parameter name of a HybridModel to that of the same GPTModel."""
-    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", hybrid_name)
-    if match is None:
-        return hybrid_name.replace("decoder.final_norm.", "decoder.final_layernorm.")
-    layer = int(match[1]) // 2
-    return f"decoder.layers.{layer}.{match[2]}"
 
 
 def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[Any]]:

@@ -65,6 +65,10 @@ class _HeadSettings:
     def kha(self) -> HeadsConfig:
         return read_heads(self)
 
+    def finalize(self) -> None:
+        _ = self.kha  # raises ConfigError for invalid settings
+        super().finalize()  # type: ignore[misc]
+
 
 @dataclass
 class KHAModelProvider(_HeadSettings, GPTModelProvider):
@@ -82,10 +86,6 @@ class KHAModelProvider(_HeadSettings, GPTModelProvider):
     """
 
     transformer_layer_spec: Callable[["KHAModelProvider"], Spec] = knocking_layer_spec
-
-    def finalize(self) -> None:
-        _ = self.kha  # raises ConfigError for invalid settings
-        super().finalize()
 
     def to_hybrid(self) -> "KHAHybridModelProvider":
         """Return a provider for a ``HybridModel`` with the same settings, weights and hooks.
@@ -126,10 +126,6 @@ class KHAHybridModelProvider(_HeadSettings, HybridModelProvider):
     hybrid_stack_spec: Callable[["KHAHybridModelProvider"], ModuleSpec] = knocking_stack_spec
     is_hybrid_model: bool = True
     attention_backend: AttnBackend = AttnBackend.auto  # as for GPT models
-
-    def finalize(self) -> None:
-        _ = self.kha  # raises ConfigError for invalid settings
-        super().finalize()
 
 
 # Required for loading run_config.yaml. LossScale is only part of it if a mechanism has an auxiliary

@@ -14,7 +14,7 @@ from kha_megatron.errors import CheckpointError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types, provider_of
 from kha_megatron.hf import KHAModelConfig
-from kha_megatron.model.config import MODEL_FIELDS, ModelConfig
+from kha_megatron.model.config import MODEL_FIELDS, ModelConfig, is_moe_layer
 from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
 from kha_megatron.model.pattern import LayerPattern
 
@@ -84,16 +84,11 @@ def read_heads(provider: Any) -> HeadsConfig:
 
 def hybrid_pattern(provider: Any) -> str:
     """Return the ``hybrid_layer_pattern`` for the layers of a ``GPTModelProvider``."""
-    frequency = provider.moe_layer_freq
     moe_layers = []
     for layer in range(provider.num_layers):
-        if not provider.num_moe_experts:
-            has_experts = False
-        elif isinstance(frequency, int):
-            has_experts = layer % frequency == 0
-        else:
-            has_experts = bool(frequency[layer])
-        moe_layers.append(int(has_experts))
+        has_experts = bool(provider.num_moe_experts)
+        is_moe = has_experts and is_moe_layer(provider.moe_layer_freq, layer)
+        moe_layers.append(int(is_moe))
     pattern = LayerPattern(
         moe=tuple(moe_layers),
         stages=(provider.num_layers,),

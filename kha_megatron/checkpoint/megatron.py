@@ -26,7 +26,7 @@ from kha_megatron.errors import CheckpointError, show_value
 LEGACY_COMMON = "common.pt"
 """Before Megatron-Core 0.19, this file had the training arguments and other common state."""
 
-BRIDGE_CONFIG = "run_config.yaml"
+_BRIDGE_CONFIG = "run_config.yaml"
 """Megatron-Bridge writes this file instead of training arguments."""
 
 _MAX_ELEMENTS = 2**16
@@ -169,7 +169,7 @@ class MegatronCheckpoint:
         """Megatron's training arguments. Enums and other objects are :class:`.Record` instances."""
         args = self._common.get("args")
         if not isinstance(args, Record) or not isinstance(args.state, dict):
-            if (self.path / BRIDGE_CONFIG).exists():
+            if (self.path / _BRIDGE_CONFIG).exists():
                 raise CheckpointError(
                     f"{self.path} was saved by Megatron-Bridge. Export it with Bridge's "
                     "AutoBridge.export_ckpt, after kha_megatron.bridge.register_bridge()."

@@ -53,6 +53,18 @@ def _layer_index(name: str, layer: int, model: ModelConfig) -> int:
     return 2 * layer + 1
 
 
+def gpt_name(hybrid_name: str) -> str:
+    """Translate the name of a HybridModel's parameter to that of the same GPTModel.
+
+    Inverse of :func:`checkpoint_key`. Does not change parameters of MTP layers.
+    """
+    match = re.fullmatch(re.escape(LAYERS) + r"(\d+)\.(.+)", hybrid_name)
+    if match is None:
+        return hybrid_name.replace("decoder.final_norm.", "decoder.final_layernorm.")
+    layer = int(match[1]) // 2
+    return f"{LAYERS}{layer}.{match[2]}"
+
+
 @dataclass(frozen=True)
 class TensorLocation:
     """Where a checkpoint stores a tensor."""

@@ -55,6 +55,13 @@ def _evaluate_lists(node: ast.AST) -> Any:
     raise ValueError
 
 
+def is_moe_layer(frequency: int | Sequence[int], layer: int) -> bool:
+    """Whether a layer (from 0) has experts, according to ``--moe-layer-freq``."""
+    if isinstance(frequency, int):
+        return layer % frequency == 0
+    return bool(frequency[layer])
+
+
 def _format_layer_frequency(frequency: int | Sequence[int]) -> str:
     if isinstance(frequency, int):
         return str(frequency)
@@ -374,10 +381,7 @@ class ModelConfig:
             return False
         if self.num_layers is not None:
             layer = min(layer, self.num_layers - 1)
-        frequency = self.moe_layer_freq
-        if isinstance(frequency, int):
-            return layer % frequency == 0
-        return bool(frequency[layer])
+        return is_moe_layer(self.moe_layer_freq, layer)
 
     @property
     def is_uniform(self) -> bool:

@@ -194,9 +194,9 @@ def test_adapters_on_additional_rows_are_refused(bridge_ranks, folders, tmp_path
     assert "(query, gate_output, key, value)" in message
 
 
-def with_adapters(folder, target, implementation, layout, targets, length=7, hybrid=False):
+def with_adapters(folder, target, implementation, layout, targets, length=7):
     """Export a model with adapters that change the outputs. Return its logits."""
-    auto, model = cases.build(folder, implementation, layout, hybrid=hybrid, parallel_output=False)
+    auto, model = cases.build(folder, implementation, layout, parallel_output=False)
     from megatron.bridge.peft.lora import LoRA
 
     with cases.quiet():
@@ -253,7 +253,7 @@ def test_adapters_that_gather_the_input_are_refused(bridge_ranks, folders, tmp_p
 
 
 def trained_with_lora(folder, target, hybrid):
-    """Train adapters for one step and export. Return what was trained, and the model's logits."""
+    """Train adapters for two steps and export. Return what was trained, and the model's logits."""
     auto, model = cases.build(folder, "local", hybrid=hybrid)
     from kha_megatron.bridge.lora import KHALoRA
     from tests.distributed import models
