@@ -13,6 +13,7 @@ from kha_megatron.cli.options import AsJSON, HeadsFrom, MegatronArguments, Recip
 from kha_megatron.heads import Knock
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.plan.counts import (
+    TRAINING_FACTOR,
     Counts,
     Flops,
     compute_flops,
@@ -176,7 +177,7 @@ def count_flops(
             "seq": length,
             "forward": terms | {"total": flops.forward},
             "backward": {"total": 2 * flops.forward, "kha": 2 * flops.kha},
-            "training": {"total": flops.training, "kha": 3 * flops.kha},
+            "training": {"total": flops.training, "kha": TRAINING_FACTOR * flops.kha},
             "kha_share_of": {
                 "layers": flops.share_of_layers,
                 "attention": flops.share_of_attention,

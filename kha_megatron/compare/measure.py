@@ -16,13 +16,15 @@ from kha_megatron.heads.knock import Variant
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.recorded import read_kha_config, read_knock_weights
 from kha_megatron.model.run import Run
-from kha_megatron.plan.counts import compute_flops, count_model, get_countable_model
+from kha_megatron.plan.counts import (
+    TRAINING_FACTOR,
+    compute_flops,
+    count_model,
+    get_countable_model,
+)
 
 Entry = dict[str, Any]
 """A JSON object in ``result.json``."""
-
-_TRAINING_FACTOR = 3
-"""Training takes three times the FLOPs of a forward pass: the backward pass takes two."""
 
 
 def compute_cost(
@@ -64,9 +66,9 @@ def compute_cost(
         "total": counts.total,
         "active": counts.active,
         "kha": counts.kha,
-        "flops": _TRAINING_FACTOR * flops.forward / length,
-        "kha_flops": _TRAINING_FACTOR * flops.kha / length,
-        "spared_flops": _TRAINING_FACTOR * skippable / length,
+        "flops": flops.training / length,
+        "kha_flops": TRAINING_FACTOR * flops.kha / length,
+        "spared_flops": TRAINING_FACTOR * skippable / length,
     }
 
 

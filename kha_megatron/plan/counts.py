@@ -265,6 +265,10 @@ class Counts:
     cache_bytes: int  # per token in bf16, for all layers
 
 
+TRAINING_FACTOR = 3
+"""FLOPs of forward and backward pass, relative to the forward pass. Backward takes two thirds."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flops:
     """Forward FLOPs of the matmuls for one sequence. See :attr:`training` for both passes.
@@ -299,8 +303,8 @@ class Flops:
 
     @property
     def training(self) -> int:
-        """FLOPs of forward and backward pass. Backward takes twice as many as forward."""
-        return 3 * self.forward
+        """FLOPs of forward and backward pass."""
+        return TRAINING_FACTOR * self.forward
 
     @property
     def share_of_layers(self) -> float:
