@@ -275,14 +275,15 @@ def test_bfloat16_is_as_close_to_exact_logits_as_without_folding(tmp_path, name)
     model.save_pretrained(tmp_path / "kha")
     to_hf.plan_export(tmp_path / "kha", fold=True).write(tmp_path / "folded")
     folded = load(tmp_path / "folded").bfloat16()
-    exact = load(tmp_path / "kha").double()(tokens()).logits
+    # with 22 tokens, the ratio of the distances is up to 1.27, depending on the processor
+    ids = torch.randint(0, model.config.vocab_size, (64, 7))
+    exact = load(tmp_path / "kha").double()(ids).logits
 
     def distance(model):
-        difference = model(tokens()).logits.double() - exact
+        difference = model(ids).logits.double() - exact
         return difference.norm().item()
 
-    # 0.9 to 1.1 for other seeds
-    assert 0 < distance(folded) < 1.25 * distance(model)
+    assert 0 < distance(folded) < 1.25 * distance(model)  # 0.98 to 1.07 times
 
 
 def test_folding_a_megatron_checkpoint(dense, tmp_path):

@@ -129,7 +129,8 @@ def test_outputs_and_gradients_equal_one_process(runs, case):
         parts = [results["grads"][name] for results in ranks]
         difference = joined(name, parts, parameter.grad) - parameter.grad
         error = difference.abs().max() / parameter.grad.abs().max()
-        assert error < 1e-5, f"{name}: {error:.1e}"
+        # rounding errors are 1e-5, a missing or doubled sum over the ranks is 0.5 or 1
+        assert error < 5e-5, f"{name}: {error:.1e}"
         if parts[0].shape == parameter.shape:
             assert torch.equal(*parts), f"{name}: the replicas differ"
         else:
