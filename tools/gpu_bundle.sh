@@ -68,7 +68,7 @@ build_te() {
   local te=${TE_VERSION:-2.20.2} cuda=${CUDA_HOME:-/usr/local/cuda}
   echo "Building Transformer Engine $te (log: $out/transformer-engine.log)"
   mkdir -p "$te_wheels"
-  grep -vE '^(torch|triton|nvidia|cuda|transformer-engine)' constraints.txt >"$work/constraints.txt"
+  grep -vE '^(torch|triton|nvidia|cuda|transformer-engine|setuptools)' constraints.txt >"$work/constraints.txt"
   "$uv" pip install --quiet --constraint "$work/constraints.txt" "torch==${TORCH:-2.11.0}" "transformer-engine-cu13==$te" \
     nvidia-cudnn-frontend ninja pybind11 cmake setuptools wheel packaging pydantic onnx onnxscript \
     einops
