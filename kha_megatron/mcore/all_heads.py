@@ -23,6 +23,15 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Mechanism
 from kha_megatron.mcore.local_modules import GatheredDotProductAttention
 
+_UNSUPPORTED_OPTIONS = (
+    "window_size",
+    "softmax_type",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+)
+"""Fields of ``TransformerConfig``."""
+_DISABLED = (None, False, "vanilla")
+"""Values of these fields that we support."""
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
 
@@ -34,14 +43,9 @@ class AllHeadsAttention(GatheredDotProductAttention):
 
     def set_mechanism(self, mechanism: Mechanism, weights: Mapping[str, Tensor]) -> None:
         """Must be called before the first forward pass, with the mechanism's parameters."""
-        for option in (
-            "window_size",
-            "softmax_type",
-            "fp8_dot_product_attention",
-            "fp8_multi_head_attention",
-        ):
+        for option in _UNSUPPORTED_OPTIONS:
             value = getattr(self.config, option)
-            if value not in (None, False, "vanilla"):
+            if value not in _DISABLED:
                 raise ConfigError(f"{mechanism} does not support {option}={value}. Remove it.")
         self.mechanism = mechanism
         self.weights = weights
@@ -61,12 +65,12 @@ class AllHeadsAttention(GatheredDotProductAttention):
         """
         if kwargs.get("packed_seq_params") is not None:
             raise ConfigError(f"{self.mechanism} does not support packed sequences (--sft).")
-        queries = len(query)
+        num_queries = len(query)
         key = self._gather(key)
         value = self._gather(value)
         mask_type = attn_mask_type or self.attn_mask_type
         if mask_type in _CAUSAL:
-            attention_mask = self._with_causal(attention_mask, queries, len(key))
+            attention_mask = self._with_causal(attention_mask, num_queries, len(key))
         query = self._shard_queries(query)
         key = self._all_heads(key)
         value = self._all_heads(value)
@@ -76,63 +80,63 @@ class AllHeadsAttention(GatheredDotProductAttention):
             value.permute(1, 2, 0, 3),
             self.weights,
             scale=self.logit_scale,
-            mask=self._shard_mask(attention_mask, queries),
+            mask=self._shard_mask(attention_mask, num_queries),
             dropout=self._dropout,
         )
         output = output.permute(2, 0, 1, 3)
-        return self._shard_heads(output, queries)
+        return self._shard_heads(output, num_queries)
 
     def _with_causal(
         self,
         mask: Tensor | None,
-        queries: int,
-        keys: int,
+        num_queries: int,
+        num_keys: int,
     ) -> Tensor:
         """Add the causal mask to a mask that does not depend on the query."""
-        if mask is not None and mask.shape[-2] == queries:
+        if mask is not None and mask.shape[-2] == num_queries:
             return mask  # includes the causal mask
-        causal_mask = self._causal_mask(queries, keys)
+        causal_mask = self._causal_mask(num_queries, num_keys)
         if mask is None:
             return causal_mask
         return mask | causal_mask
 
-    def _shard_mask(self, mask: Tensor | None, queries: int) -> Tensor | None:
+    def _shard_mask(self, mask: Tensor | None, num_queries: int) -> Tensor | None:
         """Return the rows of the attention mask for this rank's part of the queries."""
         if mask is None or mask.shape[-2] == 1:
             return mask
         ranks = self.tp_group.size()
-        local_queries = math.ceil(queries / ranks)
-        first_query = get_pg_rank(self.tp_group) * local_queries
-        rows = torch.arange(local_queries, device=mask.device)
+        num_local_queries = math.ceil(num_queries / ranks)
+        first_query = get_pg_rank(self.tp_group) * num_local_queries
+        rows = torch.arange(num_local_queries, device=mask.device)
         rows += first_query
-        rows = rows.clamp(max=queries - 1)  # for padding
+        rows = rows.clamp(max=num_queries - 1)  # for padding
         return mask[..., rows, :]
 
-    def _shard_queries(self, x: Tensor) -> Tensor:
+    def _shard_queries(self, query: Tensor) -> Tensor:
         """Reshard ``[queries, batch, h, head_dim]`` to ``[queries / tp, batch, H, head_dim]``."""
         ranks = self.tp_group.size()
         if ranks == 1:
-            return x
-        queries, batch, _, features = x.shape
-        padding = -queries % ranks  # to a multiple of the TP size
+            return query
+        num_queries, batch, _, features = query.shape
+        padding = -num_queries % ranks  # to a multiple of the TP size
         no_padding = (0, 0, 0, 0, 0, 0)  # for the last three dimensions
-        padded = torch.nn.functional.pad(x, (*no_padding, 0, padding))
+        padded = torch.nn.functional.pad(query, (*no_padding, 0, padding))
         rows = padded.flatten(0, 1)
         rows = rows.flatten(1)
         sharded = all_to_all_hp2sp(rows, group=self.tp_group)
         sharded = sharded.unflatten(0, (-1, batch))
         return sharded.unflatten(-1, (-1, features))
 
-    def _shard_heads(self, x: Tensor, queries: int) -> Tensor:
+    def _shard_heads(self, output: Tensor, num_queries: int) -> Tensor:
         """Undo :meth:`_shard_queries` for the output, and merge heads and features."""
         if self.tp_group.size() == 1:
-            return x.flatten(2)
-        batch = x.shape[1]
-        rows = x.flatten(0, 1)
+            return output.flatten(2)
+        batch = output.shape[1]
+        rows = output.flatten(0, 1)
         rows = rows.flatten(1)
         sharded = all_to_all_sp2hp(rows, group=self.tp_group)
         sharded = sharded.unflatten(0, (-1, batch))
-        return sharded[:queries]  # without padding
+        return sharded[:num_queries]  # without padding
 
     def _all_heads(self, x: Tensor) -> Tensor:
         """All-gather the heads of keys or values (reduce-scatter in the backward pass)."""

@@ -90,8 +90,8 @@ class KnockedAttention(Attention):
 
     def _add_mechanism(self, mechanism: Mechanism, tensors: Iterable[HeadTensor]) -> None:
         weights = self._add_mechanism_weights(tensors)
-        layer = (self.layer_number - 1) // layers_per_attention(self.config)
-        layer_mechanism = mechanism.for_layer(layer)
+        attention_layer = (self.layer_number - 1) // layers_per_attention(self.config)
+        layer_mechanism = mechanism.for_layer(attention_layer)
         self.mechanisms.append((layer_mechanism, weights))
         if layer_mechanism.acts_at("core"):
             self.core_attention.set_mechanism(layer_mechanism, weights)
@@ -129,13 +129,13 @@ class KnockedAttention(Attention):
     def _acts_at(self, stage: Stage) -> bool:
         return any(mechanism.acts_at(stage) for mechanism, _ in self.mechanisms)
 
-    def _read_input(self, hidden_states: Tensor, rows: Mapping[str, Tensor]) -> None:
+    def _read_input(self, hidden_states: Tensor, mechanism_heads: Mapping[str, Tensor]) -> None:
         """Compute the projections of the layer input that mechanisms need (e.g. for gates).
 
-        Must run after ``linear_qkv``, which may contain the input norm. ``rows`` are the outputs of
-        its extra rows.
+        Must run after ``linear_qkv``, which may contain the input norm. ``mechanism_heads`` are the
+        outputs of its rows for mechanisms, by name.
         """
-        self._earlier_outputs = dict(rows)
+        self._earlier_outputs = dict(mechanism_heads)
         if self.input_projections:
             normed = self.normed_input(hidden_states)
             for name in self.input_projections:
@@ -249,10 +249,10 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
         """
         heads = self._project(hidden_states)
         layout = self.split.layout
-        extra_rows = {}
-        for row in layout.mechanism_rows:
-            extra_rows[row.name] = heads[row.name]
-        self._read_input(hidden_states, extra_rows)
+        mechanism_heads = {}
+        for rows in layout.mechanism_rows:
+            mechanism_heads[rows.name] = heads[rows.name]
+        self._read_input(hidden_states, mechanism_heads)
         self._use_own_projections(heads)
         query, key, value = self._apply_stage(
             "qkv",
@@ -303,8 +303,9 @@ class KHASelfAttention(KnockedAttention, SelfAttention):
 
 def _is_built_by_megatron(layout: QKVLayout, config: TransformerConfig) -> bool:
     """Return whether Megatron builds ``linear_qkv`` with exactly the rows of ``layout``."""
-    stock_rows = 1 if config.attention_output_gate else 0
-    return layout.is_stock and len(layout.mechanism_rows) == stock_rows
+    builds_gate = bool(config.attention_output_gate)
+    has_gate = layout.stock_gate is not None
+    return layout.is_stock and builds_gate == has_gate
 
 
 def _set_key_width(
@@ -373,9 +374,8 @@ def _with_rows(build: Callable[..., Module], layout: QKVLayout) -> Callable[...,
         def initialize(weight: Tensor) -> None:
             init_method(weight)
             rows = len(weight)
-            first_row = 0
-            if rows < layout.rows:  # this rank's; CPU initialization passes those of all ranks
-                first_row = get_pg_rank(tp_group) * rows
+            is_shard = rows < layout.rows  # CPU initialization passes the rows of all ranks
+            first_row = get_pg_rank(tp_group) * rows if is_shard else 0
             _zero_padding(weight, first_row, layout)
 
         return build(
@@ -394,10 +394,9 @@ def _zero_padding(weight: Tensor, first_row: int, layout: QKVLayout) -> None:
     """Zero the padding of all groups in some rows of ``linear_qkv``, starting at ``first_row``."""
     padding = layout.padding
     for group in range(layout.groups):
-        group_start = group * layout.group_rows
-        offset = group_start - first_row
-        start = max(0, offset + padding.start)
-        stop = max(0, offset + padding.stop)
+        group_start = group * layout.group_rows - first_row  # negative if on an earlier rank
+        start = max(0, group_start + padding.start)
+        stop = max(0, group_start + padding.stop)
         weight[start:stop] = 0
 
 
@@ -494,7 +493,7 @@ class _LayerCounts(NamedTuple):
 
 def _count_layers(models: list[Any], kha: HeadsConfig) -> _LayerCounts:
     """Count the attention layers of a pipeline stage."""
-    attentions = _attention_layers(models)
+    attentions = attention_layers(models)
     knocked = 0
     wrong = 0
     added_parameters = 0
@@ -514,7 +513,8 @@ def _count_layers(models: list[Any], kha: HeadsConfig) -> _LayerCounts:
     )
 
 
-def _attention_layers(models: list[Any]) -> list[Attention]:
+def attention_layers(models: Iterable[Any]) -> list[Attention]:
+    """List the attention of all layers of a pipeline stage, without multi-token prediction."""
     attentions = []
     for model in models:
         for layer in model.decoder.layers:
@@ -530,5 +530,5 @@ def _is_as_requested(attention: Attention, kha: HeadsConfig) -> bool:
     if isinstance(attention, KnockedAttention):
         is_same_kind = attention.kind == requested.attention
         return is_same_kind and attention.kha == requested
-    requested = _without_stock_gate(requested, attention.config)
-    return not requested.mechanisms and not requested.attention
+    missing = _without_stock_gate(requested, attention.config)
+    return not missing.mechanisms and not missing.attention

@@ -64,7 +64,7 @@ def balance_experts(
     @contextmanager
     @torch.no_grad()
     def balanced(chunks: list[Any], groups: Any) -> Iterator[None]:
-        routers, reported = _balanced_routers(models)
+        routers, reported_indices = _balanced_routers(models)
         # read the loads first, because Megatron's own update resets them
         loads = _stacked(routers, "local_tokens_per_expert")
         biases = _stacked(routers, "expert_bias")
@@ -80,18 +80,18 @@ def balance_experts(
             router.expert_bias.copy_(bias)
         if report is not None:
             layers = []
-            for index in reported:
+            for index in reported_indices:
                 layers.append(routers[index].layer_number)
-            reported_loads = loads[reported].double()
-            report(layers, reported_loads, biases[reported])
+            reported_loads = loads[reported_indices].double()
+            report(layers, reported_loads, biases[reported_indices])
 
     wrap_grad_finalization(models, balanced)
 
 
 def _balanced_routers(models: list[torch.nn.Module]) -> tuple[list[Any], list[int]]:
-    """Return all routers with trained biases, and the positions of those to report."""
+    """Return all routers with trained biases, and the indices of those to report."""
     routers: list[Any] = []
-    reported: list[int] = []
+    reported_indices: list[int] = []
     for model in models:
         for name, module in model.named_modules():
             if not _is_balanced(module):
@@ -99,8 +99,8 @@ def _balanced_routers(models: list[torch.nn.Module]) -> tuple[list[Any], list[in
             index = len(routers)
             routers.append(module)
             if "mtp." not in name:  # layers for multi-token prediction have no own number
-                reported.append(index)
-    return routers, reported
+                reported_indices.append(index)
+    return routers, reported_indices
 
 
 def _is_balanced(module: Any) -> bool:

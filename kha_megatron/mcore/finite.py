@@ -93,9 +93,12 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
         hook = _recorder(peak)
         entry.module.register_forward_hook(hook)
 
-    def check(summed_by: str | None) -> None:
+    def check(*, overlaps_grad_reduce: bool) -> None:
+        summed_by = None
         if _uses_fsdp2(models):
             summed_by = "--use-torch-fsdp2"
+        elif overlaps_grad_reduce:
+            summed_by = "--overlap-grad-reduce"
         _check(models, watched, peaks, summed_by)
         peaks.zero_()
 
@@ -103,9 +106,9 @@ def stop_before_non_finite_steps(models: list[_Model]) -> None:
     def checked(chunks: list[_Model], groups: Any) -> Iterator[None]:
         if _overlaps_grad_reduce(chunks):  # gradients are not complete until finalization
             yield
-            check(summed_by="--overlap-grad-reduce")
+            check(overlaps_grad_reduce=True)
         else:
-            check(summed_by=None)
+            check(overlaps_grad_reduce=False)
             yield
 
     wrap_grad_finalization(models, checked)
@@ -265,7 +268,7 @@ def find_non_finite_optimizer_state(optimizer: Any) -> str | None:
         for position, (name, state) in enumerate(states):
             if not _is_finite(state):
                 order = _Order(_BEFORE_LAYERS, position)
-                description = f"{_count(state)} optimizer state {name}"
+                description = f"{_describe_bad_elements(state)} optimizer state {name}"
                 return _Finding(_Source.PARAMETER, order, description)
         return None
 
@@ -316,7 +319,7 @@ def _bad_parameters(models: list[_Model]) -> Iterator[_Finding]:
     for weight in _weights(models):
         parameter = weight.parameter
         if not _is_finite(parameter):
-            description = f"{_count(parameter)} parameter {weight.name}"
+            description = f"{_describe_bad_elements(parameter)} parameter {weight.name}"
             yield _Finding(_Source.PARAMETER, weight.order, description)
 
 
@@ -352,7 +355,7 @@ def _bad_gradients(models: list[_Model], summed_by: str | None) -> Iterator[_Fin
             continue
         layer, position = weight.order
         backward_order = _Order(-layer, -position)
-        description = f"{_count(gradient)} the gradient of {weight.name}{note}"
+        description = f"{_describe_bad_elements(gradient)} the gradient of {weight.name}{note}"
         yield _Finding(_Source.GRADIENT, backward_order, description)
 
 
@@ -399,7 +402,7 @@ def _is_finite(tensor: Tensor) -> Tensor:
     return torch.isfinite(tensor).all()
 
 
-def _count(tensor: Tensor) -> str:
+def _describe_bad_elements(tensor: Tensor) -> str:
     """Return for example ``NaN in 1 of 9 elements of``."""
     value = "NaN" if tensor.isnan().any() else "Inf"
     bad = ~tensor.isfinite()

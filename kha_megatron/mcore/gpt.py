@@ -45,7 +45,7 @@ def with_kha(spec: Spec, kha: HeadsConfig) -> Spec:
     patches.count_tokens_in_integers()  # before the routers are built
     is_block = isinstance(spec, TransformerBlockSubmodules)
     layers = spec.layer_specs if is_block else [spec]
-    if layers and not any(_has_attention(layer, kha) for layer in layers):
+    if layers and not any(_supports_kha(layer, kha) for layer in layers):
         raise ConfigError(f"The layer spec has no attention module that supports KHA ({kha}).")
     if not is_block:
         return _copy_layer(spec, kha)
@@ -58,7 +58,8 @@ def with_kha(spec: Spec, kha: HeadsConfig) -> Spec:
     return replace(support_parallelism(spec), layer_specs=layer_copies)
 
 
-def _has_attention(layer: ModuleSpec, kha: HeadsConfig) -> bool:
+def _supports_kha(layer: ModuleSpec, kha: HeadsConfig) -> bool:
+    """Return whether a layer has attention to which ``kha`` can be added."""
     is_layer = isinstance(layer.submodules, TransformerLayerSubmodules)
     return is_layer and can_knock(layer.submodules, kha)
 
@@ -66,7 +67,7 @@ def _has_attention(layer: ModuleSpec, kha: HeadsConfig) -> bool:
 def _copy_layer(layer: ModuleSpec, kha: HeadsConfig) -> ModuleSpec:
     """Copy a layer spec, and add KHA if the layer has attention."""
     submodules = layer.submodules
-    if _has_attention(layer, kha):
+    if _supports_kha(layer, kha):
         submodules = knock_layer(submodules, kha)
     elif isinstance(submodules, TransformerLayerSubmodules):
         submodules = support_parallelism(submodules)

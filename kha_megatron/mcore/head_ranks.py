@@ -43,10 +43,11 @@ class HeadRanks(Ranks):
         groups: Any,
         *,
         is_training: Callable[[], bool],
-        adds_loss: bool = False,
+        adds_loss: bool,
     ) -> None:
         self.config = config
-        self.tp, self.cp = groups.tp, groups.cp
+        self.tp = groups.tp
+        self.cp = groups.cp
         self.is_training = is_training
         self.loss_scale = LossScale.of(config) if adds_loss else None
         self.listeners: list[Listener] = []

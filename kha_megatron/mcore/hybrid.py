@@ -5,7 +5,7 @@ With Transformer Engine, we take Megatron's ``hybrid_stack_spec`` and replace it
 with attention, MLP (``-``) and MoE (``E``) layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -263,10 +263,10 @@ def _engine_submodules(config: TransformerConfig) -> HybridStackSubmodules:
     stock = hybrid_stack_spec.submodules
     backend = TESpecProvider()
     norm = backend.layer_norm(has_residual=True)  # --fused-residual-rmsnorm
-    changed_layers = {"moe_layer": _moe_layer(config, backend, norm, {})}
+    changed_layers = {"moe_layer": _moe_layer(config, backend, norm)}
     if config.use_te_activation_func:
-        fused_norm = IdentityOp
-        changed_layers["mlp_layer"] = _mlp_layer(config, backend, fused_norm, {})
+        no_norm = IdentityOp  # it is fused into the linear layer
+        changed_layers["mlp_layer"] = _mlp_layer(config, backend, no_norm)
     if config.multi_latent_attention:
         changed_layers["mla_layer"] = _engine_latent_layer(config, stock.mla_layer, norm)
     return replace(stock, **changed_layers)
@@ -315,8 +315,8 @@ def _local_submodules(config: TransformerConfig) -> HybridStackSubmodules:
     return HybridStackSubmodules(
         attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
         mla_layer=ModuleSpec(module=TransformerLayer, submodules=latent_attention),
-        mlp_layer=_mlp_layer(config, backend, norm, checkpoint_names),
-        moe_layer=_moe_layer(config, backend, norm, checkpoint_names),
+        mlp_layer=_mlp_layer(config, backend, norm, checkpoint_names=checkpoint_names),
+        moe_layer=_moe_layer(config, backend, norm, checkpoint_names=checkpoint_names),
         mtp_block_spec=_local_mtp_block(backend, norm),
     )
 
@@ -370,7 +370,8 @@ def _mlp_layer(
     config: TransformerConfig,
     backend: BackendSpecProvider,
     norm: LayerNormBuilder,
-    checkpoint_names: dict[str, str],
+    *,
+    checkpoint_names: Mapping[str, str] | None = None,
 ) -> ModuleSpec:
     fused_linear = backend.column_parallel_layer_norm_linear()
     linears = MLPSubmodules(
@@ -382,7 +383,7 @@ def _mlp_layer(
         pre_mlp_layernorm=norm,
         mlp=partial(MLP.as_mlp_submodule, submodules=linears),
         mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=checkpoint_names,
+        sharded_state_dict_keys_map=dict(checkpoint_names or {}),
     )
     return ModuleSpec(module=MLPLayer, submodules=submodules)
 
@@ -391,7 +392,8 @@ def _moe_layer(
     config: TransformerConfig,
     backend: BackendSpecProvider,
     norm: LayerNormBuilder,
-    checkpoint_names: dict[str, str],
+    *,
+    checkpoint_names: Mapping[str, str] | None = None,
 ) -> ModuleSpec:
     experts = get_moe_module_spec_for_backend(
         backend,
@@ -402,7 +404,7 @@ def _moe_layer(
         pre_mlp_layernorm=norm,
         mlp=experts,
         mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=checkpoint_names,
+        sharded_state_dict_keys_map=dict(checkpoint_names or {}),
     )
     return ModuleSpec(module=MoETransformerLayer, submodules=submodules)
 

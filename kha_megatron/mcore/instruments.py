@@ -38,6 +38,7 @@ from kha_megatron.heads import Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.diagnostics import measure, sink_queries, sink_terms
 from kha_megatron.heads.knock import MATRICES
+from kha_megatron.mcore.attention import attention_layers
 from kha_megatron.mcore.gradients import wrap_grad_finalization
 from kha_megatron.mcore.knocking import KnockingHeads
 from kha_megatron.mcore.local_modules import token_positions
@@ -118,11 +119,8 @@ class _Instruments:
         self.sums: dict[_Metric, _Sum] = {}
         self.measured: set[_Metric] = set()  # in this step
         self.attentions: dict[int, Any] = {}  # by layer number, from 0
-        for model in models:
-            for layer in model.decoder.layers:
-                attention = getattr(layer, "self_attention", None)
-                if isinstance(attention, Attention):
-                    self.attentions[layer.layer_number - 1] = attention
+        for attention in attention_layers(models):
+            self.attentions[attention.layer_number - 1] = attention
         if self.config.cuda_graph_impl == "none":
             for number, attention in self.attentions.items():
                 self._watch(number, attention)

@@ -71,11 +71,11 @@ class LatentUpProjection(ColumnParallelLinear):
             latent = gather_from_sequence_parallel_region(latent, group=self.tp_group)
         else:
             latent = copy_to_tensor_model_parallel_region(latent, group=self.tp_group)
-        latent = latent.unflatten(-1, (self.latent_heads, -1))
-        latent = latent[..., self.local_heads, :]
-        local_heads = latent.shape[-2]
-        weights = self.weight.unflatten(0, (local_heads, -1))
-        output = torch.einsum("...gc,grc->...gr", latent, weights)
+        all_heads = latent.unflatten(-1, (self.latent_heads, -1))
+        heads = all_heads[..., self.local_heads, :]
+        num_heads = heads.shape[-2]
+        weights = self.weight.unflatten(0, (num_heads, -1))
+        output = torch.einsum("...hi,hoi->...ho", heads, weights)
         return output.flatten(-2), None
 
 
@@ -108,19 +108,18 @@ class LatentNorm(MegatronModule):
         squares = heads.square()
         mean_square = squares.mean(-1, keepdim=True)
         scale = torch.rsqrt(mean_square + self.eps)
-        normed = heads * scale
-        normed = normed.flatten(-2)
-        scaled = normed * self.weight
-        return scaled.to(latent.dtype)
+        normed_heads = heads * scale
+        normed = normed_heads.flatten(-2) * self.weight
+        return normed.to(latent.dtype)
 
 
 def use_grouped_latents(submodules: MLASelfAttentionSubmodules, latent_heads: int) -> Any:
     """Turn an MLA spec into a GLA spec, by replacing the KV norm and up-projection."""
-    stock_norm = submodules.kv_layernorm
-    stock_projection = getattr(submodules.linear_kv_up_proj, "__name__", "")
-    is_norm_fused = "LayerNorm" in stock_projection  # e.g. TELayerNormColumnParallelLinear
-    norm = stock_norm
-    if is_norm_fused or stock_norm not in (None, IdentityOp):
+    norm = submodules.kv_layernorm
+    projection_name = getattr(submodules.linear_kv_up_proj, "__name__", "")
+    is_norm_fused = "LayerNorm" in projection_name  # e.g. TELayerNormColumnParallelLinear
+    has_own_norm = norm not in (None, IdentityOp)
+    if is_norm_fused or has_own_norm:
         norm = partial(LatentNorm, latent_heads=latent_heads)
     up_projection = ModuleSpec(
         module=LatentUpProjection,
@@ -158,7 +157,7 @@ class _KnockedLatentAttention(KnockedAttention):
             self._add_hook(query_projection, self._knock_query)
         if "key" in self.knockings or "value" in self.knockings:
             self._add_hook("linear_kv_up_proj", self._knock_key_value)
-        self._count_query_norm_once()
+        self._average_query_norm_gradients()
 
     def _add_hook(self, projection: str, knock: Callable[[Output], Output]) -> None:
         hook = ProjectionHook(self, projection, knock)
@@ -209,7 +208,8 @@ class _KnockedLatentAttention(KnockedAttention):
             return query, latent
         is_sequence_sharded = self.config.sequence_parallel
         widths = [self.config.kv_lora_rank, self.config.qk_pos_emb_head_dim]
-        if latent.size(-1) != sum(widths):
+        is_feature_sharded = latent.size(-1) != sum(widths)
+        if is_feature_sharded:
             latent = gather_from_tensor_model_parallel_region(latent, group=group)
             if is_sequence_sharded:
                 latent = scatter_to_sequence_parallel_region(latent, group=group)
@@ -219,7 +219,7 @@ class _KnockedLatentAttention(KnockedAttention):
         key = copy_to_tensor_model_parallel_region(key, group=group)
         return query, torch.cat([latent, key], dim=-1)
 
-    def _count_query_norm_once(self) -> None:
+    def _average_query_norm_gradients(self) -> None:
         """Average the gradients of the query latent's norm over TP ranks.
 
         Megatron sums the gradients of all parameters named ``q_layernorm``. Unless sequence
@@ -232,7 +232,8 @@ class _KnockedLatentAttention(KnockedAttention):
 
     def prepare_for_absorption(self) -> None:
         """Fold the matrices into the up-projection, since Megatron is about to delete it."""
-        if not hasattr(self, "up_k_weight"):
+        is_already_absorbed = hasattr(self, "up_k_weight")
+        if not is_already_absorbed:
             self._fold_up_projection()
         super().prepare_for_absorption()
 

@@ -100,7 +100,8 @@ def support_parallelism(submodules: Any) -> Any:
     changes = {}
     for field in fields(submodules):
         module = getattr(submodules, field.name)
-        changes[field.name] = parallel_module(module) if isinstance(module, type) else module
+        if isinstance(module, type):
+            changes[field.name] = parallel_module(module)
     return replace(submodules, **changes)
 
 

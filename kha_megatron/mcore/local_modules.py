@@ -144,23 +144,26 @@ class GatheredDotProductAttention(DotProductAttention):
             and query.shape[-1] == value.shape[-1]  # otherwise torch has no fused kernel
         )
 
-    def _causal_mask(self, queries: int, keys: int) -> Tensor:
-        """Build the mask of this rank's last queries, ``[1, 1, queries, keys]``."""
-        positions = token_positions(keys, self.cp_group)
-        query_positions = positions[-queries:, None]
-        key_positions = torch.arange(keys, device=positions.device)
+    def _causal_mask(self, num_queries: int, num_keys: int) -> Tensor:
+        """Build the mask of this rank's last queries, ``[1, 1, num_queries, num_keys]``."""
+        positions = token_positions(num_keys, self.cp_group)
+        query_positions = positions[-num_queries:, None]
+        key_positions = torch.arange(num_keys, device=positions.device)
         is_future = key_positions > query_positions
         return is_future[None, None]
 
     def _gather(self, x: Tensor) -> Tensor:
-        """All-gather keys or values over context-parallel ranks, in the order of the sequence."""
+        """All-gather keys or values over context-parallel ranks, in the order of the sequence.
+
+        Each rank has two chunks, see :func:`token_positions`.
+        """
         ranks = self.cp_group.size()
         if ranks == 1:
             return x
         gathered = gather_from_sequence_parallel_region(x, group=self.cp_group)
-        chunks = gathered.unflatten(0, (ranks, 2, -1))
-        first_half = chunks[:, 0]
-        second_half = chunks[:, 1].flip(0)
+        chunks_of_ranks = gathered.unflatten(0, (ranks, 2, -1))
+        first_half = chunks_of_ranks[:, 0]
+        second_half = chunks_of_ranks[:, 1].flip(0)
         ordered = torch.cat([first_half, second_half])
         return ordered.flatten(0, 1)
 

@@ -1,11 +1,20 @@
 """Split the output of ``linear_qkv``. QK-norm is left to the caller, because KHA comes first."""
 
+from typing import NamedTuple
+
 import torch
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.utils import get_pg_rank
 from torch import Tensor
 
 from kha_megatron.model.qkv import QKVLayout
+
+
+class _Block(NamedTuple):
+    """Consecutive rows of a group."""
+
+    part: str | None  # None for padding
+    rows: int
 
 
 class QKVSplit:
@@ -20,13 +29,12 @@ class QKVSplit:
         self.is_group_shared = ranks_per_group > 1
         self.group = layout.group_of(rank, ranks)
         self.local_heads = layout.head_slices(rank, ranks)
-        self.names: list[str | None] = list(layout.parts)
-        self.widths: list[int] = []
-        for part in layout.parts.values():
-            self.widths.append(part.heads * part.features)
+        self.blocks: list[_Block] = []
+        for name, part in layout.parts.items():
+            self.blocks.append(_Block(name, part.heads * part.features))
         padding = layout.padding
-        self.names.insert(layout.parts_before_padding, None)
-        self.widths.insert(layout.parts_before_padding, padding.stop - padding.start)
+        padding_block = _Block(None, padding.stop - padding.start)
+        self.blocks.insert(layout.parts_before_padding, padding_block)
 
     def groups(self, mixed_qkv: Tensor) -> Tensor:
         """Reshape the output to ``[sequence, batch, groups, rows of a group]``.
@@ -46,9 +54,10 @@ class QKVSplit:
     def __call__(self, groups: Tensor) -> dict[str, Tensor]:
         """Split the groups into named tensors ``[sequence, batch, local heads, features]``."""
         tensors = {}
-        blocks = groups.split(self.widths, dim=-1)
-        for name, heads in zip(self.names, blocks, strict=True):
-            if name is None:  # padding
+        features_of_blocks = groups.split([block.rows for block in self.blocks], dim=-1)
+        for block, heads in zip(self.blocks, features_of_blocks, strict=True):
+            name = block.part
+            if name is None:
                 continue
             part = self.layout.parts[name]
             if part.heads > 1:

@@ -98,7 +98,7 @@ def publish(
     kha: HeadsConfig,
     groups: ProcessGroupCollection,
     *,
-    multi_latent: bool = False,
+    multi_latent: bool,
     logs: bool,
 ) -> None:
     """Add the KHA config to Megatron's args, so that it is saved in checkpoints.

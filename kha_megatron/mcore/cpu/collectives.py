@@ -77,8 +77,11 @@ def _all_gather_into_tensor(
     def as_bytes(tensor: Tensor) -> Tensor:
         return tensor.detach().view(-1).view(torch.uint8)
 
-    if (group or dist.group.WORLD) in distributed_c10d._world.pg_coalesce_state:
-        output_tensor, input_tensor = as_bytes(output_tensor), as_bytes(input_tensor)
+    coalescing_groups = distributed_c10d._world.pg_coalesce_state
+    is_coalesced = (group or dist.group.WORLD) in coalescing_groups
+    if is_coalesced:
+        output_tensor = as_bytes(output_tensor)
+        input_tensor = as_bytes(input_tensor)
     return all_gather(output_tensor, input_tensor, group, async_op)
 
 

@@ -53,17 +53,21 @@ def __getattr__(name: str) -> ModuleSpec:
 
 def _check_spec_name(words: list[str]) -> None:
     """Exit with an error message for ``--spec`` with an invalid name (Megatron: KeyError)."""
-    names = words[words.index(__name__) + 1 :][:1] if __name__ in words else []
-    for name in names:
-        if name in globals():
-            return
-        try:
-            HeadsConfig.from_preset(name.removesuffix("_hybrid"))
-        except ConfigError as error:
-            sys.exit(
-                f"error: Invalid layer spec {name!r} in {__name__}. {error} The spec "
-                f"{FROM_ENVIRONMENT} reads {CONFIG_VARIABLE}. For hybrid models, append _hybrid."
-            )
+    if __name__ not in words:
+        return
+    name_index = words.index(__name__) + 1
+    if name_index == len(words):
+        return
+    name = words[name_index]
+    if name in globals():
+        return
+    try:
+        HeadsConfig.from_preset(name.removesuffix("_hybrid"))
+    except ConfigError as error:
+        sys.exit(
+            f"error: Invalid layer spec {name!r} in {__name__}. {error} The spec "
+            f"{FROM_ENVIRONMENT} reads {CONFIG_VARIABLE}. For hybrid models, append _hybrid."
+        )
 
 
 support_sequence_parallel_final_norm()
