@@ -143,21 +143,31 @@ def scale_rope(args: Any) -> None:
     """
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    # defaults of the factor and of the parameters in LLAMA3_ROPE, in the order of the signature
-    scaling_defaults = [args.rope_scaling_factor]
+    parameters = {}
     for name, default in LLAMA3_ROPE.items():
         value = getattr(args, f"rope_{name}", None)
-        scaling_defaults.append(value or default)
-    RotaryEmbedding._apply_scaling.__defaults__ = tuple(scaling_defaults)
-    build: Any = RotaryEmbedding.__init__
-    build_defaults = {}
-    for parameter in inspect.signature(build).parameters.values():
+        parameters[name] = value or default
+    _replace_defaults(
+        RotaryEmbedding._apply_scaling,
+        factor=args.rope_scaling_factor,
+        **parameters,
+    )
+    _replace_defaults(
+        RotaryEmbedding.__init__,
+        # latent attention builds its own RoPE, for which Megatron ignores --use-rope-scaling
+        rope_scaling=args.use_rope_scaling and not args.multi_latent_attention,
+        rope_scaling_factor=args.rope_scaling_factor,
+    )
+
+
+def _replace_defaults(function: Any, **new_defaults: Any) -> None:
+    """Change the default values of some parameters of a function."""
+    defaults = {}
+    for parameter in inspect.signature(function).parameters.values():
         if parameter.default is not parameter.empty:
-            build_defaults[parameter.name] = parameter.default
-    # latent attention builds its own RoPE, for which Megatron ignores --use-rope-scaling
-    build_defaults["rope_scaling"] = args.use_rope_scaling and not args.multi_latent_attention
-    build_defaults["rope_scaling_factor"] = args.rope_scaling_factor
-    build.__defaults__ = tuple(build_defaults.values())
+            defaults[parameter.name] = parameter.default
+    defaults |= new_defaults
+    function.__defaults__ = tuple(defaults.values())
 
 
 # Loading checkpoints
@@ -289,26 +299,26 @@ def let_distributed_optimizer_resume() -> None:
     from megatron.core.optimizer import distrib_optimizer
 
     optimizer_class = distrib_optimizer.DistributedOptimizer
-    is_native = not distrib_optimizer.HAVE_APEX_OR_TE
+    uses_torch_adam = not distrib_optimizer.HAVE_APEX_OR_TE
 
     @patch(optimizer_class, "_set_main_param_and_optimizer_states")
     @torch.no_grad()
-    def without_step(set_states: Any, self: Any, param: Any, tensors: dict[str, Any]) -> None:
-        if is_native:
-            tensors = tensors | {"step": None}
+    def set_in_place(set_states: Any, self: Any, param: Any, tensors: dict[str, Any]) -> None:
+        if uses_torch_adam:
+            tensors = tensors | {"step": None}  # Megatron looks it up, but does not copy None
         set_states(self, param, tensors)
 
-    if not is_native:
+    if not uses_torch_adam:
         return
 
     @patch(optimizer_class, "state_dict")
-    def with_state(state_dict: Any, self: Any) -> Any:
+    def create_and_get_state(state_dict: Any, self: Any) -> Any:
         if self.optimizer is not None:
             _create_adam_state(self.optimizer)
         return state_dict(self)
 
     @patch(optimizer_class, "load_state_dict")
-    def with_own_steps(load_state_dict: Any, self: Any, loaded: Any) -> None:
+    def load_with_own_steps(load_state_dict: Any, self: Any, loaded: Any) -> None:
         load_state_dict(self, loaded)
         for state in self.optimizer.state.values():
             state["step"] = state["step"].detach().clone()
@@ -345,14 +355,14 @@ def fix_saved_padding() -> None:
     def build_with_zeros(build: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         state = build(self, *args, **kwargs)
         for buffer in range(len(self.gbuf_ranges)):
-            for padding in _paddings(state[buffer]):
-                for value in padding.values():
+            for padding_part in _find_padding(state[buffer]):
+                for value in padding_part.values():
                     if isinstance(value, ShardedTensor):
                         _zero_padding(value)
         return state
 
 
-def _paddings(buffer_state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
+def _find_padding(buffer_state: dict[Any, Any]) -> Iterator[dict[str, Any]]:
     """Iterate over those parts of all buckets that belong to no parameter."""
     for buckets in buffer_state.values():  # one list for each dtype
         for bucket in buckets:
@@ -381,7 +391,7 @@ def let_adams_exchange_states() -> None:
     import torch
     from megatron.core import optimizer
 
-    is_native = optimizer.USING_PYTORCH_OPTIMIZER
+    uses_torch_adam = optimizer.USING_PYTORCH_OPTIMIZER
 
     @patch(_adam_class(), "load_state_dict")
     def load_from_either_adam(load: Any, self: Any, saved: Any) -> None:
@@ -394,12 +404,14 @@ def let_adams_exchange_states() -> None:
         for group_or_state in groups + states:
             if "step" in group_or_state:
                 steps.append(group_or_state.pop("step"))
-        if steps and is_native:
-            for state in states:
-                state["step"] = torch.tensor(float(steps[0]))
-        elif steps:
-            for group in groups:
-                group["step"] = int(steps[0])
+        if steps:
+            step = float(steps[0])
+            if uses_torch_adam:
+                for state in states:
+                    state["step"] = torch.tensor(step)
+            else:
+                for group in groups:
+                    group["step"] = int(step)
         load(self, saved | {"param_groups": groups})
 
 
@@ -438,11 +450,11 @@ def _share_step(optimizers: list[Any], state_dict: Any) -> None:
             continue
         saved = state_dict[index].get("optimizer", state_dict[index])
         groups = saved["param_groups"]
-        steps = [group["step"] for group in groups if "step" in group]
+        saved_steps = [group["step"] for group in groups if "step" in group]
         if "common_step" in saved.get("state", {}):
-            steps.append(saved["state"]["common_step"])
-        if steps:
-            shared_step = steps[0]
+            saved_steps.append(saved["state"]["common_step"])
+        if saved_steps:
+            shared_step = saved_steps[0]
         else:
             groups_without_step += groups
     if shared_step is not None:
@@ -593,7 +605,7 @@ def log_first_iteration_once() -> None:
 
     @patch(training, "training_log")
     def log_and_reset(log: Any, *args: Any, **kwargs: Any) -> Any:
-        iteration = args[3]  # of the positional parameters
+        iteration = args[3]  # Megatron passes it by position
         if "is_first_iteration" in kwargs and iteration % get_args().log_interval == 0:
             kwargs["is_first_iteration"] = False
         return log(*args, **kwargs)
