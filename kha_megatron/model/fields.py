@@ -26,6 +26,11 @@ _DECLARATION = "declaration"
 """Key in the metadata of dataclass fields."""
 
 
+def as_flag(name: str) -> str:
+    """Return the flag of an argument or field, e.g. ``--num-layers`` for ``num_layers``."""
+    return f"--{name.replace('_', '-')}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Field:
     """A field declared with :func:`flag`."""
@@ -187,7 +192,7 @@ def _build_field(dataclass_field: Any, declaration: _Declaration, hint: Any) -> 
     """Derive everything that was not declared from the name and the type hint of the field."""
     flag_name = declaration.flag
     if flag_name is None:
-        flag_name = "--" + dataclass_field.name.replace("_", "-")
+        flag_name = as_flag(dataclass_field.name)
     argument = declaration.argument
     if argument is None:
         argument = flag_name.removeprefix("--").replace("-", "_")

@@ -1,5 +1,6 @@
 """Parallel layout and batch size. They are validated in :mod:`kha_megatron.model.rules`."""
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from typing import Any, Self
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.fields import MAX_LAYERS, flag, read_arguments, read_attributes
-from kha_megatron.model.pattern import LayerPattern
+from kha_megatron.model.pattern import PATTERN_ARGUMENT, LayerPattern
 
 _REPEATED_GROUP = r"\(([^)]+)\)\*(\d+)"
 """E.g. ``(t|)*2``."""
@@ -125,7 +126,7 @@ class Layout:
         """
         layout = cls(world_size=world_size, **read_arguments(cls, arguments))
         stages = layout.stages
-        pattern = LayerPattern.parse(arguments.get("hybrid_layer_pattern") or "")
+        pattern = LayerPattern.parse(arguments.get(PATTERN_ARGUMENT) or "")
         if pattern and len(pattern.stages) > 1:
             stages = tuple(count * "t" for count in pattern.stages)
         vpp = layout.vpp
@@ -177,9 +178,8 @@ class Layout:
             if self.pp * chunks > num_layers + 2:
                 raise error
             counts = self._split_evenly(num_layers, chunks)
-        layers_of_chunks = [sum(chunk_counts) for chunk_counts in counts]
-        smallest_counts = [min(chunk_counts) for chunk_counts in counts]
-        if sum(layers_of_chunks) != num_layers or min(smallest_counts) < 0:
+        all_counts = list(itertools.chain.from_iterable(counts))
+        if sum(all_counts) != num_layers or min(all_counts) < 0:
             raise error
         return counts
 

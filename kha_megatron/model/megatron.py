@@ -7,8 +7,8 @@ from kha_megatron.announcements import announce
 from kha_megatron.errors import CheckpointError, show_value
 from kha_megatron.heads.config import LATENT_HEADS, HeadsConfig
 from kha_megatron.model.config import LATENT, MODEL_FIELDS, STYLE, ModelConfig
-from kha_megatron.model.fields import read_arguments, read_attributes
-from kha_megatron.model.pattern import LayerPattern
+from kha_megatron.model.fields import as_flag, read_arguments, read_attributes
+from kha_megatron.model.pattern import PATTERN_ARGUMENT, LayerPattern
 from kha_megatron.model.rope import Llama3Scaling, RopeScaling, Yarn
 
 SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
@@ -39,8 +39,6 @@ SUPPORTED_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_path": (None,),
 }
 """Allow-list for other arguments that would change the model's outputs."""
-
-_PATTERN = "hybrid_layer_pattern"
 
 _COPIED_FIELDS = (
     "num_layers",
@@ -99,7 +97,7 @@ def model_from_arguments(
     settings = read_arguments(ModelConfig, arguments)
     heads = settings["num_attention_heads"]
     hidden = settings["hidden_size"]
-    is_hybrid = bool(settings[_PATTERN])
+    is_hybrid = bool(settings[PATTERN_ARGUMENT])
     has_layers = settings["num_layers"] or is_hybrid
     if not (heads and hidden and has_layers):
         return None
@@ -116,7 +114,7 @@ def model_from_arguments(
     settings["num_experts"] = settings["num_experts"] or None
     settings["moe_ffn_hidden_size"] = settings["moe_ffn_hidden_size"] or settings["ffn_hidden_size"]
     if is_hybrid:
-        pattern = LayerPattern.parse(settings[_PATTERN])
+        pattern = LayerPattern.parse(settings[PATTERN_ARGUMENT])
         settings |= _UNKNOWN_LAYERS if pattern is None else _settings_of_pattern(pattern)
     if kha is None:
         kha = HeadsConfig(
@@ -243,7 +241,7 @@ def _build_trained_model(
         "padded_vocab_size": padded_vocab_size,
         "rotary_base": float(args["rotary_base"]),
         "scaling": _read_mla_scaling(args) if is_latent else _read_scaling(args),
-        "gpt_model": args.get(_PATTERN) is None,
+        "gpt_model": args.get(PATTERN_ARGUMENT) is None,
         "kha": kha,
     }
     if is_latent:
@@ -266,12 +264,12 @@ def _unsupported(name: str, value: Any, why: str) -> CheckpointError:
 
 
 def _check_pattern(args: Mapping[str, Any]) -> None:
-    pattern = args.get(_PATTERN)
+    pattern = args.get(PATTERN_ARGUMENT)
     if pattern is None:
         return
     if not isinstance(pattern, str) or LayerPattern.parse(pattern) is None:
         raise _unsupported(
-            _PATTERN,
+            PATTERN_ARGUMENT,
             pattern,
             "expected attention alternating with - or E",
         )
@@ -458,7 +456,7 @@ def to_arguments(model: ModelConfig) -> dict[str, Any]:
         args |= _expert_arguments(model)
     if not model.gpt_model:
         args |= {
-            _PATTERN: str(model.layer_pattern([model.layers])),
+            PATTERN_ARGUMENT: str(model.layer_pattern([model.layers])),
             "num_layers": 2 * model.layers,
             "moe_layer_freq": 1,
         }
@@ -468,10 +466,10 @@ def to_arguments(model: ModelConfig) -> dict[str, Any]:
         raise CheckpointError(
             f"Megatron does not support {name}={wanted!r} and would use {result!r} for this model."
         )
-    kha = model.kha
+    added_kha = model.kha
     if model.attention_output_gate:
-        kha = kha.without_output_gate()  # it is one of Megatron's own arguments
-    if kha.mechanisms or kha.attention is not None:
+        added_kha = added_kha.without_output_gate()  # it is one of Megatron's own arguments
+    if added_kha.mechanisms or added_kha.attention is not None:
         args |= model.kha.to_entries(multi_latent=is_latent)
     return args
 
@@ -543,7 +541,7 @@ def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
     again and overwrite its own progress.
     """
     words = ["--pretrained-checkpoint", checkpoint, "--use-checkpoint-args"]
-    if not args.get(_PATTERN):
+    if not args.get(PATTERN_ARGUMENT):
         words.append("--gpt-model")
     passed_names: tuple[str, ...] = _NOT_FROM_CHECKPOINT
     if args.get("kha_attention") == "gta":  # checked by our entry point before loading
@@ -552,9 +550,7 @@ def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
         value = args.get(name)
         if value is None or value is False:
             continue
-        flag = f"--{name.replace('_', '-')}"
-        if name in MODEL_FIELDS:
-            flag = MODEL_FIELDS[name].flag
+        flag = MODEL_FIELDS[name].flag if name in MODEL_FIELDS else as_flag(name)
         words.append(flag)
         if value is not True:
             words.append(str(value))

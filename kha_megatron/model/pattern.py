@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from kha_megatron.errors import ConfigError
-from kha_megatron.model.fields import MAX_LAYERS
+from kha_megatron.model.fields import MAX_LAYERS, as_flag
+
+PATTERN_ARGUMENT = "hybrid_layer_pattern"
 
 _ATTENTION = "*"
 _LATENT_ATTENTION = "+"
@@ -24,14 +26,14 @@ MLP = {_DENSE: 0, _EXPERTS: 1}
 _MAX_LENGTH = 3 * MAX_LAYERS
 """Two symbols for each pair of attention and MLP, and one for the end of a pipeline stage."""
 
-_GPT_ONLY = {
-    "no_rope_freq": "--no-rope-freq",
-    "window_attn_skip_freq": "--window-attn-skip-freq",
-    "linear_attention_freq": "--linear-attention-freq",
-    "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
-    "heterogeneous_layers_config_encoded_json": "--heterogeneous-layers-config-encoded-json",
-}
-"""Arguments that refer to the layers of a GPTModel, and their flags."""
+_GPT_ONLY = (
+    "no_rope_freq",
+    "window_attn_skip_freq",
+    "linear_attention_freq",
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+)
+"""Arguments that refer to the layers of a GPTModel."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +61,16 @@ class LayerPattern:
         symbols = main.replace("|", "")
         if not symbols or len(symbols) % 2:
             return None
-        attention = symbols[0]
-        # the layers of pairs alternate
+        # attention and MLP alternate
         attentions = symbols[::2]
         mlps = symbols[1::2]
+        attention = attentions[0]
         if attention not in ATTENTION or set(attentions) != {attention}:
             return None
         if not set(mlps) <= MLP.keys():
             return None
         last_pair = symbols[-2:]
-        if not set(predictions) <= {last_pair}:
+        if any(prediction != last_pair for prediction in predictions):
             return None
         stages = main.split("|")
         return cls(
@@ -90,7 +92,8 @@ class LayerPattern:
             stage = pairs[start : start + count]
             stages.append("".join(stage))
             start += count
-        return "|".join(stages) + self.predictions * f"/{pairs[-1]}"
+        predictions = f"/{pairs[-1]}" * self.predictions
+        return "|".join(stages) + predictions
 
 
 def _check_length(name: str, count: int) -> None:
@@ -101,7 +104,11 @@ def _check_length(name: str, count: int) -> None:
 
 
 def check_no_gpt_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise ConfigError for Megatron arguments that only work with ``--gpt-model``."""
-    for name, flag in _GPT_ONLY.items():
+    """Raise ConfigError for Megatron arguments that only work with ``--gpt-model``.
+
+    A :class:`~kha_megatron.model.run.Run` uses the flag as name of arguments that it does not know.
+    """
+    for name in _GPT_ONLY:
+        flag = as_flag(name)
         if arguments.get(name) or arguments.get(flag):
             raise ConfigError(f"{flag} is only supported by GPTModel. Please add --gpt-model.")

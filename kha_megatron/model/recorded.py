@@ -10,7 +10,9 @@ from kha_megatron.heads import HeadSizes, HeadTensor, Knock, Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.registry import mechanism_types
 from kha_megatron.model.config import MODEL_FIELDS, ModelConfig
+from kha_megatron.model.fields import as_flag
 from kha_megatron.model.megatron import model_from_arguments
+from kha_megatron.model.pattern import PATTERN_ARGUMENT
 
 _OUTPUT_PROJECTION = "self_attention.linear_proj.weight"
 """Every attention layer has a tensor whose key ends like this."""
@@ -139,7 +141,7 @@ def check_same_tensors(
     _check_sizes(path, saved_model, model)
     for name in _OTHER_SIZE_ARGUMENTS:
         if name in saved and name in passed:
-            _check_value(path, _as_flag(name), saved[name], passed[name])
+            _check_value(path, as_flag(name), saved[name], passed[name])
     _check_vocabulary(path, saved.get("vocab_size"), passed.get("padded_vocab_size"))
     if passed.get("dist_ckpt_strictness") in _TOLERANT_STRICTNESS:
         return
@@ -152,9 +154,9 @@ def check_same_tensors(
     predictions = _count_prediction_layers(model, passed)
     if predictions > saved_predictions:
         _check_value(path, "--mtp-num-layers", saved_predictions, predictions)
-    saved_positions = _count_learned_positions(saved_model)
     positions = _count_learned_positions(model)
     if positions:
+        saved_positions = _count_learned_positions(saved_model)
         _check_value(path, "--max-position-embeddings", saved_positions, positions)
 
 
@@ -178,14 +180,13 @@ def check_same_optimizer(
         defaults["use_distributed_optimizer"] = False
     if not is_reshardable and _has_main_weights(saved) != _has_main_weights(passed):
         defaults |= {"bf16": False, "fp16": False}
-    for name, default in defaults.items():
-        _check_optimizer_argument(
-            path,
-            name,
-            saved=saved.get(name, default),
-            passed=passed.get(name, default),
-            remedy="Use the same value",
-        )
+    _check_optimizer_arguments(
+        path,
+        saved,
+        passed,
+        defaults=defaults,
+        remedy="Use the same value",
+    )
     has_buffers = is_distributed and not is_reshardable
     if has_buffers and passed.get("use_distributed_optimizer"):
         _check_buffers(path, saved, passed)
@@ -197,44 +198,43 @@ def _check_buffers(
     passed: Mapping[str, Any],
 ) -> None:
     """Check that the buffers of the distributed optimizer have the same layout."""
-    if not (saved.get("hybrid_layer_pattern") or passed.get("gpt_model")):
+    if not (saved.get(PATTERN_ARGUMENT) or passed.get("gpt_model")):
         raise CheckpointError(
             f"The optimizer state in {path} can only be loaded into a GPTModel. Save a checkpoint "
             "with --gpt-model and --dist-ckpt-optim-fully-reshardable first, or add "
             "--no-load-optim."
         )
-    for name, default in _BUFFER_ARGUMENTS.items():
-        _check_optimizer_argument(
-            path,
-            name,
-            saved=saved.get(name, default),
-            passed=passed.get(name, default),
-            remedy="Save a checkpoint with --dist-ckpt-optim-fully-reshardable first",
-        )
+    _check_optimizer_arguments(
+        path,
+        saved,
+        passed,
+        defaults=_BUFFER_ARGUMENTS,
+        remedy="Save a checkpoint with --dist-ckpt-optim-fully-reshardable first",
+    )
 
 
-def _check_optimizer_argument(
+def _check_optimizer_arguments(
     path: Path,
-    name: str,
+    saved: Mapping[str, Any],
+    passed: Mapping[str, Any],
     *,
-    saved: Any,
-    passed: Any,
+    defaults: Mapping[str, Any],
     remedy: str,
 ) -> None:
-    if saved != passed:
-        raise CheckpointError(
-            f"The optimizer state in {path} was saved {_describe_argument(name, saved)} and cannot "
-            f"be loaded {_describe_argument(name, passed)}. {remedy}, or add --no-load-optim to "
-            "start with a new optimizer state."
-        )
-
-
-def _as_flag(argument: str) -> str:
-    return f"--{argument.replace('_', '-')}"
+    """Check that some arguments, whose defaults are given, have not changed."""
+    for name, default in defaults.items():
+        saved_value = saved.get(name, default)
+        passed_value = passed.get(name, default)
+        if saved_value != passed_value:
+            raise CheckpointError(
+                f"The optimizer state in {path} was saved {_describe_argument(name, saved_value)} "
+                f"and cannot be loaded {_describe_argument(name, passed_value)}. {remedy}, or add "
+                "--no-load-optim to start with a new optimizer state."
+            )
 
 
 def _describe_argument(name: str, value: Any) -> str:
-    flag = _as_flag(name)
+    flag = as_flag(name)
     if value is None or value is False:
         return f"without {flag}"
     if value is True:

@@ -23,7 +23,7 @@ from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.fields import Field, declared_fields, flag, read_arguments
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.megatron import model_from_arguments
-from kha_megatron.model.pattern import check_no_gpt_arguments
+from kha_megatron.model.pattern import PATTERN_ARGUMENT, check_no_gpt_arguments
 
 Arguments = dict[str, tuple[str, ...]]
 """Maps flags (including the dashes) to their values."""
@@ -206,7 +206,9 @@ def parse(words: Sequence[str]) -> Arguments:
         is_flag = re.match(r"--[A-Za-z]", word)
         if is_flag:
             current_flag, equals_sign, value = word.partition("=")
-            values = arguments.get(current_flag, ()) if current_flag in REPEATED else ()
+            values = ()
+            if current_flag in REPEATED:
+                values = arguments.get(current_flag, ())
             if equals_sign:
                 values += (value,)
             arguments[current_flag] = values
@@ -372,7 +374,7 @@ class Run:
         if not changes:
             return self
         # all changed arguments but the pattern have default values, i.e. no flags
-        arguments = as_arguments(**{HYBRID: changes[HYBRID]})
+        arguments = as_arguments(**{PATTERN_ARGUMENT: changes[PATTERN_ARGUMENT]})
         for name, argument in self.explicit.items():
             if name not in changes:
                 arguments[name] = argument
@@ -416,7 +418,6 @@ class Run:
         return Training(**read_arguments(Training, self.arguments))
 
 
-HYBRID = "hybrid_layer_pattern"
 _DESCRIBED_BY_PATTERN = (
     "num_layers",
     "moe_layer_freq",
@@ -454,7 +455,7 @@ def as_hybrid(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for field in declared_fields(ModelConfig, Layout):
         if field.name in _DESCRIBED_BY_PATTERN:
             changes[field.argument] = field.default
-    changes[HYBRID] = str(pattern)
+    changes[PATTERN_ARGUMENT] = str(pattern)
     return changes
 
 

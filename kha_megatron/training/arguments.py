@@ -15,7 +15,7 @@ from kha_megatron.heads.registry import mechanism_types, use_files
 from kha_megatron.mcore import cpu
 from kha_megatron.mcore.compat import cuda_versions, lacks_te_extension
 from kha_megatron.mcore.patches import LLAMA3_ROPE
-from kha_megatron.model.fields import declared_fields
+from kha_megatron.model.fields import as_flag, declared_fields
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.rules import check_arguments, check_optimizer_package
 from kha_megatron.model.run import HeadOptions, as_hybrid, parse_kha_config
@@ -118,7 +118,7 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
     """Add all of our arguments to Megatron's parser (as its ``extra_args_provider``)."""
     group = parser.add_argument_group("kha training")
     for name, options in _TRAINING_OPTIONS.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = as_flag(name)
         if flag not in parser._option_string_actions:  # a patch adds --moe-router-bias-update-rms
             group.add_argument(flag, help=_TRAINING_HELP[name], **options)
     parser.set_defaults(verify_integrity=True, eval_interval=1000)  # Megatron divides by its None
@@ -284,7 +284,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--spec is not supported by this entry point. Use --kha-preset.")
     for name in _UNSUPPORTED:
         if getattr(args, name):
-            flag = f"--{name.replace('_', '-')}"
+            flag = as_flag(name)
             raise ConfigError(
                 f"{flag} is not supported by this entry point. Use pretrain_gpt.py with --spec."
             )
@@ -301,13 +301,13 @@ def check_options(args: argparse.Namespace) -> None:
     for name in ("save_interval_in_mins", "kha_log_interval"):
         value = getattr(args, name)
         if value is not None and value < 0:
-            flag = f"--{name.replace('_', '-')}"
+            flag = as_flag(name)
             raise ConfigError(f"{flag} must not be negative, got {value}. Use 0 to disable it.")
     if args.moe_router_bias_update_rms and not args.moe_router_enable_expert_bias:
         raise ConfigError("--moe-router-bias-update-rms requires --moe-router-enable-expert-bias.")
     for name in LLAMA3_ROPE:
         if getattr(args, f"rope_{name}") is not None and not args.use_rope_scaling:
-            flag = f"--rope-{name.replace('_', '-')}"
+            flag = as_flag(f"rope_{name}")
             raise ConfigError(f"{flag} requires --use-rope-scaling. Add it, or remove {flag}.")
     if args.kha_fold_linear and (args.use_torch_fsdp2 or args.use_megatron_fsdp):
         raise ConfigError("--kha-fold-linear does not support FSDP. Remove one of them.")

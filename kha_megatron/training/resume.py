@@ -26,6 +26,8 @@ from kha_megatron.checkpoint.tracker import (
 from kha_megatron.errors import CheckpointError, ConfigError, show_value
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore.patches import LLAMA3_ROPE
+from kha_megatron.model.fields import as_flag
+from kha_megatron.model.pattern import PATTERN_ARGUMENT
 from kha_megatron.model.recorded import (
     check_same_heads,
     check_same_optimizer,
@@ -236,7 +238,7 @@ def check_model_class(start: Start, args: Namespace) -> None:
     if start.path is None:
         return
     _check_same_norm(start, args)
-    contains_hybrid_model = bool(start.arguments.get("hybrid_layer_pattern"))
+    contains_hybrid_model = bool(start.arguments.get(PATTERN_ARGUMENT))
     if contains_hybrid_model and args.gpt_model:
         raise CheckpointError(f"{start.path} contains a HybridModel. Remove --gpt-model.")
     if not contains_hybrid_model and not args.gpt_model:
@@ -334,7 +336,7 @@ def _check_same_rope(start: Start, args: Namespace) -> None:
         if name == "position_embedding_type" and args.use_rotary_position_embeddings:
             continue
         raise CheckpointError(
-            f"--{name.replace('_', '-')} is {value}, but {start.path} was trained with "
+            f"{as_flag(name)} is {value}, but {start.path} was trained with "
             f"{show_value(saved_value)}. Use the same RoPE arguments, or add --finetune to change "
             "them."
         )
