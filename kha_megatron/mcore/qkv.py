@@ -31,7 +31,7 @@ class QKVSplit:
         self.local_heads = layout.head_slices(rank, ranks)
         self.blocks: list[_Block] = []
         for name, part in layout.parts.items():
-            self.blocks.append(_Block(name, part.heads * part.features))
+            self.blocks.append(_Block(name, part.num_rows))
         padding = layout.padding
         padding_block = _Block(None, padding.stop - padding.start)
         self.blocks.insert(layout.parts_before_padding, padding_block)

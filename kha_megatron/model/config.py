@@ -204,11 +204,12 @@ class ModelConfig:
     :mod:`kha_megatron.conversion.folding`. Only Hugging Face models can be folded."""
 
     def __post_init__(self) -> None:
-        kha = self.kha.with_output_gate(self.attention_output_gate)
-        uses_output_gate = kha.has_output_gate and not self.multi_latent_attention
         self._check_layer_frequency()
+        kha = self.kha.with_output_gate(self.attention_output_gate)
+        # Megatron's own output gate is not available for MLA
+        has_stock_gate = kha.has_output_gate and not self.multi_latent_attention
         object.__setattr__(self, "kha", kha)
-        object.__setattr__(self, "attention_output_gate", uses_output_gate)
+        object.__setattr__(self, "attention_output_gate", has_stock_gate)
         kha.check(self.head_facts)
 
     def _check_layer_frequency(self) -> None:
@@ -454,7 +455,7 @@ class ModelConfig:
         self,
         other: "ModelConfig",
         ignored: tuple[str, ...] = (),
-    ) -> dict[str, Any]:
+    ) -> dict[str, tuple[Any, Any]]:
         """Return ``{name: (ours, theirs)}`` for all settings with different values.
 
         Does not compare the vocab size, the model class in Megatron, the dtype of the router (stock
@@ -486,10 +487,10 @@ class ModelConfig:
             if not isinstance(value, dict):
                 settings[f"kha {name}"] = value
                 continue
-            mechanism_settings = value
-            for setting, chosen in mechanism_settings.items():
+            mechanism = name
+            for setting, chosen in value.items():
                 if setting not in _TRAINING_ONLY_SETTINGS:
-                    settings[f"kha {name}.{setting}"] = chosen
+                    settings[f"kha {mechanism}.{setting}"] = chosen
         return settings
 
 

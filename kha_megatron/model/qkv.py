@@ -31,8 +31,12 @@ class Part:
     is_per_query: bool  # split between the ranks that share a group, as query heads are
 
     @property
+    def num_rows(self) -> int:
+        return self.heads * self.features
+
+    @property
     def rows(self) -> slice:
-        return slice(self.first, self.first + self.heads * self.features)
+        return slice(self.first, self.first + self.num_rows)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,41 +58,48 @@ class QKVLayout:
 
     @cached_property
     def parts(self) -> dict[str, Part]:
+        """All parts of a group by name, in the order of their rows."""
+        return self._parts_before_padding | self._parts_after_padding
+
+    @cached_property
+    def _parts_before_padding(self) -> dict[str, Part]:
         parts: dict[str, Part] = {}
         next_row = 0
-
-        def append(name: str, features: int, *, is_per_query: bool = False) -> None:
-            nonlocal next_row
-            parts[name] = Part(
-                first=next_row,
-                heads=self.queries if is_per_query else 1,
-                features=features,
-                is_per_query=is_per_query,
-            )
-            next_row = parts[name].rows.stop
-
         if "query" not in self.omitted:
-            append("query", self.head_dim, is_per_query=True)
+            query = self._part(next_row, self.head_dim, is_per_query=True)
+            parts["query"] = query
+            next_row = query.rows.stop
         for rows in self.mechanism_rows:
-            append(rows.name, rows.features, is_per_query=rows.heads == "query")
+            part = self._part(next_row, rows.features, is_per_query=rows.heads == "query")
+            parts[rows.name] = part
+            next_row = part.rows.stop
+        return parts
+
+    @cached_property
+    def _parts_after_padding(self) -> dict[str, Part]:
+        parts: dict[str, Part] = {}
         next_row = self.padding.stop
         if not self.tied and "key" not in self.omitted:
-            append("key", self.head_dim)
-        append("value", self.value_rows or self.head_dim)
+            key = self._part(next_row, self.head_dim)
+            parts["key"] = key
+            next_row = key.rows.stop
+        parts["value"] = self._part(next_row, self.value_rows or self.head_dim)
         return parts
+
+    def _part(self, first: int, features: int, *, is_per_query: bool = False) -> Part:
+        heads = self.queries if is_per_query else 1
+        return Part(first=first, heads=heads, features=features, is_per_query=is_per_query)
 
     @cached_property
     def padding(self) -> slice:
         """Padding rows in a group (right before the key)."""
-        first = 0 if "query" in self.omitted else self.queries * self.head_dim
+        first = 0
+        for part in self._parts_before_padding.values():
+            first = part.rows.stop
         padded_rows = 0  # Megatron's own gate is not padded
         for rows in self.mechanism_rows:
-            count = rows.features
-            if rows.heads == "query":
-                count *= self.queries
-            first += count
             if not rows.is_stock:
-                padded_rows += count
+                padded_rows += self._parts_before_padding[rows.name].num_rows
         padding_rows = -padded_rows % UNIT
         return slice(first, first + padding_rows)
 
@@ -101,8 +112,7 @@ class QKVLayout:
 
     @property
     def parts_before_padding(self) -> int:
-        query_parts = 1 if "query" in self.parts else 0
-        return query_parts + len(self.mechanism_rows)
+        return len(self._parts_before_padding)
 
     @property
     def stock_gate(self) -> str | None:
