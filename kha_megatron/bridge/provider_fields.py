@@ -79,7 +79,7 @@ def read_heads(provider: Any) -> HeadsConfig:
     entries = dict(vars(provider))
     for name, settings in (entries.get("kha_others") or {}).items():
         entries[f"kha_{name}"] = settings
-    return HeadsConfig.from_entries(entries) or HeadsConfig()
+    return HeadsConfig.from_entries_or_empty(entries)
 
 
 def hybrid_pattern(provider: Any) -> str:

@@ -183,7 +183,7 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
     if args.hybrid_layer_pattern:
         builder_class = HybridModelBuilder
         args.hybrid_layer_pattern = _pattern_without_stages(args)
-    config = model_config(args, HeadsConfig.from_entries(checkpoint.args) or HeadsConfig())
+    config = model_config(args, HeadsConfig.from_entries_or_empty(checkpoint.args))
     builder = builder_class(config)
     config.parallel_output = False
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())

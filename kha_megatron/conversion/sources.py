@@ -246,7 +246,7 @@ def _open_megatron(path: Path) -> ModelSource:
     if embedding not in entries:
         raise CheckpointError(f"Tensor {embedding} not found in {path}. Is this a GPT checkpoint?")
     padded_vocab_size = entries[embedding].shape[0]
-    heads = HeadsConfig.from_entries(args) or HeadsConfig()
+    heads = HeadsConfig.from_entries_or_empty(args)
     model = model_from_checkpoint(args, heads, padded_vocab_size)
     located = locate_tensors(entries, model)
     expected_shapes = {}

@@ -188,6 +188,11 @@ class HeadsConfig:
         return config.with_output_gate(has_output_gate)
 
     @classmethod
+    def from_entries_or_empty(cls, entries: Mapping[str, Any]) -> Self:
+        """Like :meth:`from_entries`, but return a config without mechanisms instead of None."""
+        return cls.from_entries(entries) or cls()
+
+    @classmethod
     def _from_kha_entries(cls, entries: Mapping[str, Any]) -> Self | None:
         """Build the config from ``kha_`` entries, or from a preset that ``spec`` names."""
         settings = {}

@@ -49,7 +49,7 @@ KHAModelConfig.write_code = staticmethod(write_modelling_files)
 
 def read_kha(config: KHAModelConfig) -> HeadsConfig:
     """Collect the `kha_*` fields of a model config."""
-    return HeadsConfig.from_entries(vars(config)) or HeadsConfig()
+    return HeadsConfig.from_entries_or_empty(vars(config))
 
 
 __all__ = [

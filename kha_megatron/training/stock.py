@@ -35,7 +35,7 @@ def use_arguments(args: argparse.Namespace) -> None:
     if not args.kha_stock:  # used by our own entry point, or already called
         return
     args.kha_stock = False
-    has_only_defaults = all(getattr(args, f.argument) == f.default for f in HEAD_FIELDS)
+    has_only_defaults = all(getattr(args, field.argument) == field.default for field in HEAD_FIELDS)
     if has_only_defaults:
         for projection in PROJECTIONS:  # else a checkpoint would record the baseline preset
             delattr(args, f"kha_{projection}")
@@ -56,7 +56,7 @@ def use_arguments(args: argparse.Namespace) -> None:
     args.spec = SPEC
 
 
-def resolved(args: argparse.Namespace) -> HeadsConfig:
+def recorded_kha(args: argparse.Namespace) -> HeadsConfig:
     """Get the KHA config that :func:`use_arguments` stored in ``args``."""
     kha = HeadsConfig.from_entries(vars(args))
     if kha is None:
@@ -71,7 +71,7 @@ def layer_spec(config: Any, vp_stage: int | None = None) -> Any:
     from kha_megatron.mcore.gpt import kha_layer_spec
 
     args = get_args()
-    kha = resolved(args)
+    kha = recorded_kha(args)
     if not vp_stage:
         announce(f"using the layer spec of the --kha-* arguments ({kha})")
     return kha_layer_spec(config, kha, vp_stage)
@@ -105,7 +105,7 @@ def activation_bytes_per_layer(args: argparse.Namespace) -> int:
 
 def _kha_and_sizes(args: argparse.Namespace) -> tuple[HeadsConfig, HeadSizes]:
     """Get the KHA config (without the output gate, which Megatron counts itself) and head sizes."""
-    kha = HeadsConfig.from_entries(vars(args))
+    kha = HeadsConfig.from_entries_or_empty(vars(args))
     model = model_from_arguments(vars(args))
     assert model is not None, "Megatron has validated its sizes"
-    return (kha or HeadsConfig()).without_output_gate(), model.head_sizes
+    return kha.without_output_gate(), model.head_sizes

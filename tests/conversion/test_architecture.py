@@ -71,7 +71,7 @@ def test_rope_scaling_factor_is_that_of_the_training_script(args, capsys, kha, s
     given = {} if spec == "none recorded" else {"spec": spec}
     scaled = {"use_rope_scaling": True, "rope_scaling_factor": 4.0, "max_position_embeddings": 9000}
     saved = rest | scaled | kha | given
-    config = hf_config(saved, HeadsConfig.from_entries(saved) or HeadsConfig(), 51)
+    config = hf_config(saved, HeadsConfig.from_entries_or_empty(saved), 51)
     assert config.rope_parameters["factor"] == factor
     notice = "Using a RoPE scaling factor of 8"
     assert (notice in capsys.readouterr().err) == (factor == 8.0)

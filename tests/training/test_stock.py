@@ -204,7 +204,7 @@ def test_without_arguments_nothing_is_stored():
     assert HeadsConfig.from_entries(vars(args)) is None
     args.spec = stock.SPEC  # as --use-checkpoint-args may set it
     with pytest.raises(ConfigError, match="requires --kha-preset"):
-        stock.resolved(args)
+        stock.recorded_kha(args)
 
 
 @pytest.mark.parametrize(
