@@ -204,8 +204,8 @@ class ModelConfig:
     :mod:`kha_megatron.conversion.folding`. Only Hugging Face models can be folded."""
 
     def __post_init__(self) -> None:
-        self._check_layer_frequency()
         kha = self.kha.with_output_gate(self.attention_output_gate)
+        self._check_layer_frequency()
         # Megatron's own output gate is not available for MLA
         has_stock_gate = kha.has_output_gate and not self.multi_latent_attention
         object.__setattr__(self, "kha", kha)

@@ -237,7 +237,7 @@ def kha_from_args(args: argparse.Namespace) -> HeadsConfig:
     return kha
 
 
-def describe_layers(args: argparse.Namespace, *, pattern_is_saved: bool = False) -> None:
+def set_layer_pattern(args: argparse.Namespace, *, pattern_is_saved: bool = False) -> None:
     """Replace ``--num-layers`` by ``--hybrid-layer-pattern``, unless ``--gpt-model`` is set.
 
     ``pattern_is_saved`` means that a pattern comes from a checkpoint. If its pipeline stages do not

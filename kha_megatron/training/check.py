@@ -46,11 +46,11 @@ def _find_contradiction(args: argparse.Namespace) -> str | None:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import validate_args
 
-    from kha_megatron.training.arguments import check_options, describe_layers
+    from kha_megatron.training.arguments import check_options, set_layer_pattern
 
     try:
         check_options(args)
-        describe_layers(args)
+        set_layer_pattern(args)
         if not args.use_checkpoint_args:
             with contextlib.redirect_stdout(io.StringIO()):
                 validate_args(args, {"tokenizer_type": "NullTokenizer"})

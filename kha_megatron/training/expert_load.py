@@ -36,7 +36,8 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
     iteration = args.curr_iteration + 1
     if iteration % args.log_interval:
         return
-    table = torch.zeros(args.num_layers, len(_NAMES) + 1, dtype=loads.dtype, device=loads.device)
+    num_columns = len(_NAMES) + 1
+    table = torch.zeros(args.num_layers, num_columns, dtype=loads.dtype, device=loads.device)
     if layers:
         mean = loads.mean(dim=-1)
         columns = [
@@ -48,11 +49,15 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
         indices = [number - 1 for number in layers]
         table[indices] = torch.stack(columns, dim=-1)
     torch.distributed.all_reduce(table, group=mpu.get_pipeline_model_parallel_group())
-    rows = [row for row in table.tolist() if row[-1]]
-    violations = [row[0] for row in rows]
-    values = {"expert-load/violation": sum(violations) / len(violations)}
-    # other layers have no number, because a HybridModel also counts attention layers
-    for moe_layer, row in enumerate(rows, start=1):
-        for name, value in zip(_NAMES, row, strict=False):
+    values = {}
+    violations = []
+    # only layers with experts are numbered, because a HybridModel also counts attention layers
+    for *metrics, has_experts in table.tolist():
+        if not has_experts:
+            continue
+        violations.append(metrics[0])
+        moe_layer = len(violations)
+        for name, value in zip(_NAMES, metrics, strict=True):
             values[f"expert-load/{name}-layer-{moe_layer}"] = value
+    values["expert-load/violation"] = sum(violations) / len(violations)
     write_scalars(values, iteration)

@@ -49,8 +49,7 @@ from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
     check_restored_sizes,
-    describe_layers,
-    kha_from_args,
+    set_layer_pattern,
 )
 from kha_megatron.training.expert_load import report_expert_load
 from kha_megatron.training.first_rank import compute_on_first_rank
@@ -60,11 +59,11 @@ from kha_megatron.training.resume import (
     Start,
     check_model_class,
     check_same_state,
+    choose_kha,
     choose_start,
     is_upcycled,
     loads_fp8_scales,
     object_store,
-    restored_kha,
     vocabulary_size,
 )
 from kha_megatron.training.saving import (
@@ -97,7 +96,7 @@ def run(program_start: float) -> None:
     patches.let_learning_rate_change(keep=parsed_args.use_checkpoint_opt_param_scheduler)
 
     start = _prepare_directories(parsed_args)
-    kha = restored_kha(start, parsed_args) or kha_from_args(parsed_args)
+    kha = choose_kha(start, parsed_args)
     patches.load_from_either(scales=loads_fp8_scales(start, parsed_args))
     args = _validate(parsed_args, start, kha)
     _configure_saves(args)
@@ -180,7 +179,7 @@ def _validate(
     pattern_is_saved = not parsed_args.hybrid_layer_pattern
 
     def complete(args: argparse.Namespace) -> None:
-        describe_layers(args, pattern_is_saved=pattern_is_saved)
+        set_layer_pattern(args, pattern_is_saved=pattern_is_saved)
         check_model_class(start, args)
         check_restored_sizes(args, kha)
 
@@ -193,7 +192,8 @@ def _validate(
 
 
 def _configure_saves(args: argparse.Namespace) -> None:
-    args.verify_integrity &= args.ckpt_format == "torch_dist"  # only supported for torch_dist
+    if args.ckpt_format != "torch_dist":  # other formats have no hashes
+        args.verify_integrity = False
     remote = object_store(args)
     if args.verify_integrity and remote:
         announce(f"Writing and checking no hashes in the object store of {remote}.")

@@ -86,6 +86,7 @@ class Start:
 
     @property
     def kha(self) -> HeadsConfig | None:
+        """The recorded KHA config. None without KHA, and without a checkpoint."""
         return HeadsConfig.from_entries(self.arguments)
 
     @property
@@ -114,7 +115,7 @@ def choose_start(args: Namespace) -> Start:
     is_tracker_repaired = repair_tracker(args)
     warn_of_a_fresh_start(args)
     start = replace(find_start(args), is_tracker_repaired=is_tracker_repaired)
-    kha = restored_kha(start, args) or kha_from_args(args)
+    kha = choose_kha(start, args)
     check_attention(vars(args), kha)
     if not is_upcycled(start, args, kha):
         check_same_kha(start, args, kha)
@@ -220,6 +221,11 @@ def _tracked_iteration(directory: Path) -> Path:
     return resolve(directory)
 
 
+def choose_kha(start: Start, args: Namespace) -> HeadsConfig:
+    """Return the KHA config of this run, from the checkpoint or from ``--kha-*`` arguments."""
+    return restored_kha(start, args) or kha_from_args(args)
+
+
 def restored_kha(start: Start, args: Namespace) -> HeadsConfig | None:
     """Return the KHA config of the checkpoint if ``--use-checkpoint-args`` is set.
 
@@ -233,7 +239,7 @@ def restored_kha(start: Start, args: Namespace) -> HeadsConfig | None:
 def check_model_class(start: Start, args: Namespace) -> None:
     """Raise CheckpointError if Megatron cannot load the checkpoint into this kind of model.
 
-    This needs the final ``--hybrid-layer-pattern``, see ``arguments.describe_layers``.
+    This needs the final ``--hybrid-layer-pattern``, see ``arguments.set_layer_pattern``.
     """
     if start.path is None:
         return
@@ -362,7 +368,7 @@ def is_upcycled(start: Start, args: Namespace, kha: HeadsConfig) -> bool:
         )
     if not start.is_pretrained:
         return False
-    saved_kha = start.kha or HeadsConfig()
+    saved_kha = HeadsConfig.from_entries_or_empty(start.arguments)
     has_mechanisms = bool(saved_kha.without_output_gate().mechanisms)
     # the output gate is part of Megatron's linear_qkv, so both models need to have it or not
     if has_mechanisms or saved_kha.has_output_gate != kha.has_output_gate:

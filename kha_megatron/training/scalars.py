@@ -7,8 +7,10 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 
 def write_scalars(values: Mapping[str, float], iteration: int) -> None:
     """Log a dict of scalars. Only Megatron's last rank has writers, so others do nothing."""
-    if (tensorboard := get_tensorboard_writer()) is not None:
+    tensorboard = get_tensorboard_writer()
+    if tensorboard is not None:
         for name, value in values.items():
             tensorboard.add_scalar(name, value, iteration)
-    if (wandb := get_wandb_writer()) is not None:
+    wandb = get_wandb_writer()
+    if wandb is not None:
         wandb.log(dict(values), iteration)

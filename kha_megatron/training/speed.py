@@ -41,8 +41,9 @@ def _report(original: Any, is_logged: bool = False, throughput: float | None = N
         return
     flops_per_second = throughput * 10**12  # per GPU
     batch_size = get_current_global_batch_size()
-    flops = training.num_floating_point_operations(args, batch_size)
-    tokens_per_second = flops_per_second / flops * batch_size * args.seq_length
+    flops_per_batch = training.num_floating_point_operations(args, batch_size)
+    batches_per_second = flops_per_second / flops_per_batch
+    tokens_per_second = batches_per_second * batch_size * args.seq_length
     values = {"tokens-per-second-per-gpu": tokens_per_second}
     peak = find_peak(torch.cuda.get_device_name()) if args.device == "cuda" else None
     if peak is not None:

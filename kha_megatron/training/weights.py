@@ -23,22 +23,25 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
         models (list): Model chunks on this rank, not wrapped yet. Must be called on all ranks.
     """
 
+    def find_problem(optimizer: Any) -> str | None:
+        return find_non_finite_parameter(models) or find_non_finite_optimizer_state(optimizer)
+
     def save_finite(
         save: Any, iteration: int, model: Any, optimizer: Any, *arguments: Any, **options: Any
     ) -> Any:
-        found = find_non_finite_parameter(models) or find_non_finite_optimizer_state(optimizer)
-        if found:
+        problem = find_problem(optimizer)
+        if problem:
             raise NonFiniteError(
-                f"{found} after iteration {iteration}. No checkpoint was saved. {_remedy(args)}"
+                f"{problem} after iteration {iteration}. No checkpoint was saved. {_remedy(args)}"
             )
         return save(iteration, model, optimizer, *arguments, **options)
 
     def load_finite(load: Any, model: Any, optimizer: Any, *arguments: Any, **options: Any) -> Any:
         result = load(model, optimizer, *arguments, **options)
-        found = find_non_finite_parameter(models) or find_non_finite_optimizer_state(optimizer)
-        if found:
+        problem = find_problem(optimizer)
+        if problem:
             raise CheckpointError(
-                f"{found} of the checkpoint in {path_to_load(args) or args.load}. Earlier "
+                f"{problem} of the checkpoint in {path_to_load(args) or args.load}. Earlier "
                 "checkpoints of this run were checked when they were saved. Choose one with "
                 "--ckpt-step."
             )
@@ -54,11 +57,12 @@ def stop_on_non_finite_weights(models: list[Any], args: Namespace) -> None:
         **options: Any,
     ) -> Any:
         result = train_step(forward, data, model, optimizer, *rest, **options)
-        skipped, exits = result[1], result[3]
-        if not skipped or exits:
+        _, is_skipped, _, is_exiting, *_ = result
+        if not is_skipped or is_exiting:
             return result
-        if found := find_non_finite_parameter(models):
-            raise NonFiniteError(f"{found}, so every step would be skipped. {_remedy(args)}")
+        problem = find_non_finite_parameter(models)
+        if problem:
+            raise NonFiniteError(f"{problem}, so every step would be skipped. {_remedy(args)}")
         if optimizer.get_loss_scale().item() <= args.min_loss_scale:
             raise NonFiniteError(
                 f"The gradients overflow although the loss scale is at its minimum of "

@@ -15,8 +15,8 @@ from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
     choose_device,
-    describe_layers,
     kha_from_args,
+    set_layer_pattern,
 )
 from tests.training.conftest import MODEL, TRAINING, start
 
@@ -142,10 +142,10 @@ def test_a_saved_pattern_is_split_again_if_its_stages_do_not_fit(ranks, pattern)
         "gpt_model": False,
     }
     args = Namespace(**saved, pipeline_model_parallel_size=ranks)
-    describe_layers(args, pattern_is_saved=True)
+    set_layer_pattern(args, pattern_is_saved=True)
     assert args.hybrid_layer_pattern == pattern
     args = Namespace(**saved, pipeline_model_parallel_size=ranks)
-    describe_layers(args)
+    set_layer_pattern(args)
     assert args.hybrid_layer_pattern == saved["hybrid_layer_pattern"]
 
 
