@@ -20,7 +20,7 @@ from kha_megatron.checkpoint.integrity import is_file_name
 from kha_megatron.checkpoint.manifest import MANIFEST, read_manifest
 from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, read_regular
 from kha_megatron.checkpoint.safetensors_file import (
-    NAMES,
+    DTYPE_NAMES,
     TensorEntry,
     bytes_of,
     read_header,
@@ -164,7 +164,7 @@ def _read_digests(path: Path, tensors: dict[str, _FileEntry]) -> dict[str, str]:
         actual: Any = "absent"
         if key in tensors:
             entry = tensors[key].entry
-            actual = (NAMES[entry.dtype], list(entry.shape))
+            actual = (DTYPE_NAMES[entry.dtype], list(entry.shape))
         if actual != expected:
             raise CheckpointError(
                 f"{path} does not match its {MANIFEST}: {key} should be {expected}, but is "
@@ -203,10 +203,21 @@ def _is_weight_map(weight_map: Any) -> bool:
 
 
 def has_file(folder: Path, name: str) -> bool:
-    """Check if a model directory contains a file.
+    """Check if a model directory contains a file. See :func:`_real_path` for symlinks."""
+    return _real_path(folder, name).is_file()
 
-    Raises CheckpointError for symlinks, unless they stay within the directory or point to the blobs
-    of the Hugging Face cache.
+
+def copy_file(folder: Path, name: str, target: Path) -> None:
+    """Copy a file from a model directory. See :func:`_real_path` for symlinks."""
+    shutil.copyfile(_real_path(folder, name), target)
+
+
+def _real_path(folder: Path, name: str) -> Path:
+    """Resolve symlinks in the path of a file.
+
+    Raises:
+        CheckpointError: If the path leads out of the directory, except to the blobs of the Hugging
+            Face cache.
     """
     real_path = Path(os.path.realpath(folder / name))
     real_folder = Path(os.path.realpath(folder))
@@ -219,10 +230,4 @@ def has_file(folder: Path, name: str) -> bool:
             f"{folder / name} is a symbolic link to {real_path}, outside of the model directory. "
             "Replace the link by a copy of the file."
         )
-    return real_path.is_file()
-
-
-def copy_file(folder: Path, name: str, target: Path) -> None:
-    """Copy a file from a model directory (with the same symlink check as :func:`has_file`)."""
-    has_file(folder, name)
-    shutil.copyfile(folder / name, target)
+    return real_path

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kha_megatron.checkpoint.hf_reader import INDEX, WEIGHTS
 from kha_megatron.checkpoint.manifest import write_manifest
-from kha_megatron.checkpoint.safetensors_file import NAMES, TensorEntry, bytes_of, header
+from kha_megatron.checkpoint.safetensors_file import DTYPE_NAMES, TensorEntry, bytes_of, header
 from kha_megatron.checkpoint.staging import check_room
 
 
@@ -96,7 +96,7 @@ class HFWriter:
         for name, entry in sorted(self._entries.items()):
             tensors[name] = {
                 "file": self._files[name],
-                "dtype": NAMES[entry.dtype],
+                "dtype": DTYPE_NAMES[entry.dtype],
                 "shape": list(entry.shape),
                 "sha256": self._digests[name],
             }

@@ -20,7 +20,13 @@ from kha_megatron.checkpoint.torch_dist import (
     load_plain,
     reason,
 )
-from kha_megatron.checkpoint.tracker import COMMIT_MARK, choices, is_complete, newest, resolve
+from kha_megatron.checkpoint.tracker import (
+    COMMIT_MARK,
+    describe_complete,
+    find_checkpoint,
+    is_complete,
+    newest,
+)
 from kha_megatron.errors import CheckpointError, show_value
 
 LEGACY_COMMON = "common.pt"
@@ -87,11 +93,11 @@ class MegatronCheckpoint:
         path = Path(path)
         if not is_complete(path) and newest(path) is None:
             refuse_foreign_checkpoint(path)
-        path = resolve(path)
+        path = find_checkpoint(path)
         if not is_complete(path):
             raise CheckpointError(
                 f"{path} is incomplete, because its {COMMIT_MARK} is missing or corrupted. "
-                f"{choices(path.parent)}"
+                f"{describe_complete(path.parent)}"
             )
         hashes = read_hashes(path) if verify else None
         checks = FileChecks(path, hashes or {})

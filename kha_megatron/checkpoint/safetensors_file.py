@@ -46,8 +46,8 @@ DTYPES = {
 }
 """Dtype names in the header. ``save_file`` sorts tensors in this order."""
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_POSITIONS = {dtype: position for position, dtype in enumerate(NAMES)}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_POSITIONS = {dtype: position for position, dtype in enumerate(DTYPE_NAMES)}
 
 
 class TensorEntry(NamedTuple):
@@ -73,7 +73,7 @@ def header(entries: Iterable[TensorEntry]) -> tuple[bytes, dict[str, int]]:
     for entry in sorted(entries, key=_file_order):
         end = start + entry.nbytes
         content[entry.name] = {
-            "dtype": NAMES[entry.dtype],
+            "dtype": DTYPE_NAMES[entry.dtype],
             "shape": entry.shape,
             "data_offsets": (start, end),
         }

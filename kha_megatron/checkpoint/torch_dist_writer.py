@@ -54,6 +54,9 @@ class TorchDistWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close_shards()
+
+    def _close_shards(self) -> None:
         for shard in self._shards:
             shard.close()
 
@@ -131,7 +134,7 @@ class TorchDistWriter:
             size = math.prod(tensor.size)
             assert written == size, f"{key}: {written} elements of {tensor.size}"
         self.write_object(COMMON, dict(common))
-        self.__exit__()
+        self._close_shards()
         metadata = Metadata(
             state_dict_metadata=self._tensors | self._objects,
             storage_data=self._storage,

@@ -123,11 +123,11 @@ def select_iteration(folder: Path) -> Selection:
             named_iteration,
             tracker_time=tracker_time,
         )
-    newest = None
+    path_to_load = None
     tracker_problem = None
     if iteration_to_load is not None:
-        newest = paths[iteration_to_load]
-        tracker_problem = _find_tracker_problem(tracker_content, newest, commits)
+        path_to_load = paths[iteration_to_load]
+        tracker_problem = _find_tracker_problem(tracker_content, path_to_load, commits)
     incomplete = []
     for iteration in sorted(paths.keys() - commits.keys()):
         if iteration > (iteration_to_load or 0):
@@ -135,7 +135,7 @@ def select_iteration(folder: Path) -> Selection:
     return Selection(
         folder=folder,
         tracker_content=tracker_content,
-        newest=newest,
+        newest=path_to_load,
         named=None if named_iteration is None else paths.get(named_iteration),
         tracker_problem=tracker_problem,
         incomplete=incomplete,
@@ -154,7 +154,7 @@ def _list_checkpoints(folder: Path) -> dict[int, Path]:
 
 def _find_tracker_problem(
     tracker_content: str | None,
-    newest: Path,
+    path_to_load: Path,
     commits: Mapping[int, "_Commit"],
 ) -> str | None:
     """Return ``Selection.tracker_problem``, given the checkpoint that should be loaded."""
@@ -165,8 +165,8 @@ def _find_tracker_problem(
         return f"contains {tracker_content[:20]!r} instead of an iteration"
     if named_iteration not in commits:
         return f"names {tracker_content}, which is not a complete checkpoint"
-    if named_iteration != iteration_of(newest):
-        return f"names {tracker_content}, but {newest.name} was completed after that"
+    if named_iteration != iteration_of(path_to_load):
+        return f"names {tracker_content}, but {path_to_load.name} was completed after that"
     return None
 
 
@@ -198,15 +198,15 @@ def _newest_since_tracker(
 
     This is the iteration that the tracker file names, if there is no later one.
     """
-    newest = named
+    newest_iteration = named
     newest_time = max(tracker_time + 1, commits[named].time)
     for iteration, commit in sorted(commits.items()):
         # copying checkpoints changes modification times, also those of older iterations
         is_candidate = commit.is_recorded or iteration > named
         if is_candidate and commit.time >= newest_time:
-            newest = iteration
+            newest_iteration = iteration
             newest_time = commit.time
-    return newest
+    return newest_iteration
 
 
 def read_tracker(file: Path) -> str | None:
@@ -300,7 +300,7 @@ def is_object_store(directory: str | Path | None) -> bool:
     return "://" in str(directory)
 
 
-def resolve(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """Find the checkpoint to read for a user-specified path (a checkpoint or ``--save`` directory).
 
     If there is no complete checkpoint, return the one in the tracker file, so that the reader can
@@ -325,7 +325,7 @@ def resolve(path: Path) -> Path:
         problem = f"no {TRACKER}"
         if selection.tracker_content is not None:
             problem = f"{selection.tracker_content[:20]!r} in {TRACKER}"
-        raise CheckpointError(f"{path} has {problem}. {choices(path)}")
+        raise CheckpointError(f"{path} has {problem}. {describe_complete(path)}")
     message = selection.describe("loading")
     if message:
         announce(message, once=message)
@@ -378,8 +378,8 @@ def is_complete(path: Path) -> bool:
         return False
 
 
-def choices(folder: Path) -> str:
-    """List complete checkpoints (at most five), to be appended to an error message."""
+def describe_complete(folder: Path) -> str:
+    """Return a sentence with the complete checkpoints (at most five), for error messages."""
     complete = []
     for path in folder.iterdir():
         if iteration_of(path) is not None and is_complete(path):

@@ -16,10 +16,10 @@ from kha_megatron.checkpoint.tracker import (
     NON_PERSISTENT,
     RELEASE,
     TRACKER,
+    find_checkpoint,
     folder_name,
     is_object_store,
     iteration_of,
-    resolve,
     select_iteration,
     tracker_word,
 )
@@ -218,7 +218,7 @@ def _tracked_iteration(directory: Path) -> Path:
             )
         if selection.newest is None and selection.named is None:
             refuse_foreign_checkpoint(directory)
-    return resolve(directory)
+    return find_checkpoint(directory)
 
 
 def choose_kha(start: Start, args: Namespace) -> HeadsConfig:
