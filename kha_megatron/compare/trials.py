@@ -151,15 +151,13 @@ def plan_comparison(
     initial_checkpoints: dict[str, InitialCheckpoint] = {}
     if pretrained is not None:
         run_with_data = recipe.run_for(overrides, data=job_options.get("data"))
-        for variant in variants:
-            initial_checkpoints[variant.name] = plan_initial_checkpoint(
-                pretrained,
-                variant,
-                run_with_data,
-                output,
-            )
+        initial_checkpoints = _plan_initial_checkpoints(
+            pretrained,
+            variants,
+            run_with_data,
+            output,
+        )
         reference_checkpoint = initial_checkpoints[variants[0].name]
-        initial_checkpoints[NULL] = reference_checkpoint
         run = run.updated(reference_checkpoint.words())  # with the dtype of the model
 
     shared_flags = [*overrides, *_logging_flags(run)]
@@ -186,10 +184,7 @@ def plan_comparison(
                 initial_checkpoint=initial_checkpoint,
             )
             trials.append(trial)
-    if has_files(output) and not (output / RUNS).is_dir():
-        raise OutputError(
-            f"{output} was not written by `kha-megatron compare`. Choose another --output."
-        )
+    _check_output(output)
     for trial in trials:
         if trial.seed == 1:  # other seeds have the same arguments
             prepare_job(trial.recipe, overrides=trial.overrides, **job_options)
@@ -223,6 +218,28 @@ def _refuse_reserved_flags(
     for flag in parse(overrides):
         if flag in option_by_flag:
             raise ConfigError(f"{flag} is set by {option_by_flag[flag]}. Please remove it.")
+
+
+def _plan_initial_checkpoints(
+    pretrained: Path,
+    variants: Sequence[ModelVariant],
+    run: Run,
+    output: Path,
+) -> dict[str, InitialCheckpoint]:
+    """Plan the initial checkpoints by variant. Null trials share that of the reference."""
+    checkpoints = {}
+    for variant in variants:
+        checkpoints[variant.name] = plan_initial_checkpoint(pretrained, variant, run, output)
+    checkpoints[NULL] = checkpoints[variants[0].name]
+    return checkpoints
+
+
+def _check_output(output: Path) -> None:
+    """Raise OutputError if the output directory has files of another program."""
+    if has_files(output) and not (output / RUNS).is_dir():
+        raise OutputError(
+            f"{output} was not written by `kha-megatron compare`. Choose another --output."
+        )
 
 
 def _seed_flags(run: Run, variant: ModelVariant, seed: int) -> list[str]:
