@@ -117,7 +117,7 @@ class _Instruments:
         zero = torch.zeros((), dtype=torch.float64, device=device)
         self.empty_sum = _Sum(zero, 0.0)
         self.sums: dict[_Metric, _Sum] = {}
-        self.measured: set[_Metric] = set()  # in this step
+        self.measured: set[tuple[int, str]] = set()  # layers and sources, in this step
         self.attentions: dict[int, Any] = {}  # by layer number, from 0
         for attention in attention_layers(models):
             self.attentions[attention.layer_number - 1] = attention
@@ -135,13 +135,14 @@ class _Instruments:
                 first_sequence_key = key[:, 0]
                 self._add_sink(layer, attention, first_sequence_query, first_sequence_key)
 
-        def add_figure(name: str, figure: Callable[[], Tensor]) -> None:
+        @torch.no_grad()
+        def add_observed(name: str, compute_values: Callable[[], Tensor]) -> None:
             if self._is_first_call(attention, layer, name):
-                self._add_figure(layer, f"kha-{name}", figure)
+                self._add_values(layer, f"kha-{name}", compute_values())
 
         attention.core_attention.register_forward_pre_hook(add_sink)
         if hasattr(attention, "head_ranks"):
-            attention.head_ranks.listeners.append(add_figure)
+            attention.head_ranks.listeners.append(add_observed)
         for projection, knocking in _knockings(attention):
             if "gate" in MATRICES[knocking.variant]:
                 # not a pre-hook, because parameters may not be gathered before the forward pass
@@ -151,15 +152,14 @@ class _Instruments:
         self,
         module: _Model,
         layer: int,
-        name: str,
+        source: str,
     ) -> bool:
         """Whether this is the first microbatch of the step (and not a recomputation)."""
         if not module.training or not self.is_due():
             return False
-        metric = _Metric(name, layer)
-        if metric in self.measured:
+        if (layer, source) in self.measured:
             return False
-        self.measured.add(metric)
+        self.measured.add((layer, source))
         return True
 
     @torch.no_grad()
@@ -257,15 +257,14 @@ class _Instruments:
             share = shares[local_head] if is_here else zero
             self._add(layer, f"{_SINK}/head-{head}", share, int(is_here))
 
-    @torch.no_grad()
-    def _add_figure(
+    def _add_values(
         self,
         layer: int,
         name: str,
-        figure: Callable[[], Tensor],
+        values: Tensor,
     ) -> None:
         """Add a metric of a head mechanism, which is a scalar or has one value per head."""
-        values = figure().double()
+        values = values.double()
         if not values.dim():
             self._add(layer, name, values, 1)
             return
