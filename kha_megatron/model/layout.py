@@ -167,21 +167,23 @@ class Layout:
             ConfigError: If the layers cannot be split like this.
         """
         chunks = self.vpp or 1
-        error = ConfigError(
-            f"Cannot split {num_layers} layers over {self.pp} pipeline ranks with {chunks} "
-            "stages each. Change --num-layers or the pipeline layout."
-        )
         if self.stages is not None:
             counts = self._count_custom_stages(self.stages, chunks)
         else:
             # at most two stages have no layers, but only the embedding or the loss
             if self.pp * chunks > num_layers + 2:
-                raise error
+                raise self._cannot_split(num_layers, chunks)
             counts = self._split_evenly(num_layers, chunks)
         all_counts = list(itertools.chain.from_iterable(counts))
         if sum(all_counts) != num_layers or min(all_counts) < 0:
-            raise error
+            raise self._cannot_split(num_layers, chunks)
         return counts
+
+    def _cannot_split(self, num_layers: int, chunks: int) -> ConfigError:
+        return ConfigError(
+            f"Cannot split {num_layers} layers over {self.pp} pipeline ranks with {chunks} "
+            "stages each. Change --num-layers or the pipeline layout."
+        )
 
     def _count_custom_stages(self, stages: Sequence[str], chunks: int) -> list[list[int]]:
         """Count the layers of a custom layout. Its stages are ordered by chunk, then by rank."""

@@ -1,6 +1,6 @@
 """Convert Megatron's arguments and ``TransformerConfig`` to :class:`ModelConfig`, and back."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kha_megatron.announcements import announce
@@ -217,17 +217,9 @@ def _build_trained_model(
     if args["num_experts"]:
         copied_fields += _EXPERT_FIELDS
         _check_router(args)
-    for name in copied_fields:
-        argument = MODEL_FIELDS[name].argument
-        if argument not in args and name not in _OPTIONAL_FIELDS:
-            raise KeyError(argument)
-    if is_latent and args["q_lora_rank"] is None and args["qk_layernorm"]:
-        # Megatron would then normalize the input of q_proj
-        raise _unsupported(
-            "q_lora_rank",
-            None,
-            "qk_layernorm requires compressed queries",
-        )
+    _check_recorded(args, copied_fields)
+    if is_latent:
+        _check_latent_query_norm(args)
     parsed = model_from_arguments(args, kha)
     if parsed is None:
         raise _unsupported(
@@ -278,6 +270,24 @@ def _check_pattern(args: Mapping[str, Any]) -> None:
             "use_rope_scaling",
             True,
             "stock hybrid models ignore it",
+        )
+
+
+def _check_recorded(args: Mapping[str, Any], fields: Iterable[str]) -> None:
+    """Raise KeyError if the argument of a field is missing, unless it is optional."""
+    for name in fields:
+        argument = MODEL_FIELDS[name].argument
+        if argument not in args and name not in _OPTIONAL_FIELDS:
+            raise KeyError(argument)
+
+
+def _check_latent_query_norm(args: Mapping[str, Any]) -> None:
+    if args["q_lora_rank"] is None and args["qk_layernorm"]:
+        # Megatron would then normalize the input of q_proj
+        raise _unsupported(
+            "q_lora_rank",
+            None,
+            "qk_layernorm requires compressed queries",
         )
 
 

@@ -85,13 +85,17 @@ _ANY_SIZES = HeadSizes(
 """For tensor names, any size will do."""
 
 
+def _is_hf_model(checkpoint: Checkpoint) -> bool:
+    return hasattr(checkpoint, "config")
+
+
 def read_kha_config(checkpoint: Checkpoint) -> HeadsConfig | None:
     """Read the KHA config from a checkpoint's training arguments or ``config.json``.
 
     For Megatron checkpoints, we also make sure that the config matches the tensors. Raises
     CheckpointError if it does not.
     """
-    if hasattr(checkpoint, "config"):
+    if _is_hf_model(checkpoint):
         return HeadsConfig.from_entries(checkpoint.config)
     kha = HeadsConfig.from_entries(checkpoint.args)
     shapes = {key: info.shape for key, info in checkpoint.keys().items()}
@@ -395,8 +399,7 @@ def _find_mismatch(
 
 def is_folded(checkpoint: Checkpoint) -> bool:
     """Whether KHA is folded into the projections of a Hugging Face model."""
-    config = getattr(checkpoint, "config", {})
-    return bool(config.get("kha_folded"))
+    return _is_hf_model(checkpoint) and bool(checkpoint.config.get("kha_folded"))
 
 
 def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], Any]:
@@ -421,7 +424,7 @@ def read_knock_weights(checkpoint: Checkpoint) -> dict[tuple[int, Projection], A
             f"No KHA matrices found in {checkpoint.path} (KHA config: {kha or 'none'})."
         )
     tensors = knock.tensors(_ANY_SIZES)
-    if hasattr(checkpoint, "config"):
+    if _is_hf_model(checkpoint):
         return _read_hf_weights(checkpoint, kha, tensors)
     weights = {}
     for tensor in tensors:

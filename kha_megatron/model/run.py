@@ -206,7 +206,7 @@ def parse(words: Sequence[str]) -> Arguments:
         is_flag = re.match(r"--[A-Za-z]", word)
         if is_flag:
             current_flag, equals_sign, value = word.partition("=")
-            values = ()
+            values: tuple[str, ...] = ()
             if current_flag in REPEATED:
                 values = arguments.get(current_flag, ())
             if equals_sign:
