@@ -24,7 +24,7 @@ from kha_megatron.conversion.engine import Conversion, OnBytes, Plan, transfer
 from kha_megatron.conversion.megatron_keys import is_stacked, stack_of, written_key
 from kha_megatron.conversion.sources import FLOAT_DTYPES, ModelSource, open_source
 from kha_megatron.conversion.tensor_mappings import TensorSlot
-from kha_megatron.conversion.tensor_names import EMBEDDING, tensor_slots
+from kha_megatron.conversion.tensor_names import ATTENTION_OUTPUT, EMBEDDING, tensor_slots
 from kha_megatron.conversion.transforms import cast
 from kha_megatron.conversion.upcycling import upcycle_heads
 from kha_megatron.errors import CheckpointError, OutputError
@@ -229,7 +229,10 @@ def _write_extra_states(writer: TorchDistWriter, model: ModelConfig) -> None:
 
 
 def _modules_with_state(slot: TensorSlot) -> list[str]:
-    """Return the linear layers and norms of a slot, and the core attention of its layer."""
+    """Return the linear layers and norms of a slot.
+
+    The slot of the output projection also includes the core attention, which has no tensors.
+    """
     modules = []
     for name in slot.mapping.megatron_names:
         module, _, _ = name.rpartition(".")  # e.g. mlp.linear_fc1.weight -> mlp.linear_fc1
@@ -237,6 +240,6 @@ def _modules_with_state(slot: TensorSlot) -> list[str]:
         is_linear = module_name.startswith("linear_") or module == "eh_proj"
         if is_linear or "norm" in module_name:
             modules.append(module)
-    if slot.layer is not None:
+    if slot.mapping is ATTENTION_OUTPUT:
         modules.append("self_attention.core_attention")
     return modules

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from kha_megatron.conversion import to_hf, to_megatron
 from kha_megatron.conversion.hf_configs import from_hf_config
@@ -105,3 +106,15 @@ def test_round_trips_keep_tensors_and_settings(models, converted, tmp_path, name
         if "num_local_experts" in config:
             config.pop("num_experts", None)  # its name in transformers 4
     assert one == other
+
+
+@pytest.mark.fast
+def test_core_attention_has_one_extra_state_per_layer(converted):
+    config = CONFIGS["glm4_moe"]
+    metadata = FileSystemReader(converted("glm4_moe") / "release").read_metadata()
+    states = []
+    for key in metadata.state_dict_metadata:
+        if "core_attention._extra_state" in key:
+            states.append(key)
+    assert len(states) == config.num_hidden_layers
+    assert all(key.endswith("/shard_0_1") for key in states)
