@@ -23,6 +23,9 @@ _IN_PREDICTION = ("enorm.", "hnorm.", "eh_proj.", "final_layernorm.")
 def checkpoint_key(name: str, layer: int | None, model: ModelConfig) -> str:
     """Return the key of a tensor that is not stacked.
 
+    For example, ``mlp.router.weight`` in layer 3 has the key ``decoder.layers.3.mlp.router.weight``
+    in a GPTModel and ``decoder.layers.7.mlp.router.weight`` in a HybridModel.
+
     Args:
         name: Megatron name without the layer.
         layer: None for tensors outside of the layers. MTP layers come after the others.
@@ -33,30 +36,29 @@ def checkpoint_key(name: str, layer: int | None, model: ModelConfig) -> str:
             return "decoder.final_norm.weight"
         return name
     if layer < model.layers:
-        index = _layer_index(name, layer, model)
+        index = layer if model.gpt_model else _hybrid_index(name, layer)
         return f"{LAYERS}{index}.{name}"
     prediction = f"mtp.layers.{layer - model.layers}"
     if name.startswith(_IN_PREDICTION):
         return f"{prediction}.{name}"
     if model.gpt_model:
         return f"{prediction}.transformer_layer.{name}"
-    index = _layer_index(name, 0, model)  # an MTP layer is a model with one layer
+    index = _hybrid_index(name, layer=0)  # an MTP layer is a HybridModel with one layer
     return f"{prediction}.mtp_model_layer.layers.{index}.{name}"
 
 
-def _layer_index(name: str, layer: int, model: ModelConfig) -> int:
-    """Return the index that Megatron's model class gives to the layer of a tensor."""
-    if model.gpt_model:
-        return layer
+def _hybrid_index(name: str, layer: int) -> int:
+    """Return the index in a HybridModel, where the MLP is a layer of its own."""
+    attention_index = 2 * layer
     if name.startswith(_IN_ATTENTION):
-        return 2 * layer
-    return 2 * layer + 1
+        return attention_index
+    return attention_index + 1
 
 
 def gpt_name(hybrid_name: str) -> str:
     """Translate the name of a HybridModel's parameter to that of the same GPTModel.
 
-    Inverse of :func:`checkpoint_key`. Does not change parameters of MTP layers.
+    For example, layers 6 and 7 become layer 3. Does not change parameters of MTP layers.
     """
     match = re.fullmatch(re.escape(LAYERS) + r"(\d+)\.(.+)", hybrid_name)
     if match is None:
@@ -71,14 +73,15 @@ class TensorLocation:
 
     key: str
     index: tuple[int, ...]
-    """Index of the layer, of the expert, or of both if tensors are stacked."""
+    """Index in the stacked tensor: ``(layer,)``, ``(expert,)``, ``(layer, expert)``, or ``()`` for
+    the whole tensor."""
 
 
 @dataclass(frozen=True)
 class LocatedTensors:
     """Result of :func:`locate_tensors`."""
 
-    slots: dict[TensorSlot, TensorLocation]
+    locations: dict[TensorSlot, TensorLocation]
     missing: list[str]
     """Keys of the slots that the checkpoint lacks."""
     unexpected: set[str]
@@ -90,40 +93,41 @@ def locate_tensors(
     model: ModelConfig,
 ) -> LocatedTensors:
     """Find out where each slot is stored in a Megatron checkpoint."""
-    locations = _unstack_layers(stored_tensors)
-    unexpected = set(locations)
-    slots = {}
+    locations_by_key = _unstack_layers(stored_tensors)
+    unexpected = set(locations_by_key)
+    locations = {}
     missing = []
     for slot in tensor_slots(model):
         keys = slot.mapping.megatron_names
         if slot.layer is not None:
             keys = [checkpoint_key(name, slot.layer, model) for name in keys]
-        keys_in_checkpoint = [key for key in keys if key in locations]
-        unexpected.difference_update(keys_in_checkpoint)
-        if not keys_in_checkpoint:
+        stored_keys = [key for key in keys if key in locations_by_key]
+        unexpected.difference_update(stored_keys)
+        if not stored_keys:
             missing.append(keys[0])
             continue
-        location = locations[keys_in_checkpoint[0]]
+        location = locations_by_key[stored_keys[0]]
         if slot.expert is not None:
             index = (*location.index, slot.expert)
             location = TensorLocation(location.key, index)
-        slots[slot] = location
-    return LocatedTensors(slots, missing, unexpected)
+        locations[slot] = location
+    return LocatedTensors(locations, missing, unexpected)
 
 
 def _unstack_layers(stored_tensors: Mapping[str, StoredTensor]) -> dict[str, TensorLocation]:
     """Locate the tensors of each layer by the keys that they would have without stacking."""
     locations = {}
     for key, stored_tensor in stored_tensors.items():
-        has_layer_dim = key.startswith(LAYERS) and not _SINGLE_LAYER.match(key)
-        if not has_layer_dim or not stored_tensor.shape:
+        is_in_layer = key.startswith(LAYERS)
+        is_single_layer = _SINGLE_LAYER.match(key)
+        if is_in_layer and not is_single_layer and stored_tensor.shape:
+            name = key.removeprefix(LAYERS)
+            layers = stored_tensor.shape[0]
+            for layer in range(layers):
+                layer_key = f"{LAYERS}{layer}.{name}"
+                locations[layer_key] = TensorLocation(key, (layer,))
+        else:
             locations[key] = TensorLocation(key, ())
-            continue
-        name = key.removeprefix(LAYERS)
-        layers = stored_tensor.shape[0]
-        for layer in range(layers):
-            layer_key = f"{LAYERS}{layer}.{name}"
-            locations[layer_key] = TensorLocation(key, (layer,))
     return locations
 
 

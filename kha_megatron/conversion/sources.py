@@ -139,13 +139,7 @@ def _open_hf(path: Path) -> ModelSource:
     model = replace(model, mtp_num_layers=predictions or None)
     expected_shapes = _expected_shapes(model, file_format, stored_tensors=len(entries))
     copies = _find_stored_copies(model, file_format, entries)
-    for copy, original in copies.items():
-        stored_copy = tensors.tensor(copy)
-        stored_original = tensors.tensor(original)
-        if not torch.equal(stored_copy, stored_original):
-            raise CheckpointError(
-                f"{copy} differs from {original} in {path}, but Megatron shares them in this model."
-            )
+    _check_copies(path, tensors, copies)
     known_names = expected_shapes.keys() | copies.keys() | _find_empty_shared_experts(entries)
     _check_tensors(
         path,
@@ -199,8 +193,9 @@ def _expected_shapes(
     for slot in islice(tensor_slots(model), max_slots):
         names = file_format.names(slot, model)
         shape = slot.mapping.shape(model)
+        is_negative = min(shape) < 0
         is_too_large = math.prod(shape) > _MAX_ELEMENTS
-        if min(shape) < 0 or is_too_large:
+        if is_negative or is_too_large:
             raise CheckpointError(f"{CONFIG} leads to an invalid shape {shape} for {names[0]}.")
         hf_tensors = slot.mapping.split(_meta_tensor(shape), model)
         stored = file_format.write(slot, model, hf_tensors)
@@ -229,6 +224,17 @@ def _find_stored_copies(
     return stored_copies
 
 
+def _check_copies(path: Path, tensors: SplitExperts, copies: Mapping[str, str]) -> None:
+    """Raise CheckpointError if a copy is not equal to its original."""
+    for copy, original in copies.items():
+        stored_copy = tensors.tensor(copy)
+        stored_original = tensors.tensor(original)
+        if not torch.equal(stored_copy, stored_original):
+            raise CheckpointError(
+                f"{copy} differs from {original} in {path}, but Megatron shares them in this model."
+            )
+
+
 def _find_empty_shared_experts(entries: Entries) -> set[str]:
     """Return tensors without elements, which models without shared experts may have for them."""
     names = set()
@@ -250,7 +256,7 @@ def _open_megatron(path: Path) -> ModelSource:
     model = model_from_checkpoint(args, heads, padded_vocab_size)
     located = locate_tensors(entries, model)
     expected_shapes = {}
-    for slot, location in located.slots.items():
+    for slot, location in located.locations.items():
         stored_shape = entries[location.key].shape
         expected_shapes[location.key] = _expected_stacked_shape(slot, location, stored_shape, model)
     _check_tensors(
@@ -263,7 +269,7 @@ def _open_megatron(path: Path) -> ModelSource:
     )
 
     def read(slot: TensorSlot, *, meta: bool = False) -> list[Tensor]:
-        location = located.slots[slot]
+        location = located.locations[slot]
         if meta:
             shape = slot.mapping.shape(model)
             tensor = _meta_tensor(shape, entries[location.key].dtype)
@@ -285,16 +291,15 @@ def _expected_stacked_shape(
 ) -> Shape:
     """Return the shape of the Megatron tensor that contains a slot.
 
-    Leading dimensions for layers and pipeline stages are those of ``stored_shape``, because they
-    depend on how the model was trained.
+    If layers are stacked, their number is that of ``stored_shape``. Missing and additional layers
+    are reported by name instead.
     """
     shape = slot.mapping.shape(model)
-    stacked_dims = len(location.index)
+    layer_dims = len(location.index)
     if slot.expert is not None:
-        # the last stacked dimension has one entry per expert
         shape = (model.experts, *shape)
-        stacked_dims -= 1
-    return (*stored_shape[:stacked_dims], *shape)
+        layer_dims -= 1
+    return (*stored_shape[:layer_dims], *shape)
 
 
 def _check_tensors(
