@@ -115,24 +115,23 @@ class QKVMapping(TensorMapping):
     """HF name of the rows of a head mechanism, where ``{module}`` is its submodule."""
 
     def hf_names(self, model: ModelConfig) -> list[str]:
-        names_of_parts = {
+        names_by_part = {
             "query": self.query,
             "key": self.key,
             "value": self.value,
         }
-        for mechanism_rows in model.qkv.mechanism_rows:
-            hf_name = self.mechanism.format(module=mechanism_rows.hf)
-            names_of_parts[mechanism_rows.name] = hf_name
+        for rows in model.qkv.mechanism_rows:
+            names_by_part[rows.name] = self.mechanism.format(module=rows.hf)
         hf_names = []
-        for part_name in model.qkv.parts:
-            name = names_of_parts[part_name]
-            assert name is not None, f"{part_name} has no tensor"
-            hf_names.append(name)
+        for part in model.qkv.parts:
+            hf_name = names_by_part[part]
+            assert hf_name is not None, f"{part} has no tensor"
+            hf_names.append(hf_name)
         return hf_names
 
     def split(self, tensor: Tensor, model: ModelConfig) -> list[Tensor]:
         layout = model.qkv
-        grouped = tensor.unflatten(0, (layout.groups, -1))
+        grouped = tensor.unflatten(0, (layout.groups, -1))  # [groups, rows per group, ...]
         hf_tensors = []
         for part in layout.parts.values():
             rows_in_groups = grouped[:, part.rows]
@@ -146,10 +145,10 @@ class QKVMapping(TensorMapping):
             grouped_parts.append(hf_tensor.unflatten(0, (layout.groups, -1)))
         padding_rows = layout.padding.stop - layout.padding.start
         if padding_rows:
-            first_part = grouped_parts[0]
-            _, _, *other_dims = first_part.shape
-            zeros = first_part.new_zeros(layout.groups, padding_rows, *other_dims)
-            grouped_parts.insert(layout.parts_before_padding, zeros)
+            any_part = grouped_parts[0]
+            _, _, *other_dims = any_part.shape
+            padding = any_part.new_zeros(layout.groups, padding_rows, *other_dims)
+            grouped_parts.insert(layout.parts_before_padding, padding)
         fused = torch.cat(grouped_parts, dim=1)
         return [fused.flatten(0, 1)]
 
@@ -170,7 +169,7 @@ class LatentHeadsMapping(TensorMapping):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class HeadMapping(TensorMapping):
-    """Parameter of a head mechanism, which also defines its names.
+    """Parameter of a head mechanism. The mechanism defines the names in both formats.
 
     Megatron stores matrices as ``[num_matrices, head_dim, head_dim]`` and multiplies from the
     right. In HF, each of them is a separate ``nn.Linear`` weight (so it is transposed). Input
@@ -201,6 +200,7 @@ class HeadMapping(TensorMapping):
 
 @cache
 def head_mapping(tensor: HeadTensor) -> HeadMapping:
+    """Return the mapping of a parameter. Cached, because mappings are compared by identity."""
     return HeadMapping(
         megatron=tensor.key,
         shape=lambda model: tensor.shape,

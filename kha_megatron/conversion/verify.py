@@ -188,17 +188,11 @@ class Pair:
         same_heads, adjustment = _adjust_heads(same_layers)
         same_experts = same_heads.transform(_add_zero_experts)
         same_norms = same_experts.transform(_center_norms)
-
-        same_sparsity = _drops_heads(opened.first) == _drops_heads(opened.second)
-        norms_differ = _stores_norms_differently(opened.first.model, opened.second.model)
-        rounds_weights = adjustment.is_folded or norms_differ
-        dtypes = {_dtype(opened.first), _dtype(opened.second)}
-        is_float32 = dtypes == {torch.float32}
         return cls(
             first=same_norms.first,
             second=same_norms.second,
             adjustment=adjustment,
-            exact=same_sparsity and (is_float32 or not rounds_weights),
+            exact=_expects_same_logits(opened, adjustment),
         )
 
     @property
@@ -355,11 +349,24 @@ def _stores_norms_differently(first: ModelConfig, second: ModelConfig) -> bool:
     return first.layernorm_zero_centered_gamma != second.layernorm_zero_centered_gamma
 
 
+def _expects_same_logits(opened: _Sources, adjustment: HeadAdjustment) -> bool:
+    """Return whether rounding errors are the only reason why logits can differ."""
+    if _drops_heads(opened.first) != _drops_heads(opened.second):
+        return False
+    is_first_float32 = _embedding_dtype(opened.first) == torch.float32
+    is_second_float32 = _embedding_dtype(opened.second) == torch.float32
+    if is_first_float32 and is_second_float32:
+        return True
+    norms_differ = _stores_norms_differently(opened.first.model, opened.second.model)
+    weights_were_rounded = adjustment.is_folded or norms_differ
+    return not weights_were_rounded
+
+
 def _drops_heads(source: ModelSource) -> bool:
     return any(mechanism.is_sparse for mechanism in source.model.kha.mechanisms)
 
 
-def _dtype(source: ModelSource) -> torch.dtype:
+def _embedding_dtype(source: ModelSource) -> torch.dtype:
     _, entries = next(source.entries())
     return entries[0].dtype
 
@@ -405,10 +412,7 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
     second_not_finite: dict[str, int] = {}
 
     def compare_slot(slot: TensorSlot, first_tensors: list[Tensor]) -> None:
-        names = []
-        for name in slot.hf_names(pair.first.model):
-            if name in comparable_names:
-                names.append(name)
+        names = [name for name in slot.hf_names(pair.first.model) if name in comparable_names]
         if not names:
             return
         # both models group their tensors into the same slots
@@ -428,15 +432,17 @@ def compare_tensors(pair: Pair, *, workers: int | None = None) -> TensorComparis
 
     first_not_finite = transfer(pair.first, compare_slot, workers=workers)
     not_finite = Counter(first_not_finite) + Counter(second_not_finite)
-    first_missing_copies = missing_copies(pair.first)
-    second_missing_copies = missing_copies(pair.second)
-    only_first = first_located.keys() - second_located.keys()
-    only_second = second_located.keys() - first_located.keys()
+    copies_missing_in_first = missing_copies(pair.first)
+    copies_missing_in_second = missing_copies(pair.second)
+    missing = first_located.keys() - second_located.keys()
+    missing |= copies_missing_in_second - copies_missing_in_first
+    unexpected = second_located.keys() - first_located.keys()
+    unexpected |= copies_missing_in_first - copies_missing_in_second
     return TensorComparison(
         tensors=len(common_names),
         parameters=(_count_parameters(first_located), _count_parameters(second_located)),
-        missing=sorted(only_first | (second_missing_copies - first_missing_copies)),
-        unexpected=sorted(only_second | (first_missing_copies - second_missing_copies)),
+        missing=sorted(missing),
+        unexpected=sorted(unexpected),
         mismatched=sorted(mismatched),
         different=sorted(different),
         rounded=sorted(rounded),
@@ -494,7 +500,7 @@ def compare_logits(pair: Pair) -> tuple[Agreement, list[Decoding]]:
     )
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocab_size, (BATCH_SIZE, length), generator=generator)
-    smaller_dtype = _smaller_dtype(_dtype(first), _dtype(second))
+    smaller_dtype = _smaller_dtype(_embedding_dtype(first), _embedding_dtype(second))
     first_outputs = run_model(first.path, tokens, smaller_dtype, decode=True)
     second_outputs = run_model(second.path, tokens, smaller_dtype, decode=True)
 
@@ -567,6 +573,7 @@ def decode_with_cache(model: Any, tokens: Tensor) -> Tensor:
 
 
 def _split_for_decoding(tokens: Tensor) -> Iterator[Tensor]:
+    """Split a batch along the sequence, e.g. 8 tokens into chunks of 4, 2, 1 and 1."""
     length = tokens.shape[1]
     ends = {
         max(1, length // 2),
@@ -595,7 +602,8 @@ def load_hf_model(path: Path, **settings: Any) -> Any:
         }
         config = AutoConfig.from_pretrained(path, **only_local_files)
         # config.json can select an attention or experts package that is not installed
-        config._attn_implementation = config._experts_implementation = None
+        config._attn_implementation = None
+        config._experts_implementation = None
         config.return_dict = True
         model, report = AutoModelForCausalLM.from_pretrained(
             path,
@@ -661,8 +669,8 @@ def compare_outputs(first: Outputs, second: Outputs) -> Agreement:
     difference = (first_logits - second_logits).abs()
     first_log_probs = first_logits.double().log_softmax(-1)
     second_log_probs = second_logits.double().log_softmax(-1)
-    log_ratio = first_log_probs - second_log_probs
-    kl = (first_log_probs.exp() * log_ratio).sum(-1)
+    probabilities = first_log_probs.exp()
+    kl = (probabilities * (first_log_probs - second_log_probs)).sum(-1)
     same_token = first_logits.argmax(-1) == second_logits.argmax(-1)
     return Agreement(
         max_difference=difference.max().item(),
