@@ -41,7 +41,10 @@ _MAX_INTEGER = 2**31 - 1
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """Look up the family for ``model_type``."""
+    """Look up the family for ``model_type``.
+
+    The published gated-attention models have the ``model_type`` of Qwen3, but additional fields.
+    """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise CheckpointError(
@@ -76,6 +79,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def _check_sizes(family: Family, raw: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if an integer is negative or unreasonably large."""
     keys = {HF_KEYS[name] for name in field_names(family)}
     keys |= _MAX_LENGTHS.keys()
     if family.experts:
@@ -177,8 +181,10 @@ def _read_rope_fields(
         "rotary_percent": _read_rotary_fraction(family, parameters),
     }
     if rope_type == "llama3" and not is_latent:
-        names = [field.name for field in dataclasses.fields(Llama3Scaling)]
-        fields["scaling"] = Llama3Scaling(**{name: parameters[name] for name in names})
+        scaling_fields = {}
+        for field in dataclasses.fields(Llama3Scaling):
+            scaling_fields[field.name] = parameters[field.name]
+        fields["scaling"] = Llama3Scaling(**scaling_fields)
     elif rope_type == "yarn":
         fields["scaling"] = _read_yarn(parameters)
     elif rope_type != "default":
@@ -207,9 +213,10 @@ def _read_yarn(parameters: Mapping[str, Any]) -> Yarn:
         raise unsupported("rope_parameters", dict(parameters), why)
     mscale = parameters.get("mscale")
     mscale_all_dim = parameters.get("mscale_all_dim")
-    is_default = mscale == 1 and mscale_all_dim in (0, None)
     is_only_one_set = bool(mscale) != bool(mscale_all_dim)
-    if is_only_one_set and not is_default:
+    # transformers ignores one without the other, i.e. uses the defaults 1 and 0
+    are_defaults = mscale == 1 and mscale_all_dim in (0, None)
+    if is_only_one_set and not are_defaults:
         why = "mscale and mscale_all_dim must be set together"
         raise unsupported("rope_parameters", dict(parameters), why)
     return Yarn(
@@ -244,7 +251,7 @@ def stock_type(model: ModelConfig) -> str:
         )
     closest = _closest_stock_type(model)
     others = [name for name in FAMILIES if name not in ("kha", closest)]
-    refusals = []  # the first one is from the closest architecture
+    refusals = []
     for model_type in (closest, *others):
         exported = model
         if FAMILIES[model_type].has_zero_centered_norms:
@@ -255,7 +262,8 @@ def stock_type(model: ModelConfig) -> str:
             refusals.append(str(error))
         else:
             return model_type
-    raise CheckpointError(f"No stock architecture supports this model. {refusals[0]}")
+    closest_refusal = refusals[0]
+    raise CheckpointError(f"No stock architecture supports this model. {closest_refusal}")
 
 
 def _closest_stock_type(model: ModelConfig) -> str:
@@ -264,12 +272,17 @@ def _closest_stock_type(model: ModelConfig) -> str:
     if model.multi_latent_attention:
         return "deepseek_v3"
     if model.experts:
-        return "glm4_moe" if model.moe_router_score_function == "sigmoid" else "qwen3_moe"
-    if model.rotary_percent != 1.0 or (model.qk_layernorm and model.add_qkv_bias):
+        has_sigmoid_router = model.moe_router_score_function == "sigmoid"
+        return "glm4_moe" if has_sigmoid_router else "qwen3_moe"
+    has_partial_rope = model.rotary_percent != 1.0
+    has_norm_and_bias = model.qk_layernorm and model.add_qkv_bias
+    if has_partial_rope or has_norm_and_bias:
         return "glm4_moe"  # without experts
     if model.qk_layernorm:
         return "qwen3"
-    return "qwen2" if model.add_qkv_bias else "llama"
+    if model.add_qkv_bias:
+        return "qwen2"
+    return "llama"
 
 
 def fill_missing_tensors(model: ModelConfig, model_type: str) -> ModelConfig:
@@ -284,12 +297,21 @@ def fill_missing_tensors(model: ModelConfig, model_type: str) -> ModelConfig:
     if not model.experts:
         return model
     if model_type == "qwen3_next":
-        return with_zero_tensors(model, shared=model.expert_width, bias=False, gate=True)
+        return with_zero_tensors(
+            model,
+            router_bias=False,
+            shared_width=model.expert_width,
+            shared_gate=True,
+        )
     if model.moe_router_score_function != "sigmoid":
         return model
-    if model_type == "kha":
-        return with_zero_tensors(model, shared=0)
-    return with_zero_tensors(model, shared=model.expert_width)
+    shared_width = 0 if model_type == "kha" else model.expert_width
+    return with_zero_tensors(
+        model,
+        router_bias=True,
+        shared_width=shared_width,
+        shared_gate=False,
+    )
 
 
 def can_predict(model: ModelConfig, model_type: str) -> bool:
@@ -307,19 +329,29 @@ def can_predict(model: ModelConfig, model_type: str) -> bool:
 
 
 def with_zero_tensors(
-    model: ModelConfig, *, shared: int, bias: bool = True, gate: bool = False
+    model: ModelConfig,
+    *,
+    router_bias: bool,
+    shared_width: int,
+    shared_gate: bool,
 ) -> ModelConfig:
-    """Add a zero-initialized router bias and a shared expert with FFN size ``shared``.
+    """Enable MoE tensors, which are then initialized to zero.
 
     If the model already has a shared expert, we keep it as is.
+
+    Args:
+        model: The model without these tensors.
+        router_bias: Whether routers have a correction bias.
+        shared_width: FFN size of the shared expert (0 for no shared expert).
+        shared_gate: Whether the shared expert has a gate.
     """
-    model = replace(model, moe_router_enable_expert_bias=bias)
+    model = replace(model, moe_router_enable_expert_bias=router_bias)
     if model.shared_width:
         return model
     return replace(
         model,
-        moe_shared_expert_intermediate_size=shared or None,
-        moe_shared_expert_gate=gate,
+        moe_shared_expert_intermediate_size=shared_width or None,
+        moe_shared_expert_gate=shared_gate,
     )
 
 
@@ -330,7 +362,7 @@ def to_hf_config(model: ModelConfig, model_type: str) -> PreTrainedConfig:
     """
     model = fill_missing_tensors(model, model_type)
     try:
-        config = _build_config(model, FAMILIES[model_type], model_type)
+        config = _build_config(model, model_type)
         raw = json.loads(config.to_json_string())
         reparsed = from_hf_config(raw | names_in_transformers_4(raw))
     except (CheckpointError, ArithmeticError, TypeError, ValueError) as error:
@@ -358,18 +390,22 @@ def names_in_transformers_4(raw: Mapping[str, Any]) -> dict[str, Any]:
     if raw["model_type"] == KHAModelConfig.model_type:
         return {}
     scaling = dict(raw["rope_parameters"])
+    rope_theta = scaling.pop("rope_theta")
+    partial_rotary_factor = scaling.pop("partial_rotary_factor")
+    is_scaled = scaling["rope_type"] != "default"
     names = {
-        "rope_theta": scaling.pop("rope_theta"),
-        "partial_rotary_factor": scaling.pop("partial_rotary_factor"),
+        "rope_theta": rope_theta,
+        "partial_rotary_factor": partial_rotary_factor,
         "torch_dtype": raw.get("dtype"),
+        "rope_scaling": scaling if is_scaled else None,
     }
-    names["rope_scaling"] = None if scaling["rope_type"] == "default" else scaling
     if "num_local_experts" in raw:
         names["num_experts"] = raw["num_local_experts"]
     return names
 
 
-def _build_config(model: ModelConfig, family: Family, model_type: str) -> PreTrainedConfig:
+def _build_config(model: ModelConfig, model_type: str) -> PreTrainedConfig:
+    family = FAMILIES[model_type]
     names = [name for name in field_names(family) if name not in LATENT]
     if model.multi_latent_attention:
         names.remove("kv_channels")  # for MLA, head_dim in config.json is the rotary dim

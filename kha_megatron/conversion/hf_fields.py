@@ -102,7 +102,7 @@ _COMPUTATION_PATTERNS = (
     r"sink",  # gpt-oss
     r"^kha_",
 )
-_READ_BY_OTHER_PROGRAMS = re.compile("|".join(_COMPUTATION_PATTERNS))
+_COMPUTATION_FIELD = re.compile("|".join(_COMPUTATION_PATTERNS))
 """Names of fields that custom modeling code uses in the computation."""
 _HARMLESS_PATTERNS = (
     r"_token_id$",
@@ -114,7 +114,7 @@ _HARMLESS_PATTERNS = (
     r"^seed$",
     r"^(max_seq_len|model_max_length|n_ctx|context_length)$",
 )
-_NOT_COMPUTED = re.compile("|".join(_HARMLESS_PATTERNS))
+_HARMLESS_FIELD = re.compile("|".join(_HARMLESS_PATTERNS))
 """Names of fields for special tokens, initialization, training and generation."""
 
 
@@ -176,11 +176,11 @@ def _required_values_if_present(family: Family) -> dict[str, Any]:
 
 def may_change_outputs(name: str) -> bool:
     """Whether any program is known to read a field of this name in a model's computation."""
-    if name in _READ_FOR_ALL_MODELS or _READ_BY_OTHER_PROGRAMS.search(name):
+    if name in _READ_FOR_ALL_MODELS or _COMPUTATION_FIELD.search(name):
         return True
     if hasattr(PreTrainedConfig, name) and not name.startswith("_"):
         return True  # replaces a method or an attribute of the class
-    return name in _fields_of_all_models() and not _NOT_COMPUTED.search(name)
+    return name in _fields_of_all_models() and not _HARMLESS_FIELD.search(name)
 
 
 def known_fields(family: Family) -> set[str]:

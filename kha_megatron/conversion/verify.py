@@ -332,9 +332,10 @@ def _add_zero_experts(source: ModelSource, counterpart: ModelConfig) -> ModelSou
         return source
     with_zeros = with_zero_tensors(
         model,
-        bias=model.moe_router_enable_expert_bias or counterpart.moe_router_enable_expert_bias,
-        shared=max(model.shared_width, counterpart.shared_width),
-        gate=model.moe_shared_expert_gate or counterpart.moe_shared_expert_gate,
+        router_bias=model.moe_router_enable_expert_bias
+        or counterpart.moe_router_enable_expert_bias,
+        shared_width=max(model.shared_width, counterpart.shared_width),
+        shared_gate=model.moe_shared_expert_gate or counterpart.moe_shared_expert_gate,
     )
     return add_zero_tensors(source, with_zeros)
 
