@@ -80,30 +80,36 @@ def _fold_knock(source: ModelSource) -> ModelSource:
     """
     knock = source.model.kha.get(Knock)
     assert knock is not None
-    folded_model = _model_with_folded_knock(source, knock)
+    _check_variants(source, knock)
+    folded_model = _model_with_folded_knock(source.model, knock)
     folder = _KnockFolder(source, knock, folded_model)
     return replace(source, model=folded_model, read=folder.read)
 
 
-def _model_with_folded_knock(source: ModelSource, knock: Knock) -> ModelConfig:
-    model = source.model
-    nonlinear: dict[Projection, Variant] = {}
+def _check_variants(source: ModelSource, knock: Knock) -> None:
+    """Log the variants that cannot be folded. Raise CheckpointError if this applies to all."""
+    unfoldable = []
     for projection, variant in knock.variants.items():
-        if variant != "linear":
-            nonlinear[projection] = variant
-    value = nonlinear.get("value")
-    unfoldable = {name: variant for name, variant in nonlinear.items() if name != "value"}
-    if unfoldable == knock.variants:
+        if projection != "value" and variant != "linear":
+            unfoldable.append(f"{projection}={variant}")
+    if len(unfoldable) == len(knock.variants):
         raise CheckpointError(
             f"Only linear KHA can be folded into queries and keys, but the model in {source.path} "
             f"uses {knock}. Please export the model with `kha-megatron convert to-hf`."
         )
     if unfoldable:
-        settings = [f"{projection}={variant}" for projection, variant in unfoldable.items()]
         announce(
-            f"KHA ({', '.join(settings)}) was not folded, because only linear KHA can be folded "
+            f"KHA ({', '.join(unfoldable)}) was not folded, because only linear KHA can be folded "
             "into queries and keys."
         )
+
+
+def _model_with_folded_knock(model: ModelConfig, knock: Knock) -> ModelConfig:
+    nonlinear: dict[Projection, Variant] = {}
+    for projection, variant in knock.variants.items():
+        if variant != "linear":
+            nonlinear[projection] = variant
+    value = nonlinear.get("value")
     kha_folded: tuple[FoldedInto, ...] = ()
     if value == "mlp" and _can_fold_down(model.kha):
         kha_folded = ("value", "output")
@@ -200,22 +206,21 @@ class _KnockFolder:
     ) -> Tensor:
         """Fold the matrices of one projection into its rows in ``tensor``."""
         variant = self.knock.variants.get(rows.projection)
-        if variant is None:
-            return tensor
         if variant == "linear":
             if meta:
                 return tensor  # the shape does not change
             (weight,) = self._read_matrices(rows.projection, layer)
+            matrix = weight.T  # HF stores the transpose
             return fold(
                 tensor,
-                weight.T[None],  # HF stores the transpose
+                matrix.unsqueeze(0),
                 head_rows=rows.rows_per_head,
                 start=rows.start,
             )
         if rows.projection in self.folded_model.kha_folded:
             matrices = self._read_matrices(rows.projection, layer, meta=meta)
             return _fold_up_and_gate(tensor, matrices)
-        return tensor
+        return tensor  # not folded, or no KHA
 
     def _read_matrices(
         self,
@@ -259,10 +264,10 @@ def _fold_up_and_gate(projection: Tensor, matrices: Sequence[Tensor]) -> Tensor:
     if not folded.is_meta:
         for head in range(num_heads):
             value = heads[head].double()
-            doubled = 2 * value
+            up_rows = 2 * value
             if up is not None:
-                doubled = up.double() @ doubled
-            folded[head, 0] = doubled
+                up_rows = up.double() @ up_rows
+            folded[head, 0] = up_rows
             folded[head, 1] = gate.double() @ value
     return folded.flatten(0, 2)
 
@@ -302,14 +307,12 @@ def _fold_own_projections(source: ModelSource, mechanism: Mechanism) -> ModelSou
         kv_channels=head_dim,
         rotary_percent=_rotary_percent(rotary_features, head_dim),
     )
-    if obstacle := _find_obstacle_to_padding(model, folded_model, key_dim):
+    obstacle = _find_obstacle_to_padding(model, folded_model, key_dim)
+    if obstacle is not None:
         raise CheckpointError(
             f"{mechanism} in {source.path} cannot be converted to standard heads: {obstacle}. "
             "Please use --architecture kha."
         )
-    mappings = {}
-    for parameter in mechanism.tensors(model.head_sizes):
-        mappings[parameter.name] = head_mapping(parameter)
     # attention divides scores by sqrt(head_dim), but the model was trained with sqrt(key_dim)
     query_scale = (head_dim / key_dim) ** 0.5
 
@@ -321,12 +324,13 @@ def _fold_own_projections(source: ModelSource, mechanism: Mechanism) -> ModelSou
             return [padded]
         if not isinstance(slot.mapping, QKVMapping):
             return tensors
-        mechanism_weights = {}
-        for name, mapping in mappings.items():
-            weight_slot = TensorSlot(mapping, slot.layer)
-            (mechanism_weights[name],) = source.read(weight_slot, meta=meta)
+        weights = {}
+        for parameter in mechanism.tensors(model.head_sizes):
+            weight_slot = TensorSlot(head_mapping(parameter), slot.layer)
+            (weight,) = source.read(weight_slot, meta=meta)
+            weights[parameter.name] = weight
         projections = dict(zip(model.qkv.parts, tensors, strict=True))
-        projections |= mechanism.fold(mechanism_weights, model.head_sizes, query_scale)
+        projections |= mechanism.fold(weights, model.head_sizes, query_scale)
         return _pad_projections(projections, folded_model)
 
     return replace(source, model=folded_model, read=read)
@@ -367,7 +371,8 @@ def _find_obstacle_to_padding(
         return f"QK-norm over {key_dim} features would include the zero padding up to {value_dim}"
     facts = HeadFacts(scales_queries=pads_keys)
     for mechanism in folded_model.kha.mechanisms:
-        if reason := mechanism.unsupported_reason(facts):
+        reason = mechanism.unsupported_reason(facts)
+        if reason is not None:
             return reason
     changed_parameters = set(folded_model.head_tensors) - set(model.head_tensors)
     if changed_parameters:
