@@ -3,7 +3,7 @@
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,8 +121,9 @@ class Plan(ABC):
         architecture: str,
         shards: int,
         not_finite: dict[str, int],
-        *arguments: str,
+        arguments: Sequence[str] = (),
     ) -> Conversion:
+        """Describe a conversion that was written to ``target`` (see :class:`Conversion`)."""
         entries = self.entries
         parameters = 0
         for slot, slot_entries in self.source.entries():

@@ -23,8 +23,9 @@ class FileFormat(NamedTuple):
     prediction_prefix: str | None = None
     """Prefix of the other tensors in an MTP layer (default: same as in all layers)."""
     gate_in_query: Literal["head", "group"] | None = None
-    """Set if ``q_proj`` includes the output gate, either after each query head or after each
-    group."""
+    """Set if ``q_proj`` includes the output gate, either after each query head or after the query
+    heads of each group. For two heads in one group, the rows are ``[query 0, gate 0, query 1, gate
+    1]`` or ``[query 0, query 1, gate 0, gate 1]``."""
     predictions: int = 0
     """Maximum number of MTP layers."""
     shared: bool = False
@@ -36,7 +37,7 @@ class FileFormat(NamedTuple):
         names = []
         for name in slot.names_in_layer(model):
             if self.gate_in_query and name == _GATE:
-                continue
+                continue  # part of q_proj
             if is_prediction and name in self.prediction_names:
                 names.append(self.prediction_names[name])
                 continue
@@ -53,8 +54,7 @@ class FileFormat(NamedTuple):
             return {}
         head = EMBEDDING if model.tied_embeddings else LM_HEAD
         copies = {}
-        layers = model.layers + model.predictions
-        for layer in range(model.layers, layers):
+        for layer in range(model.layers, model.layers + model.predictions):
             copies[f"model.layers.{layer}.embed_tokens.weight"] = EMBEDDING.hf
             copies[f"model.layers.{layer}.shared_head.head.weight"] = head.hf
         return copies
@@ -76,10 +76,11 @@ class FileFormat(NamedTuple):
             return list(stored)
         fused, *others = stored
         blocks = self._count_blocks(model)
-        query_rows = model.num_attention_heads * model.kv_channels
+        query_rows = model.num_attention_heads * model.kv_channels // blocks
         fused_blocks = fused.unflatten(0, (blocks, -1))
-        query, gate = fused_blocks.tensor_split([query_rows // blocks], dim=1)
-        return [query.flatten(0, 1), gate.flatten(0, 1), *others]
+        query_blocks = fused_blocks[:, :query_rows]
+        gate_blocks = fused_blocks[:, query_rows:]
+        return [query_blocks.flatten(0, 1), gate_blocks.flatten(0, 1), *others]
 
     def _fuses_gate(self, slot: TensorSlot, model: ModelConfig) -> bool:
         """Return True if the files store query and gate, the first two tensors, as one."""

@@ -52,7 +52,7 @@ class HFPlan(Plan):
 
     config: PreTrainedConfig
     max_shard_bytes: int
-    folded: HeadsConfig | None = None
+    heads_before_folding: HeadsConfig | None = None
     """KHA config of the source model, if we are folding it into the projections."""
 
     marker = MANIFEST
@@ -122,7 +122,12 @@ class HFPlan(Plan):
             config.save_pretrained(folder)
             _add_old_config_names(folder / CONFIG)
             source.tokenizer.write(folder)
-            conversion = self.summarize(target, config.model_type, shards, not_finite)
+            conversion = self.summarize(
+                target,
+                architecture=config.model_type,
+                shards=shards,
+                not_finite=not_finite,
+            )
             card = model_card(
                 conversion,
                 source.model,
@@ -130,7 +135,7 @@ class HFPlan(Plan):
                 source_identity=origin,
                 name_or_path=getattr(source.checkpoint, "config", {}).get("_name_or_path"),
                 projections=_projections(entries),
-                heads_before_folding=self.folded,
+                heads_before_folding=self.heads_before_folding,
             )
             (folder / CARD).write_text(card, encoding="utf-8")
         return conversion
@@ -148,8 +153,8 @@ def _projections(entries: Sequence[TensorEntry]) -> list[str]:
     projections = set()
     for entry in entries:
         # e.g. model.layers.0.self_attn.q_proj.weight
-        *module_names, module_name, _ = entry.name.split(".")
-        is_in_attention = len(module_names) == 4 and module_names[3] == "self_attn"
+        *parents, module_name, _ = entry.name.split(".")
+        is_in_attention = len(parents) == 4 and parents[3] == "self_attn"
         if is_in_attention and "_proj" in module_name:
             projections.add(module_name)
     return sorted(projections)
@@ -216,10 +221,10 @@ def plan_export(
         raise ConfigError(f"Unknown architecture {architecture!r}. Available: {available}.")
     source = remove_padding(open_source(path, tokenizer=tokenizer))
     source = replace(source, model=replace(source.model, gpt_model=False))
-    folded = None
+    heads_before_folding = None
     if fold:
-        folded = source.model.kha
-        source = fold_heads(source, folded)
+        heads_before_folding = source.model.kha
+        source = fold_heads(source, heads_before_folding)
     if upcycle is not None:
         source = upcycle_heads(source, upcycle)
     if dtype is not None:
@@ -243,5 +248,5 @@ def plan_export(
         source=source,
         config=config,
         max_shard_bytes=max_shard_bytes,
-        folded=folded,
+        heads_before_folding=heads_before_folding,
     )

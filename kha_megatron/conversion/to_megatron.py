@@ -93,8 +93,13 @@ class MegatronPlan(Plan):
                 writer.close(common_state, source.checkpoint.identity())
             (folder / TRACKER).write_text(RELEASE)
             shards = list(release.glob("*.distcp"))
-        training_flags = command_line(args, str(target))
-        return self.summarize(target, "megatron", len(shards), not_finite, *training_flags)
+        return self.summarize(
+            target,
+            architecture="megatron",
+            shards=len(shards),
+            not_finite=not_finite,
+            arguments=command_line(args, str(target)),
+        )
 
 
 def plan_import(
@@ -191,7 +196,6 @@ def _write_slot(
     mapping = slot.mapping
     stack = stack_of(slot, model)
     shape = (*stack.shape, *mapping.shape(model))
-    stack_dims = (None,) * len(stack.shape)
     names = mapping.megatron_names if mapping.write_aliases else [mapping.megatron]
     for name in names:
         key = written_key(name, slot, model)
@@ -199,7 +203,9 @@ def _write_slot(
         for block in mapping.join(hf_tensors, model):
             rows, *other_dims = block.shape
             offsets = (*stack.index, first_row, *[0] * len(other_dims))
-            writer.write(key, block[stack_dims], shape=shape, offsets=offsets)
+            for _ in stack.shape:
+                block = block.unsqueeze(0)
+            writer.write(key, block, shape=shape, offsets=offsets)
             first_row += rows
 
 
