@@ -17,20 +17,20 @@ from kha_megatron.checkpoint.hf_reader import HFCheckpoint
 from kha_megatron.checkpoint.safetensors_file import TensorEntry
 from kha_megatron.errors import CheckpointError
 
-_FUSED = {
+_PARTS_BY_SUFFIX = {
     ".mlp.experts.gate_up_proj": (
         ".mlp.experts.{expert}.gate_proj.weight",
         ".mlp.experts.{expert}.up_proj.weight",
     ),
     ".mlp.experts.down_proj": (".mlp.experts.{expert}.down_proj.weight",),
 }
-"""End of the name of a fused tensor, and of the names of the tensors it consists of."""
+"""End of the name of a fused tensor, and of the names of its parts, in the order of their rows."""
 
 
 class _ExpertWeight(NamedTuple):
     """Position of an expert's weight in a fused tensor."""
 
-    fused: str
+    fused_name: str
     expert: int
     first_row: int
     rows: int
@@ -56,19 +56,19 @@ class SplitExperts:
         position = self._positions.get(name)
         if position is None:
             return self._checkpoint.tensor(name)
-        experts = self._checkpoint.tensor(position.fused)
+        experts = self._checkpoint.tensor(position.fused_name)
         expert = experts[position.expert]
         return expert.narrow(0, position.first_row, position.rows)
 
     def _split(self, fused: TensorEntry, suffix: str) -> None:
         layer = fused.name.removesuffix(suffix)
-        parts = _FUSED[suffix]
+        part_suffixes = _PARTS_BY_SUFFIX[suffix]
         experts, fused_rows, columns = fused.shape
-        rows = fused_rows // len(parts)
+        rows = fused_rows // len(part_suffixes)
         for expert in range(experts):
             first_row = 0
-            for part in parts:
-                name = layer + part.format(expert=expert)
+            for part_suffix in part_suffixes:
+                name = layer + part_suffix.format(expert=expert)
                 self._add(TensorEntry(name, fused.dtype, (rows, columns)))
                 self._positions[name] = _ExpertWeight(fused.name, expert, first_row, rows)
                 first_row += rows
@@ -86,7 +86,7 @@ def _fused_suffix(entry: TensorEntry) -> str | None:
     """Return the end of the name if a tensor contains all experts."""
     if len(entry.shape) != 3:
         return None
-    for suffix in _FUSED:
+    for suffix in _PARTS_BY_SUFFIX:
         if entry.name.endswith(suffix):
             return suffix
     return None

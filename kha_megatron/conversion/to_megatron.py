@@ -156,15 +156,15 @@ def plan_import(
 
 def _check_dtypes(source: ModelSource) -> None:
     """Raise CheckpointError if tensors that Megatron stores as one have different dtypes."""
-    groups = defaultdict[Any, list[TensorEntry]](list)  # tensors that are stored together
+    stored_together: dict[Any, list[TensorEntry]] = defaultdict(list)
     counts_in_model: Counter[torch.dtype] = Counter()
     for slot, entries in source.entries():
         layer = None if is_stacked(slot, source.model) else slot.layer
-        groups[slot.mapping, layer] += entries
+        stored_together[slot.mapping, layer] += entries
         counts_in_model.update(entry.dtype for entry in entries)
-    for group in groups.values():
-        most_common = _most_common_dtype(group, counts_in_model)
-        for entry in group:
+    for entries in stored_together.values():
+        most_common = _most_common_dtype(entries, counts_in_model)
+        for entry in entries:
             if entry.dtype != most_common:
                 raise CheckpointError(
                     f"{entry.name} in {source.path} has dtype {entry.dtype}, but the tensors that "
@@ -210,7 +210,7 @@ def _write_slot(
 
 
 def _write_extra_states(writer: TorchDistWriter, model: ModelConfig) -> None:
-    """Megatron requires an ``_extra_state`` for each linear layer, norm and core attention."""
+    """Write the ``_extra_state`` that Megatron requires for linear layers, norms and attention."""
     written = set()
     if not model.gpt_model:
         writer.write_object(

@@ -81,16 +81,17 @@ class TokenizerFiles:
         For Megatron checkpoints, this only works with ``--tokenizer-type HuggingFaceTokenizer``. We
         do not copy any other kind of tokenizer.
         """
-        if override is not None:
-            is_hf_model = isinstance(checkpoint, HFCheckpoint)
-            return cls._load(override, checkpoint.path if is_hf_model else override)
         if isinstance(checkpoint, HFCheckpoint):
-            return cls._of_hf_model(checkpoint)
+            if override is None:
+                return cls._of_hf_model(checkpoint)
+            return cls._load(override, generation_config_folder=checkpoint.path)
+        if override is not None:
+            return cls._load(override, generation_config_folder=override)
         if checkpoint.args.get("tokenizer_type") != "HuggingFaceTokenizer":
             return cls({})
         recorded_path = checkpoint.args.get("tokenizer_model")
         folder = Path(recorded_path if isinstance(recorded_path, str) else "")
-        return cls._load(folder, folder)
+        return cls._load(folder, generation_config_folder=folder)
 
     @classmethod
     def _load(cls, folder: Path, generation_config_folder: Path) -> "TokenizerFiles":
@@ -151,16 +152,13 @@ class TokenizerFiles:
             raise ConfigError(f"The text must have at least 2 tokens, got {len(text_ids)}.")
         ids_per_row = min(length - len(first_ids), len(text_ids))
         full_rows = min(rows, len(text_ids) // ids_per_row)
-        text_batch = torch.tensor(text_ids[: full_rows * ids_per_row]).view(full_rows, ids_per_row)
+        used_ids = text_ids[: full_rows * ids_per_row]
+        text_batch = torch.tensor(used_ids).view(full_rows, ids_per_row)
         special_batch = torch.tensor(first_ids, dtype=torch.long).expand(full_rows, -1)
         return torch.cat([special_batch, text_batch], dim=1)
 
     def write_tokenizer(self, target: Path) -> bool:
-        """Write the tokenizer and generation config. Returns False if there is no tokenizer.
-
-        If the generation config comes from a different directory, we replace its special token IDs
-        with those of the tokenizer.
-        """
+        """Write the tokenizer and generation config. Returns False if there is no tokenizer."""
         if self.path is None:
             return False
         target.mkdir(exist_ok=True)
@@ -171,17 +169,21 @@ class TokenizerFiles:
             file.parent.mkdir(exist_ok=True)
             copy_file(self.copied_from, name, file)
         if self.loaded_tokenizer is not None and _GENERATION_CONFIG in self.copied_files:
-            token_ids = _special_token_ids(self.loaded_tokenizer)
-            settings = self._merge_generation_config(token_ids)
+            settings = self._merge_generation_config(_special_token_ids(self.loaded_tokenizer))
             content = json.dumps(settings, indent=2, sort_keys=True) + "\n"
             (target / _GENERATION_CONFIG).write_text(content, encoding="utf-8")
         _use_names_of_transformers_4(target)
         return True
 
     def _merge_generation_config(self, token_ids: Mapping[str, Any]) -> dict[str, Any]:
-        """Read the generation config, and add the special token IDs of the tokenizer."""
+        """Read the generation config, and add the special token IDs of the tokenizer.
+
+        If both define an ID, we prefer that of the generation config, unless it comes from another
+        directory than the tokenizer.
+        """
         settings = _without_none(json_object(self.copied_from / _GENERATION_CONFIG))
-        if str(self.copied_from) == self.path:
+        has_same_directory = str(self.copied_from) == self.path
+        if has_same_directory:
             return _without_none({**token_ids, **settings})
         return _without_none({**settings, **token_ids})
 
@@ -250,7 +252,7 @@ def _find_files(folder: Path) -> tuple[str, ...]:
 
 def load_hf_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load a tokenizer from disk (never runs remote code)."""
-    _find_files(folder)  # check the files
+    _find_files(folder)  # raises if a file is not safe to read
     try:
         return AutoTokenizer.from_pretrained(
             folder,

@@ -7,14 +7,20 @@ import torch
 from torch import Tensor
 
 from kha_megatron.conversion.sources import ModelSource
-from kha_megatron.conversion.tensor_mappings import HeadMapping, TensorSlot, head_mapping
+from kha_megatron.conversion.tensor_mappings import (
+    HeadMapping,
+    TensorMapping,
+    TensorSlot,
+    head_mapping,
+)
 from kha_megatron.conversion.transforms import weights_dtype
 from kha_megatron.errors import CheckpointError, ConfigError
 from kha_megatron.heads import HeadTensor, Knock, Projection
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.initial import initial_weight
+from kha_megatron.model.config import ModelConfig
 
-_DOUBLED = {
+_PROJECTION_BY_NAME = {
     "self_attn.q_proj.weight": "query",
     "self_attn.q_proj.bias": "query",
     "self_attn.k_proj.weight": "key",
@@ -23,7 +29,7 @@ _DOUBLED = {
     "self_attn.v_proj.bias": "value",
     "self_attn.o_proj.weight": "output",
 }
-"""Names of these tensors in ``Mechanism.projections_to_double``."""
+"""Tensors of the projections that ``Mechanism.projections_to_double`` may return."""
 
 
 def upcycle_heads(source: ModelSource, kha: HeadsConfig) -> ModelSource:
@@ -36,7 +42,7 @@ def upcycle_heads(source: ModelSource, kha: HeadsConfig) -> ModelSource:
     _check_upcycling(source, kha)
     merged = old_model.kha.merge(kha)
     model = replace(old_model, kha=merged)
-    doubled = _count_doublings(kha)
+    factors = _find_factors(kha)
     new_parameters = set(model.head_tensors) - set(old_model.head_tensors)
     new_mappings = {head_mapping(parameter) for parameter in new_parameters}
 
@@ -51,22 +57,40 @@ def upcycle_heads(source: ModelSource, kha: HeadsConfig) -> ModelSource:
         old_tensors = source.read(slot, meta=meta)
         tensors = dict(zip(old_names, old_tensors, strict=True))
         names = mapping.hf_names(model)
-        if len(names) > len(tensors):  # new rows in linear_qkv
-            shape = mapping.shape(model)
-            dtype = old_tensors[0].dtype
-            fused = torch.empty(shape, dtype=dtype, device="meta")
-            templates = mapping.split(fused, model)
-            for name, template in zip(names, templates, strict=True):
-                if name not in tensors:
-                    tensors[name] = torch.zeros_like(template, device=device)
+        new_names = set(names) - set(old_names)
+        if new_names:  # rows of linear_qkv
+            templates = _meta_tensors(mapping, model, old_tensors[0].dtype)
+            for name in new_names:
+                tensors[name] = torch.zeros_like(templates[name], device=device)
         upcycled = []
         for name in names:
             tensor = tensors[name]
-            times = doubled[_DOUBLED.get(name, "")]
-            upcycled.append(tensor * 2**times if times else tensor)
+            upcycled.append(tensor * factors[name] if name in factors else tensor)
         return upcycled
 
     return replace(source, model=model, read=read)
+
+
+def _find_factors(kha: HeadsConfig) -> dict[str, int]:
+    """Return the factors to multiply tensors with, by HF name."""
+    doublings = _count_doublings(kha)
+    factors = {}
+    for name, projection in _PROJECTION_BY_NAME.items():
+        if projection in doublings:
+            factors[name] = 2 ** doublings[projection]
+    return factors
+
+
+def _meta_tensors(
+    mapping: TensorMapping,
+    model: ModelConfig,
+    dtype: torch.dtype,
+) -> dict[str, Tensor]:
+    """Return meta tensors in the shapes of the HF tensors of a mapping, by name."""
+    megatron_tensor = torch.empty(mapping.shape(model), dtype=dtype, device="meta")
+    names = mapping.hf_names(model)
+    hf_tensors = mapping.split(megatron_tensor, model)
+    return dict(zip(names, hf_tensors, strict=True))
 
 
 def _check_upcycling(source: ModelSource, kha: HeadsConfig) -> None:
@@ -83,7 +107,7 @@ def _check_upcycling(source: ModelSource, kha: HeadsConfig) -> None:
             "No head mechanism to add. Please pass --kha-preset, --kha-query, --kha-key, "
             "--kha-value or --heads."
         )
-    doubled = _count_doublings(kha)
+    doublings = _count_doublings(kha)  # raises if a mechanism always changes the outputs
     for mechanism in trained.mechanisms:
         if mechanism.name in added:
             raise CheckpointError(f"The model in {source.path} already uses {mechanism}.")
@@ -92,7 +116,7 @@ def _check_upcycling(source: ModelSource, kha: HeadsConfig) -> None:
             f"Upcycling to attention={kha.attention} is not supported. Please remove this setting."
         )
     for projection, variant in trained.variants.items():
-        if variant != "linear" and projection in doubled:
+        if variant != "linear" and projection in doublings:
             setting = _setting_of(projection, kha)
             raise ConfigError(
                 f"{setting} cannot be added without changing the outputs, because the trained "
