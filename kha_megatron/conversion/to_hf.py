@@ -220,6 +220,7 @@ def plan_export(
         available = ", ".join(("auto", *FAMILIES))
         raise ConfigError(f"Unknown architecture {architecture!r}. Available: {available}.")
     source = remove_padding(open_source(path, tokenizer=tokenizer))
+    # Hugging Face models do not have the limitations of Megatron's GPTModel
     source = replace(source, model=replace(source.model, gpt_model=False))
     heads_before_folding = None
     if fold:

@@ -106,22 +106,23 @@ class KHAHeads(KHAModule):
     """Base class for attention modules with KHA and other head mechanisms."""
 
     @classmethod
-    def check_config(cls, config: KHAModelConfig) -> str | None:
-        """Validate the attention settings. Returns `"eager"` if other backends cannot be used."""
+    def check_config(cls, config: KHAModelConfig) -> None:
+        """Validate the attention settings."""
         check_mechanisms_are_registered(config)
         if config.kha_attention == "gta" and config.kha_key is not None:
             raise ValueError(
                 f"kha_key={config.kha_key!r} is not supported with GTA. Use kha_value."
             )
         facts = head_facts(config)
-        implementation = None
         for mechanism in build_mechanisms(config):
             reason = mechanism.unsupported_reason(facts)
             if reason:
                 raise ValueError(reason)
-            if mechanism.acts_at("core"):
-                implementation = "eager"
-        return implementation
+
+    @classmethod
+    def requires_eager(cls, config: KHAModelConfig) -> bool:
+        """Whether a mechanism only works with eager attention."""
+        return any(mechanism.acts_at("core") for mechanism in build_mechanisms(config))
 
     def add_heads(
         self,
@@ -147,14 +148,14 @@ class KHAHeads(KHAModule):
                 tensors=mechanism.tensors(sizes),
             )
             self.mechanisms.append(layer_mechanism)
-            for projection in layer_mechanism.rows:
-                features = sizes.heads(projection.heads) * projection.features
+            for rows in layer_mechanism.rows:
+                features = sizes.heads(rows.heads) * rows.features
                 linear = nn.Linear(
                     config.hidden_size,
                     features,
                     bias=config.attention_bias,
                 )
-                setattr(self, projection.hf, linear)
+                setattr(self, rows.hf, linear)
             for tensor in layer_mechanism.tensors:
                 module: HeadParameter
                 if tensor.reads_input:
@@ -169,8 +170,8 @@ class KHAHeads(KHAModule):
             # Mixing attention logits across heads only works if every rank has all heads.
             if layer_mechanism.mechanism.acts_at("core"):
                 return {}
-            for projection in layer_mechanism.rows:
-                plan[projection.hf] = "colwise"
+            for rows in layer_mechanism.rows:
+                plan[rows.hf] = "colwise"
             for tensor in layer_mechanism.tensors:
                 if not tensor.reads_input:
                     plan[tensor.hf] = SHARED_BY_HEADS
@@ -199,11 +200,10 @@ class KHAHeads(KHAModule):
         """
         projections = {}
         for layer_mechanism in self.mechanisms:
-            for projection in layer_mechanism.rows:
-                linear = getattr(self, projection.hf)
+            for rows in layer_mechanism.rows:
+                linear = getattr(self, rows.hf)
                 projected = linear(hidden_states)
-                projected = projected.unflatten(-1, (-1, projection.features))
-                projections[projection.name] = projected
+                projections[rows.name] = projected.unflatten(-1, (-1, rows.features))
             for tensor in layer_mechanism.tensors:
                 if not tensor.reads_input:
                     continue
@@ -885,7 +885,8 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
         k_rot: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """
-        Compute the keys and values of all heads from the cache.
+        Compute the keys and values of all heads from the cache. Overrides the same method of
+        DeepSeek-V3.
 
         Args:
             kv_nope (`torch.Tensor` of shape `(batch_size, 1, kv_len, kv_lora_rank)`): Latents.

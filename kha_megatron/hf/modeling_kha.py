@@ -298,7 +298,7 @@ def pop_cache(arguments: dict[str, Any]) -> Cache | None:
     cache = None
     if names:
         cache = arguments.pop(names[0])
-    arguments.pop("past_key_values", None)
+    arguments.pop("past_key_values", None)  # transformers also passes it if there is no cache
     return cache
 
 
@@ -354,19 +354,19 @@ class KHAModule(Module):
             head_dim,
             config,
         )
-        self.value_features = value_dim
         if config.kha_folded is None:
+            self.value_features = value_dim
             self.v_knock = self.build_knock(
                 config.kha_value,
                 value_dim,
                 config,
             )
-            return
-        self.value_features = 2 * value_dim
-        self.widen_value_projection(config)
-        is_mlp = config.kha_value == "mlp"
-        has_down = is_mlp and "output" not in config.kha_folded
-        self.v_knock = KHAFoldedKnock(value_dim, has_down)
+        else:
+            self.value_features = 2 * value_dim
+            self.widen_value_projection(config)
+            is_mlp = config.kha_value == "mlp"
+            has_down = is_mlp and "output" not in config.kha_folded
+            self.v_knock = KHAFoldedKnock(value_dim, has_down)
 
     def widen_value_projection(self, config: KHAModelConfig) -> None:
         """Replace the value projection for folded models."""
@@ -525,11 +525,11 @@ class KHARouter(nn.Module):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.score_function = config.scoring_func
-        self.normalise = config.norm_topk_prob
+        self.norm_topk_prob = config.norm_topk_prob
         self.in_float32 = config.router_dtype == "float32"
         # Qwen3-MoE normalizes the softmax over all experts (and has no groups).
         is_like_qwen = not self.in_float32 and config.n_group == 1
-        self.selects_before_softmax = self.normalise and not is_like_qwen
+        self.selects_before_softmax = self.norm_topk_prob and not is_like_qwen
         self.scaling_factor = config.routed_scaling_factor
         self.groups = config.n_group
         self.groups_per_token = config.topk_group
@@ -575,7 +575,7 @@ class KHARouter(nn.Module):
             sorted=is_sorted,
         ).indices
         weights = scores.gather(-1, experts)
-        if self.normalise:
+        if self.norm_topk_prob:
             total = weights.sum(-1, keepdim=True)
             weights = weights / (total + 1e-20)
         return weights, experts
@@ -589,7 +589,7 @@ class KHARouter(nn.Module):
         probabilities = logits.softmax(-1, dtype=torch.float32)
         scores = self._mask_groups(probabilities)
         weights, experts = scores.topk(self.top_k, dim=-1)
-        if self.normalise:
+        if self.norm_topk_prob:
             total = weights.sum(-1, keepdim=True)
             weights = weights / total
         return weights, experts
@@ -599,17 +599,14 @@ class KHARouter(nn.Module):
         best `top_k // topk_group` experts."""
         if self.groups == 1:
             return scores
-        grouped_shape = (self.groups, -1)
-        grouped = scores.unflatten(-1, grouped_shape)
+        grouped = scores.unflatten(-1, (self.groups, -1))
         experts_per_group = self.top_k // self.groups_per_token
         best_scores = grouped.topk(experts_per_group, dim=-1).values
         group_scores = best_scores.sum(-1)
-        best_groups = group_scores.topk(self.groups_per_token, dim=-1)
-        selected_groups = best_groups.indices
-        is_masked = torch.ones_like(group_scores, dtype=torch.bool)
-        is_masked = is_masked.scatter(-1, selected_groups, False)
-        is_masked = is_masked.unsqueeze(-1)
-        masked = grouped.masked_fill(is_masked, -torch.inf)
+        best_groups = group_scores.topk(self.groups_per_token, dim=-1).indices
+        all_groups = torch.ones_like(group_scores, dtype=torch.bool)
+        other_groups = all_groups.scatter(-1, best_groups, False)
+        masked = grouped.masked_fill(other_groups.unsqueeze(-1), -torch.inf)
         return masked.flatten(-2)
 
 
@@ -710,7 +707,9 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
                 raise ValueError(obstacle)
         if config.is_plain:
             return
-        if attention_class(config).check_config(config) == "eager":
+        attention = attention_class(config)
+        attention.check_config(config)
+        if attention.requires_eager(config):
             self._supports_sdpa = False
             self._supports_flash_attn = False
             self._supports_flex_attn = False
@@ -787,8 +786,7 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
     @wraps(Glm4MoeModel.forward)
     def forward(self, *args, **kwargs):
         past_length = 0
-        inputs = (*args, *kwargs.values())
-        past_cache = find_cache(inputs)
+        past_cache = find_cache((*args, *kwargs.values()))
         if past_cache is not None:
             past_length = past_cache.get_seq_length()
         output = super().forward(*args, **kwargs)
@@ -806,14 +804,14 @@ def find_cache(values: Iterable[Any]) -> Cache | None:
     return None
 
 
-def check_is_longer(cache: Cache, before: int) -> None:
+def check_is_longer(cache: Cache, past_length: int) -> None:
     """Raise an error if a forward pass did not add tokens to the KV cache."""
     length = cache.get_seq_length()
     # The length of a static cache is a tensor. Reading it would wait for the GPU.
-    if isinstance(length, int) and length <= before:
+    if isinstance(length, int) and length <= past_length:
         raise RuntimeError(
             f"The forward pass did not lengthen the KV cache: it has {length} tokens and had "
-            f"{before} before. Please use another version of transformers or use_cache=False."
+            f"{past_length} before. Please use another version of transformers or use_cache=False."
         )
 
 

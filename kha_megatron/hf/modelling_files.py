@@ -28,6 +28,7 @@ AUTO_MAP = {
 _IMPORT = re.compile(r"^from (kha_megatron[\w.]*) import", re.MULTILINE)
 _ROOT = Path(__file__).parents[2]
 """Directory that contains the package."""
+_PACKAGE = "kha_megatron"
 _MODELING = "kha_megatron.hf.modeling_kha"
 _ATTENTION = "kha_megatron.hf.attention_kha"
 _REGISTRY = "kha_megatron.hf.mechanisms_kha"
@@ -109,16 +110,23 @@ def _describe_origin(module: str) -> str:
 
 
 def _external_mechanisms() -> dict[str, type]:
-    """Return the mechanisms from other packages and files.
-
-    The keys are the modules that they would be in if they were part of this package.
-    """
-    package = __package__.partition(".")[0]
+    """Return the mechanisms from other packages and files by :func:`_module_to_import`."""
     external_types = {}
     for name, mechanism_type in mechanism_types().items():
-        if not mechanism_type.__module__.startswith(f"{package}."):
-            external_types[f"{package}.heads.{name}"] = mechanism_type
+        if _is_external(mechanism_type):
+            external_types[_module_to_import(name, mechanism_type)] = mechanism_type
     return external_types
+
+
+def _is_external(mechanism_type: type) -> bool:
+    return not mechanism_type.__module__.startswith(f"{_PACKAGE}.")
+
+
+def _module_to_import(name: str, mechanism_type: type) -> str:
+    """Return the module of a mechanism, which is renamed if it is not part of this package."""
+    if _is_external(mechanism_type):
+        return f"{_PACKAGE}.heads.{name}"
+    return mechanism_type.__module__
 
 
 def _exported_name(module: str) -> str:
@@ -130,19 +138,14 @@ def _exported_name(module: str) -> str:
 
 def _generate_registry(names: Collection[str]) -> str:
     """Generate a `mechanisms_kha.py` that only imports the given mechanisms."""
-    external_modules = {}
-    for module, external_type in _external_mechanisms().items():
-        external_modules[external_type] = module
     imports = []
     entries = []
     for name, mechanism_type in mechanism_types().items():
-        if name not in names:
-            continue
-        class_name = mechanism_type.__name__
-        defining_module = mechanism_type.__module__
-        module = external_modules.get(mechanism_type, defining_module)
-        imports.append(f"from {module} import {class_name}")
-        entries.append(f"{name!r}: {class_name}")
+        if name in names:
+            module = _module_to_import(name, mechanism_type)
+            class_name = mechanism_type.__name__
+            imports.append(f"from {module} import {class_name}")
+            entries.append(f"{name!r}: {class_name}")
     mapping = ", ".join(entries)
     lines = [
         '"""Head mechanisms of this model, in the order in which they are applied."""',

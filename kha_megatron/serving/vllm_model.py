@@ -198,9 +198,9 @@ class KHADecoderLayer(Qwen3MoeDecoderLayer):
         self.hidden_size = config.hidden_size
         self.self_attn = KHAAttention(
             config,
-            vllm_config.cache_config,
-            quant_config,
-            f"{prefix}.self_attn",
+            cache_config=vllm_config.cache_config,
+            quant_config=quant_config,
+            prefix=f"{prefix}.self_attn",
         )
         if config.mlp_layer_types[extract_layer_index(prefix)] == "sparse":
             self.mlp = KHASparseMLP(config, quant_config, f"{prefix}.mlp")
@@ -219,7 +219,8 @@ class KHADecoderLayer(Qwen3MoeDecoderLayer):
 _KNOCK_ADAPTERS = {
     f"_knock.{module_name(matrix)}.lora_": f"_knock.{matrix}.lora_" for matrix in MATRICES["mlp"]
 }
-"""Without these renames, vLLM would silently ignore some LoRA weights of KHA matrices."""
+"""Renames LoRA weights of KHA matrices, e.g. from ``_knock.up_proj.lora_`` to ``_knock.up.lora_``.
+vLLM would silently ignore some of them under their old names."""
 
 
 @support_torch_compile
