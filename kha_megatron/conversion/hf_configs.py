@@ -106,7 +106,7 @@ def _to_model_config(family: Family, config: PreTrainedConfig) -> ModelConfig:
     if is_latent:
         _check_latent_heads(config)
         fields["multi_latent_attention"] = True
-        fields["kv_channels"] = fields["v_head_dim"]
+        fields["kv_channels"] = fields["v_head_dim"]  # head_dim is the rotary dim
     if isinstance(config, KHAModelConfig):
         fields["kha_folded"] = tuple(config.kha_folded or ())
     if fields["kv_channels"] is None:

@@ -330,12 +330,12 @@ def _add_zero_experts(source: ModelSource, counterpart: ModelConfig) -> ModelSou
     model = source.model
     if not (model.experts and counterpart.experts):
         return source
+    models = (model, counterpart)
     with_zeros = with_zero_tensors(
         model,
-        router_bias=model.moe_router_enable_expert_bias
-        or counterpart.moe_router_enable_expert_bias,
-        shared_width=max(model.shared_width, counterpart.shared_width),
-        shared_gate=model.moe_shared_expert_gate or counterpart.moe_shared_expert_gate,
+        router_bias=any(each.moe_router_enable_expert_bias for each in models),
+        shared_width=max(each.shared_width for each in models),
+        shared_gate=any(each.moe_shared_expert_gate for each in models),
     )
     return add_zero_tensors(source, with_zeros)
 
@@ -351,7 +351,7 @@ def _stores_norms_differently(first: ModelConfig, second: ModelConfig) -> bool:
 
 
 def _expects_same_logits(opened: _Sources, adjustment: HeadAdjustment) -> bool:
-    """Return whether rounding errors are the only reason why logits can differ."""
+    """Return whether the logits can only differ by rounding errors in float32."""
     if _drops_heads(opened.first) != _drops_heads(opened.second):
         return False
     is_first_float32 = _embedding_dtype(opened.first) == torch.float32

@@ -110,11 +110,11 @@ def _describe_origin(module: str) -> str:
 
 
 def _external_mechanisms() -> dict[str, type]:
-    """Return the mechanisms from other packages and files by :func:`_module_to_import`."""
+    """Return the mechanisms from other packages and files by their :func:`_module_name`."""
     external_types = {}
     for name, mechanism_type in mechanism_types().items():
         if _is_external(mechanism_type):
-            external_types[_module_to_import(name, mechanism_type)] = mechanism_type
+            external_types[_module_name(name, mechanism_type)] = mechanism_type
     return external_types
 
 
@@ -122,8 +122,8 @@ def _is_external(mechanism_type: type) -> bool:
     return not mechanism_type.__module__.startswith(f"{_PACKAGE}.")
 
 
-def _module_to_import(name: str, mechanism_type: type) -> str:
-    """Return the module of a mechanism, which is renamed if it is not part of this package."""
+def _module_name(name: str, mechanism_type: type) -> str:
+    """Return the module of a mechanism. External ones are treated like files of this package."""
     if _is_external(mechanism_type):
         return f"{_PACKAGE}.heads.{name}"
     return mechanism_type.__module__
@@ -142,7 +142,7 @@ def _generate_registry(names: Collection[str]) -> str:
     entries = []
     for name, mechanism_type in mechanism_types().items():
         if name in names:
-            module = _module_to_import(name, mechanism_type)
+            module = _module_name(name, mechanism_type)
             class_name = mechanism_type.__name__
             imports.append(f"from {module} import {class_name}")
             entries.append(f"{name!r}: {class_name}")
