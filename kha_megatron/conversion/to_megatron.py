@@ -203,9 +203,9 @@ def _write_slot(
         for block in mapping.join(hf_tensors, model):
             rows, *other_dims = block.shape
             offsets = (*stack.index, first_row, *[0] * len(other_dims))
-            for _ in stack.shape:
-                block = block.unsqueeze(0)
-            writer.write(key, block, shape=shape, offsets=offsets)
+            ones = [1] * len(stack.shape)
+            stacked_block = block.reshape(*ones, *block.shape)
+            writer.write(key, stacked_block, shape=shape, offsets=offsets)
             first_row += rows
 
 
