@@ -61,24 +61,32 @@ def plan(
     """
     bytes_per_gpu = parse_size("--gpu-memory", gpu_memory)
     overrides = megatron or []
-    is_pattern = any(symbol in recipe for symbol in "*?[")
-    if is_pattern and not recipes.is_own_recipe(recipe):
+    if _is_pattern(recipe):
         _plan_all(recipe, overrides, gpus, bytes_per_gpu, as_json=as_json)
         return
     estimate = _estimate(recipes.get_recipe(recipe), overrides, gpus)
     if as_json:
         console.print_json(_as_data(recipe, estimate, bytes_per_gpu))
     else:
-        _print(estimate, recipe)
+        _print(recipe, estimate)
         console.out.print(estimate.explain_fit(bytes_per_gpu), _ASSUMED, sep="\n")
     if not estimate.fits(bytes_per_gpu):
         raise typer.Exit(1)
 
 
+def _is_pattern(recipe: str) -> bool:
+    """Return whether the argument selects several recipes, e.g. ``table2/*``."""
+    if recipes.is_own_recipe(recipe):  # the path of a file may contain these symbols
+        return False
+    return any(symbol in recipe for symbol in "*?[")
+
+
 def _estimate(recipe: Recipe, overrides: list[str], gpus: int | None) -> Estimate:
-    ranks = gpus or recipe.ranks
-    run = fit_micro_batch(recipe, recipe.run.updated(overrides), ranks)
-    return estimate_run(run, ranks)
+    if gpus is None:
+        gpus = recipe.ranks
+    requested_run = recipe.run.updated(overrides)
+    run = fit_micro_batch(recipe, requested_run, gpus)
+    return estimate_run(run, gpus)
 
 
 def _plan_all(
@@ -91,18 +99,18 @@ def _plan_all(
 ) -> None:
     """Print the memory of all recipes for GPUs whose name matches the pattern."""
     estimates = {}
-    for chosen in recipes.find_recipes(pattern):
-        if chosen.run.training.device == "cuda":
-            estimates[chosen.name] = _estimate(chosen, overrides, gpus)
+    for recipe in recipes.find_recipes(pattern):
+        if recipe.run.training.device == "cuda":
+            estimates[recipe.name] = _estimate(recipe, overrides, gpus)
     if not estimates:
         raise ConfigError(
             f"No recipe for GPUs matches {pattern!r}. Run `kha-megatron recipes list`."
         )
     if as_json:
-        rows = []
+        data = []
         for name, estimate in estimates.items():
-            rows.append(_as_data(name, estimate, bytes_per_gpu))
-        console.print_json(rows)
+            data.append(_as_data(name, estimate, bytes_per_gpu))
+        console.print_json(data)
     else:
         console.out.print(_memory_table(estimates, bytes_per_gpu), _ASSUMED, sep="\n")
     if not all(estimate.fits(bytes_per_gpu) for estimate in estimates.values()):
@@ -112,45 +120,53 @@ def _plan_all(
 def _memory_table(estimates: Mapping[str, Estimate], bytes_per_gpu: int) -> Table:
     usable = USABLE_MEMORY * bytes_per_gpu / 1e9
     title = f"Micro batch sizes, and GB of the largest rank (at most {usable:.1f} fit)"
-    columns = ("GPUs", "batch", "activations", "total", "fits")
-    table = console.number_table("recipe", *columns, title=title)
+    table = console.number_table(
+        "recipe", "GPUs", "batch", "activations", "total", "fits", title=title
+    )
     for name, estimate in estimates.items():
-        activations = estimate.memory.activations + estimate.kha_memory.activations
+        fits = "yes" if estimate.fits(bytes_per_gpu) else "no"
         table.add_row(
             name,
             str(estimate.layout.world_size),
             str(estimate.setup.batch.micro_batch_size),
-            f"{activations / 1e9:.1f}",
+            f"{estimate.total_activations / 1e9:.1f}",
             f"{estimate.total_memory / 1e9:.1f}",
-            "yes" if estimate.fits(bytes_per_gpu) else "no",
+            fits,
         )
     return table
 
 
-def _as_data(recipe: str, estimate: Estimate, bytes_per_gpu: int) -> dict[str, Any]:
+def _as_data(recipe_name: str, estimate: Estimate, bytes_per_gpu: int) -> dict[str, Any]:
     setup = estimate.setup
     layout = estimate.layout
     counts = estimate.counts
-    rank = estimate.rank
-    derived_sizes = {"etp": layout.expert_tp, "dp": layout.dp, "expert_dp": layout.expert_dp}
+    largest_rank = estimate.largest_rank
+    derived_sizes = {
+        "etp": layout.expert_tp,
+        "dp": layout.dp,
+        "expert_dp": layout.expert_dp,
+    }
     return {
-        "recipe": recipe,
+        "recipe": recipe_name,
         "gpus": layout.world_size,
         "gpu_memory": bytes_per_gpu,
         "fits": estimate.fits(bytes_per_gpu),
         "layout": asdict(layout) | derived_sizes,
         "batch": asdict(setup.batch),
-        "microbatches": rank.microbatches,
+        "microbatches": largest_rank.microbatches,
         "precision": setup.precision,
         "recompute": setup.recompute,
         "parameters": {
             "total": counts.total,
             "active": counts.active,
             "kha": counts.kha,
-            "largest_rank": rank.counts.total,
+            "largest_rank": largest_rank.counts.total,
         },
-        "flops": {"token": estimate.flops_per_token, "step": estimate.flops_per_step},
-        "pipeline_stage": rank.stage,
+        "flops": {
+            "token": estimate.flops_per_token,
+            "step": estimate.flops_per_step,
+        },
+        "pipeline_stage": largest_rank.stage,
         "memory": asdict(estimate.memory),
         "kha_memory": asdict(estimate.kha_memory),
         "total_memory": estimate.total_memory,
@@ -158,26 +174,28 @@ def _as_data(recipe: str, estimate: Estimate, bytes_per_gpu: int) -> dict[str, A
     }
 
 
-def _print(estimate: Estimate, recipe: str) -> None:
+def _print(recipe_name: str, estimate: Estimate) -> None:
     setup = estimate.setup
     batch = setup.batch
     counts = estimate.counts
-    rank = estimate.rank
+    largest_rank = estimate.largest_rank
+    layout = _format_layout(estimate.layout)
     console.print_facts(
         {
-            "recipe": f"{recipe} (KHA: {setup.model.kha})",
-            "layout": f"{_format_layout(estimate.layout)} ({rank.microbatches} microbatches)",
+            "recipe": f"{recipe_name} (KHA: {setup.model.kha})",
+            "layout": f"{layout} ({largest_rank.microbatches} microbatches)",
             "batch": f"{batch.global_batch_size} sequences of {batch.seq_length} tokens",
             "precision": f"{setup.precision}, recompute {setup.recompute}",
             "parameters": f"{counts.total:,} ({counts.active:,} active, {counts.kha:,} for KHA)",
-            "on one rank": f"{rank.counts.total:,} parameters",
+            "on one rank": f"{largest_rank.counts.total:,} parameters",
             "per token": f"{estimate.flops_per_token / 1e9:,.2f} GFLOPs",
             "per step": f"{estimate.flops_per_step / 1e15:,.2f} PFLOPs",
         }
     )
-    columns = ("weights", "gradients", "optimizer", "activations", "total")
-    title = f"Memory of the largest rank (pipeline stage {rank.stage})"
-    table = console.number_table("GB", *columns, title=title)
+    title = f"Memory of the largest rank (pipeline stage {largest_rank.stage})"
+    table = console.number_table(
+        "GB", "weights", "gradients", "optimizer", "activations", "total", title=title
+    )
     table.add_row("model", *_format_memory(estimate.memory))
     table.add_row("KHA", *_format_memory(estimate.kha_memory))
     console.out.print("", table, "", sep="\n")

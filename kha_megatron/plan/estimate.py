@@ -32,13 +32,17 @@ class Estimate:
     layout: Layout
     counts: Counts  # of the whole model
     flops: Flops  # forward pass of one sequence
-    rank: Rank  # largest rank
-    memory: Memory  # of that rank, excluding KHA
+    largest_rank: Rank
+    memory: Memory  # of the largest rank, excluding KHA
     kha_memory: Memory
 
     @property
     def total_memory(self) -> float:
         return self.memory.total + self.kha_memory.total
+
+    @property
+    def total_activations(self) -> float:
+        return self.memory.activations + self.kha_memory.activations
 
     @property
     def flops_per_token(self) -> float:
@@ -61,9 +65,9 @@ class Estimate:
         usable = f"{USABLE_MEMORY:.0%} of {gpu_memory / 1e9:.1f} GB"
         if self.fits(gpu_memory):
             return f"The largest rank needs about {needed}, which fits into {usable}."
-        activations = self.memory.activations + self.kha_memory.activations
+        activations = f"{self.total_activations / 1e9:.1f} GB"
         return (
-            f"The largest rank needs about {needed} ({activations / 1e9:.1f} GB for activations), "
+            f"The largest rank needs about {needed} ({activations} for activations), "
             f"which does not fit into {usable}. {self._advise(gpu_memory)}"
         )
 
@@ -142,7 +146,7 @@ def _estimate(setup: Setup, layout: Layout) -> Estimate:
         layout=layout,
         counts=count_model(model),
         flops=compute_flops(model, setup.batch.seq_length),
-        rank=largest_rank,
+        largest_rank=largest_rank,
         memory=memory.base,
         kha_memory=memory.kha,
     )

@@ -57,12 +57,13 @@ def test_kha_costs_what_it_adds(name, gpus, words):
     assert asdict(baseline.kha_memory) == dict.fromkeys(asdict(baseline.kha_memory), 0)
     assert knocked.memory == baseline.memory
     assert 0 < knocked.kha_memory.total < 0.15 * knocked.total_memory
-    assert knocked.rank.counts.total - baseline.rank.counts.total == knocked.rank.counts.kha
+    counts = knocked.largest_rank.counts
+    assert counts.total - baseline.largest_rank.counts.total == counts.kha
     layout = knocked.layout
     assert layout.dp * layout.tp * layout.pp * layout.cp == gpus
     batch = knocked.setup.batch
     sequences = batch.micro_batch_size * layout.dp
-    assert knocked.rank.microbatches * sequences == batch.global_batch_size
+    assert knocked.largest_rank.microbatches * sequences == batch.global_batch_size
 
 
 def test_recompute_and_memory_decide_what_fits():
@@ -85,7 +86,7 @@ def test_recompute_and_memory_decide_what_fits():
 )
 def test_the_largest_rank_of_all_stages_decides(words, stage):
     result = estimate("dense-0.6b", words)
-    assert result.rank.stage == stage
+    assert result.largest_rank.stage == stage
     for number in range(4):
         memory, kha_memory = estimate_memory(Rank(result.setup, result.layout, number))
         assert memory.total + kha_memory.total <= result.total_memory
