@@ -23,6 +23,9 @@ from kha_megatron.plan.rank import Precision, Rank
 
 _GRADIENT_SIZE = 4
 """Bytes per gradient: Megatron accumulates gradients in float32 (see the table above)."""
+_FP8_COPIES_SIZE = 2
+"""Bytes per weight of a linear layer, in addition to the weight itself."""
+_FP8_SIZE = 1
 _FP32_SIZE = 4
 
 
@@ -53,46 +56,67 @@ class RankMemory(NamedTuple):
 
 def estimate_memory(rank: Rank) -> RankMemory:
     """Estimate the peak memory of a rank."""
-    setup = rank.setup
-    layout = rank.layout
     counts = rank.counts
-    optimizer_size = _optimizer_size(setup.precision)
-    fp8_copy_size = 2 if setup.precision == "fp8" else 0
-    # number of ranks that share the optimizer state of a parameter
-    state_ranks = 1
-    expert_state_ranks = 1
-    if setup.distributed_optimizer:
-        state_ranks = layout.dp * layout.cp
-        expert_state_ranks = layout.expert_dp
-
-    dense = counts.dense - counts.kha
-    parameters = dense + counts.experts
-    local_states = dense / state_ranks + counts.experts / expert_state_ranks
-    weights = setup.element_size * parameters
-    fp8_copies = fp8_copy_size * counts.linear
-    base = Memory(
-        weights=weights + fp8_copies,
-        gradients=_GRADIENT_SIZE * parameters,
-        optimizer=optimizer_size * local_states,
+    base = _estimate_part(
+        rank,
+        dense=counts.dense - counts.kha,
+        experts=counts.experts,
+        linear=counts.linear,
         activations=_estimate_base_activations(rank),
     )
-
-    kha_weights = setup.element_size * counts.kha
-    kha_fp8_copies = fp8_copy_size * counts.kha_rows
-    kha = Memory(
-        weights=kha_weights + kha_fp8_copies,
-        gradients=_GRADIENT_SIZE * counts.kha,
-        optimizer=optimizer_size * counts.kha / state_ranks,
+    kha = _estimate_part(
+        rank,
+        dense=counts.kha,
+        experts=0,
+        linear=counts.kha_rows,
         activations=_estimate_kha_in_flight(rank),
     )
     return RankMemory(base, kha)
 
 
+def _estimate_part(
+    rank: Rank,
+    *,
+    dense: int,
+    experts: int,
+    linear: int,
+    activations: float,
+) -> Memory:
+    """Estimate the memory of a part of the model.
+
+    Args:
+        dense: Number of parameters outside experts.
+        experts: Number of parameters of experts.
+        linear: How many of these parameters have copies in FP8, if training uses FP8.
+        activations: Bytes of activations.
+    """
+    setup = rank.setup
+    layout = rank.layout
+    parameters = dense + experts
+    weights = setup.element_size * parameters
+    if setup.precision == "fp8":
+        weights += _FP8_COPIES_SIZE * linear
+    # number of ranks that share the optimizer state of a parameter
+    dense_ranks = 1
+    expert_ranks = 1
+    if setup.distributed_optimizer:
+        dense_ranks = layout.dp * layout.cp
+        expert_ranks = layout.expert_dp
+    local_states = dense / dense_ranks + experts / expert_ranks
+    return Memory(
+        weights=weights,
+        gradients=_GRADIENT_SIZE * parameters,
+        optimizer=_optimizer_size(setup.precision) * local_states,
+        activations=activations,
+    )
+
+
 def _optimizer_size(precision: Precision) -> int:
     """Return the bytes per parameter of Adam's two moments and of the float32 main weights."""
-    moments = 2 * _FP32_SIZE
-    main_weight = 0 if precision == "fp32" else _FP32_SIZE
-    return moments + main_weight
+    moments_size = 2 * _FP32_SIZE
+    if precision == "fp32":  # the weights themselves are the main weights
+        return moments_size
+    return moments_size + _FP32_SIZE
 
 
 def count_in_flight(
@@ -116,15 +140,26 @@ def count_in_flight(
 
 
 def _list_layers_in_flight(rank: Rank) -> list[int]:
-    """Return the index of a layer once for each microbatch whose activations it holds."""
-    pp = rank.layout.pp
-    in_flight = count_in_flight(pp, rank.layout.vpp, rank.microbatches, rank.stage)
+    """Return the layers of all forward passes in flight.
+
+    A layer occurs once for each microbatch whose activations are in memory. In the interleaved
+    schedule, a virtual stage processes ``pp`` microbatches before the next virtual stage runs. For
+    example, the first of two ranks with the virtual stages ``[[0], [2]]`` has up to five forward
+    passes in flight: two in layer 0, two in layer 2, and again one in layer 0.
+    """
+    layout = rank.layout
+    in_flight = count_in_flight(
+        pp=layout.pp,
+        vpp=layout.vpp,
+        microbatches=rank.microbatches,
+        stage=rank.stage,
+    )
+    virtual_stages = rank.virtual_stages  # only one without interleaving
     layers = []
     for forward_pass in range(in_flight):
-        # interleaved schedule: a virtual stage processes pp microbatches before the next one runs
-        microbatch_group = forward_pass // pp
-        virtual_stage = microbatch_group % len(rank.chunks)
-        layers += rank.chunks[virtual_stage]
+        microbatch_group = forward_pass // layout.pp
+        virtual_stage = microbatch_group % len(virtual_stages)
+        layers += virtual_stages[virtual_stage]
     return layers
 
 
@@ -138,11 +173,11 @@ def _estimate_base_activations(rank: Rank) -> float:
         layer_bytes[layer] = _estimate_layer_activations(rank, layer)
     in_flight = _list_layers_in_flight(rank)
     if rank.setup.recompute == "full":
-        # the inputs of all layers, and everything for the one that is recomputed
+        # only the inputs of layers are saved, and one layer at a time is recomputed
         input_bytes = rank.sharded_tokens * rank.token_bytes
-        saved = len(in_flight) * input_bytes
-        saved += max(layer_bytes.values())
-        return saved + output_bytes
+        saved_inputs = len(in_flight) * input_bytes
+        recomputed_layer = max(layer_bytes.values())
+        return saved_inputs + recomputed_layer + output_bytes
     saved = 0.0
     for layer in in_flight:
         saved += layer_bytes[layer]
@@ -155,16 +190,14 @@ def _estimate_kha_in_flight(rank: Rank) -> float:
         return 0.0
     layer_bytes = estimate_kha_activations(rank)
     recompute = rank.setup.recompute
-    if recompute == "full":  # one layer at a time
+    if recompute == "full":  # nothing is saved, and one layer at a time is recomputed
         return layer_bytes
     in_flight = len(_list_layers_in_flight(rank))
-    saved = in_flight * layer_bytes
-    if recompute == "selective":
-        # core attention is recomputed in one layer at a time
-        recomputed_layers = max(0, in_flight - 1)
+    if recompute == "selective":  # core attention is recomputed in one layer at a time
         core_bytes = _estimate_kha_core_activations(rank)
-        saved -= recomputed_layers * core_bytes
-    return saved
+        saved_bytes = layer_bytes - core_bytes
+        return in_flight * saved_bytes + core_bytes
+    return in_flight * layer_bytes
 
 
 def _estimate_output_activations(rank: Rank) -> float:
@@ -216,7 +249,7 @@ def _estimate_attention_activations(rank: Rank) -> float:
         output_features = query_heads * model.head_dim
     token_bytes = features * rank.element_size
     if rank.setup.precision == "fp8":
-        token_bytes += output_features  # input of the output projection
+        token_bytes += output_features * _FP8_SIZE  # input of the output projection
     if rank.setup.recompute != "selective":
         token_bytes += query_heads * _FP32_SIZE  # log-sum-exp of flash attention
     return _estimate_input_activations(rank) + rank.tokens * token_bytes
@@ -224,7 +257,7 @@ def _estimate_attention_activations(rank: Rank) -> float:
 
 def _estimate_input_activations(rank: Rank) -> float:
     """Bytes of the inputs that are saved by a norm and by the linear layer that follows."""
-    bytes_per_feature = rank.element_size + rank.input_size
+    bytes_per_feature = rank.element_size + rank.linear_input_size
     token_bytes = rank.model.hidden_size * bytes_per_feature
     return rank.sharded_tokens * token_bytes
 
@@ -256,9 +289,9 @@ def _count_latent_features(rank: Rank) -> int:
 
 def _count_mlp_bytes(rank: Rank, width: float) -> float:
     """Bytes per token that an MLP of this width saves, except for its input."""
-    # inputs of the activation function (SwiGLU also has a gate), and of the second linear layer
-    activation_inputs = 2 if rank.model.swiglu else 1
-    bytes_per_feature = activation_inputs * rank.element_size + rank.input_size
+    activation_inputs = 2 if rank.model.swiglu else 1  # SwiGLU also has a gate
+    bytes_per_feature = activation_inputs * rank.element_size
+    bytes_per_feature += rank.linear_input_size  # input of the second linear layer
     return width * bytes_per_feature
 
 
@@ -269,20 +302,24 @@ def _estimate_mlp_activations(rank: Rank) -> float:
 
 
 def _estimate_moe_activations(rank: Rank) -> float:
+    """Bytes that the norm, the router, the routed experts and the shared experts save."""
     model = rank.model
     layout = rank.layout
+
     norm_bytes = 2 * model.hidden_size * rank.element_size  # inputs of norm and router
     score_size = 2 * _FP32_SIZE  # scores and probabilities
     routing_map_size = 1  # booleans
     router_bytes = model.experts * (score_size + routing_map_size)
-    expert_width = model.expert_width / layout.expert_tp
-    shared_width = model.shared_width / layout.tp
-    input_bytes = model.hidden_size * rank.input_size
-    expert_bytes = input_bytes + _count_mlp_bytes(rank, expert_width)
-    shared_bytes = _count_mlp_bytes(rank, shared_width)
-    # a token is sent once to each of its experts, and to all ranks that share such an expert
-    routed_tokens = rank.sharded_tokens * model.moe_router_topk * layout.expert_tp
     saved = rank.sharded_tokens * (norm_bytes + router_bytes)
+
+    local_expert_width = model.expert_width / layout.expert_tp
+    input_bytes = model.hidden_size * rank.linear_input_size
+    expert_bytes = input_bytes + _count_mlp_bytes(rank, local_expert_width)
+    # each token is sent to its top-k experts, and to all ranks that share such an expert
+    routed_tokens = rank.sharded_tokens * model.moe_router_topk * layout.expert_tp
     saved += routed_tokens * expert_bytes
+
+    local_shared_width = model.shared_width / layout.tp
+    shared_bytes = _count_mlp_bytes(rank, local_shared_width)
     saved += rank.tokens * shared_bytes
     return saved

@@ -47,7 +47,7 @@ class Rank:
         return self.setup.element_size
 
     @property
-    def input_size(self) -> int:
+    def linear_input_size(self) -> int:
         """Bytes per element of the inputs that linear layers save."""
         return 1 if self.setup.precision == "fp8" else self.element_size
 
@@ -57,13 +57,13 @@ class Rank:
         return self.model.hidden_size * self.element_size
 
     @cached_property
-    def chunks(self) -> list[list[int]]:
-        """Layer indices for each virtual stage of this rank."""
+    def virtual_stages(self) -> list[list[int]]:
+        """Layer indices of each virtual stage. Without interleaving, there is only one."""
         return self.layout.stage_layers(self.model.layers, self.stage)
 
     @cached_property
     def layers(self) -> list[int]:
-        return list(itertools.chain(*self.chunks))
+        return list(itertools.chain(*self.virtual_stages))
 
     @cached_property
     def counts(self) -> Parameters:
