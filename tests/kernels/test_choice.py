@@ -24,7 +24,7 @@ HOPPER = (CUDA, torch.bfloat16, torch.bfloat16, 128)
 def fresh(monkeypatch):
     monkeypatch.delenv("KHA_KERNELS", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    refusals = fused._unsupported_device_or_size
+    refusals = fused._cached_unsupported_reason
     announcements._logged.clear()
     refusals.cache_clear()
     yield
@@ -88,12 +88,12 @@ def test_unsupported_tensors_and_machines(change, capability, triton, reason, mo
     module = triton and SimpleNamespace(__version__=triton)
     monkeypatch.setitem(sys.modules, "triton", module)
     arguments = [change.get(index, argument) for index, argument in enumerate(HOPPER)]
-    found = fused._unsupported_device_or_size(*arguments)
+    found = fused._cached_unsupported_reason(*arguments)
     assert found == reason if reason is None else re.search(reason, found)
 
 
 def test_autocast_and_wrapper_tensors_use_torch(monkeypatch):
-    monkeypatch.setattr(fused, "_unsupported_device_or_size", lambda *arguments: None)
+    monkeypatch.setattr(fused, "_cached_unsupported_reason", lambda *arguments: None)
     x, weight = inputs()
     assert fused.unsupported_reason(x, torch.nn.Parameter(weight)) is None
     assert "type TwoTensor" in fused.unsupported_reason(x, TwoTensor(weight, weight.clone()))

@@ -56,11 +56,12 @@ def fused_knock(
     if torch.compiler.is_compiling():
         if torch.is_autocast_enabled(x.device.type):  # autocast does not apply to custom operators
             return knocking.knock(x, weight, variant)
+        # the operator chooses between Triton and PyTorch when the compiled code runs
         return torch.ops.kha_megatron.knock(x, weight, variant)
-    if _chooses_kernels(x, weight, variant):
-        from kha_megatron.heads.kernels.knock_launch import FusedKnock
+    if _choose_kernels(x, weight, variant):
+        from kha_megatron.heads.kernels import knock_launch  # requires Triton
 
-        return FusedKnock.apply(x, weight, variant)
+        return knock_launch.FusedKnock.apply(x, weight, variant)
     return knocking.knock(x, weight, variant)
 
 
@@ -71,16 +72,22 @@ def unsupported_reason(x: Tensor, weight: Tensor) -> str | None:
     for tensor in (x, weight):
         if is_traceable_wrapper_subclass(tensor):
             return f"the kernels do not support tensors of type {type(tensor).__name__}"
-    return _unsupported_device_or_size(x.device, x.dtype, weight.dtype, weight.shape[-1])
+    head_dim = weight.shape[-1]
+    return _cached_unsupported_reason(x.device, x.dtype, weight.dtype, head_dim)
 
 
 @functools.cache
-def _unsupported_device_or_size(
+def _cached_unsupported_reason(
     device: torch.device,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     head_dim: int,
 ) -> str | None:
+    """Check the device, Triton, the dtypes and the head dim.
+
+    ``TRITON_INTERPRET`` and the installed Triton are fixed for a process, so they are not part of
+    the cache key.
+    """
     if device.type != "cuda" and not _is_interpreting():
         return f"the kernels require a CUDA device, but the tensors are on {device}"
     reason = triton_reason()
@@ -115,11 +122,16 @@ def _is_interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def _chooses_kernels(
+def _choose_kernels(
     x: Tensor,
     weight: Tensor,
     variant: Variant,
 ) -> bool:
+    """Decide between Triton (True) and PyTorch (False), and log the decision.
+
+    Raises:
+        ConfigError: If ``KHA_KERNELS`` is invalid, or is ``triton`` but the kernels cannot be used.
+    """
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
     if choice not in ("auto", "torch", "triton"):
         raise ConfigError(f"{KERNELS_VARIABLE} must be auto, torch or triton, got {choice!r}.")
@@ -127,17 +139,20 @@ def _chooses_kernels(
         _announce_implementation(f"torch ({KERNELS_VARIABLE}=torch)")
         return False
     reason = unsupported_reason(x, weight)
-    if reason is not None and choice == "triton":
-        raise ConfigError(
-            f"{KERNELS_VARIABLE}=triton is not supported here, because {reason}. Unset "
-            f"{KERNELS_VARIABLE} to fall back to torch."
-        )
     if reason is not None:
+        if choice == "triton":
+            raise ConfigError(
+                f"{KERNELS_VARIABLE}=triton is not supported here, because {reason}. Unset "
+                f"{KERNELS_VARIABLE} to fall back to torch."
+            )
         _announce_implementation(f"torch ({reason})")
         return False
     if choice == "auto" and not is_trusted(KnockCase.of(x, variant)):
-        return False
-    _announce_implementation("Triton's interpreter" if _is_interpreting() else "Triton kernels")
+        return False  # is_trusted has logged a warning
+    if _is_interpreting():
+        _announce_implementation("Triton's interpreter")
+    else:
+        _announce_implementation("Triton kernels")
     return True
 
 
@@ -145,24 +160,25 @@ def _announce_implementation(implementation: str) -> None:
     announce(f"Computing KHA with {implementation}", once=("knocking", implementation))
 
 
-# torch.compile cannot trace kernel launches, so forward and backward are custom operators
+# torch.compile cannot trace kernel launches, so forward and backward are custom operators. Their
+# schemas do not support literal types, so the variant is a string.
 
 
 @torch.library.custom_op("kha_megatron::knock", mutates_args=())
-def _knock(
+def _knock_operator(
     x: Tensor,
     weight: Tensor,
     variant: str,
 ) -> Tensor:
     kha_variant = cast(Variant, variant)
-    if _chooses_kernels(x, weight, kha_variant):
-        from kha_megatron.heads.kernels import knock_launch
+    if _choose_kernels(x, weight, kha_variant):
+        from kha_megatron.heads.kernels import knock_launch  # requires Triton
 
         return knock_launch.knock_forward(x, weight.contiguous(), kha_variant)
     return knocking.knock(x, weight, kha_variant).contiguous()
 
 
-@_knock.register_fake
+@_knock_operator.register_fake
 def _(
     x: Tensor,
     weight: Tensor,
@@ -172,17 +188,17 @@ def _(
 
 
 @torch.library.custom_op("kha_megatron::knock_backward", mutates_args=())
-def _knock_backward(
+def _knock_backward_operator(
     x: Tensor,
     dy: Tensor,
     weight: Tensor,
     variant: str,
 ) -> tuple[Tensor, Tensor]:
     kha_variant = cast(Variant, variant)
-    if not _chooses_kernels(x, weight, kha_variant):
+    if not _choose_kernels(x, weight, kha_variant):
         dx, dw = knocking.gradients(x, dy, weight, kha_variant)
         return dx.contiguous(), dw.contiguous()
-    from kha_megatron.heads.kernels import knock_launch
+    from kha_megatron.heads.kernels import knock_launch  # requires Triton
 
     dy = dy.contiguous()
     weight = weight.contiguous()
@@ -191,7 +207,7 @@ def _knock_backward(
     return dx, dw
 
 
-@_knock_backward.register_fake
+@_knock_backward_operator.register_fake
 def _(
     x: Tensor,
     dy: Tensor,
@@ -212,8 +228,8 @@ def _save_inputs(
 
 def _gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
-    dx, dw = _knock_backward(x, dy, weight, ctx.variant)
+    dx, dw = _knock_backward_operator(x, dy, weight, ctx.variant)
     return dx, dw, None
 
 
-_knock.register_autograd(_gradients, setup_context=_save_inputs)
+_knock_operator.register_autograd(_gradients, setup_context=_save_inputs)
