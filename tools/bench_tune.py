@@ -128,13 +128,13 @@ class Candidate:
         from kha_megatron.heads.kernels import knock_launch, launches
 
         setting = {(self.kernel, VARIANT, HEAD_DIM): self.tiling}
-        knock_launch._weight_grid.cache_clear()
+        knock_launch._count_splits.cache_clear()
         with (
             mock.patch.dict(tilings.TILINGS[self.arch], setting),
             mock.patch.object(launches, "_launches", self.launches),
         ):
             result = inputs.call(self.kernel)
-        knock_launch._weight_grid.cache_clear()
+        knock_launch._count_splits.cache_clear()
         return result
 
     def call_in_turn(self, inputs: Iterator[Inputs]) -> None:

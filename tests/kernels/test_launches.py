@@ -86,11 +86,11 @@ def driver(monkeypatch, cache):
     monkeypatch.setenv("TRITON_CACHE_DIR", cache)
     monkeypatch.setattr(knock_launch, "processors", lambda device: 3)
     monkeypatch.setattr(launches, "_launches", {})
-    knock_launch._weight_grid.cache_clear()
+    knock_launch._count_splits.cache_clear()
     recorder = Driver()
     monkeypatch.setattr(triton_driver, "_active", recorder)
     yield recorder
-    knock_launch._weight_grid.cache_clear()
+    knock_launch._count_splits.cache_clear()
 
 
 def rows_by_layout(dtype):

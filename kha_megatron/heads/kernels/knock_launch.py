@@ -1,6 +1,8 @@
 """Launch the KHA kernels, with autograd support. Requires Triton."""
 
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ def knock_forward(x: Tensor, weight: Tensor, variant: Variant) -> Tensor:
     """Triton version of ``heads.knock.knock``. The output is always contiguous."""
     y = x.new_empty(x.shape)
     if x.numel() != 0:
-        launch(_prepare_knock, ("forward", variant), (x, weight), y)
+        launch(_prepare_forward, (variant,), (x, weight), y)
     return y
 
 
@@ -40,7 +42,7 @@ def knock_backward_input(
     """Compute the gradient of ``x``. ``weight`` must be contiguous."""
     dx = x.new_empty(x.shape)
     if x.numel() != 0:
-        launch(_prepare_knock, ("backward_input", variant), (x, dy, weight), dx)
+        launch(_prepare_backward_input, (variant,), (x, dy, weight), dx)
     return dx
 
 
@@ -58,9 +60,9 @@ def knock_backward_weight(
         return torch.zeros_like(weight)
     head_dim = weight.shape[-1]
     row_count = x.numel() // head_dim
-    splits, _ = _weight_grid(row_count, variant, head_dim, weight.dtype, weight.device)
+    splits = _count_splits(row_count, variant, head_dim, weight.dtype, weight.device)
     partials = weight.new_empty((splits, *weight.shape), dtype=torch.float32)
-    launch(_prepare_knock, ("backward_weight", variant), (x, dy, weight), partials)
+    launch(_prepare_backward_weight, (variant,), (x, dy, weight), partials)
     gradient = torch.empty_like(weight)
     launch(_prepare_sum, (), (partials,), gradient)
     return gradient
@@ -99,62 +101,136 @@ class FusedKnock(torch.autograd.Function):
         return dx, dw, None
 
 
-def _prepare_knock(kernel: Kernel, variant: Variant, *rows: Rows) -> Launch:
-    """Prepare one of the three kernels. The last rows are the weight and the output.
-
-    The output of ``backward_weight`` are the partial sums.
-    """
-    *inputs, weight_rows, output = rows
-    weight = weight_rows.tensor
-    head_dim = weight.shape[-1]
-    row_count = inputs[0].tensor.numel() // head_dim
-    arch = architecture(weight.device)
-    tile = tiling(kernel, variant, head_dim, weight.dtype, arch)
-    has_head_output = kernel != "backward_weight"
-    head_rows = [*inputs, output] if has_head_output else inputs
-    allows_descriptors = tile.allows_descriptors(variant, head_dim, weight.dtype, arch)
-    use_tma = allows_descriptors and all(map(_fits_a_descriptor, head_rows))
-
-    # in the order of the kernel's parameters
-    arguments: list[Any] = []
-    for tensor_rows in inputs:
-        arguments += _row_arguments(tensor_rows, row_count, tile.rows, use_tma)
-    arguments.append(weight)
-    if has_head_output:
-        arguments += _row_arguments(output, row_count, tile.rows, use_tma)
-    else:
-        arguments.append(output.tensor)
-    arguments.append(row_count)
-
-    grid: tuple[int, ...]
-    if has_head_output:
-        grid = (_programs(row_count, tile, weight.device),)
-    else:
-        grid = _weight_grid(row_count, variant, head_dim, weight.dtype, weight.device)
-    function = getattr(kernels, f"knock_{kernel}_kernel")
-    options = tile.options(variant, head_dim) | {"TMA": use_tma}
-    return Launch(function, grid, arguments, options)
-
-
 @functools.lru_cache(1024)
-def _weight_grid(
+def _count_splits(
     row_count: int,
     variant: Variant,
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[int, int]:
-    """Return the number of partial sums and of column blocks in ``backward_weight``."""
+) -> int:
+    """Return the number of partial sums in ``backward_weight``."""
     tile = tiling("backward_weight", variant, head_dim, dtype, architecture(device))
-    blocks = triton.cdiv(head_dim, tile.columns)
+    # each split has one program per block, and all programs should run at the same time
+    blocks = _count_column_blocks(head_dim, tile)
     max_splits = max(1, processors(device) // blocks)
-    splits = min(_programs(row_count, tile, device), max_splits)
-    return splits, blocks
+    return min(_count_programs(row_count, tile, device), max_splits)
 
 
-def _programs(row_count: int, tile: Tiling, device: torch.device) -> int:
+def _count_column_blocks(head_dim: int, tile: Tiling) -> int:
+    blocks: int = triton.cdiv(head_dim, tile.columns)
+    return blocks
+
+
+def _count_programs(row_count: int, tile: Tiling, device: torch.device) -> int:
     max_programs = processors(device) * tile.per_processor
     return min(triton.cdiv(row_count, tile.rows), max_programs)
+
+
+def _prepare_forward(variant: Variant, x: Rows, weight: Rows, y: Rows) -> Launch:
+    tiles = _split_into_tiles("forward", variant, weight.tensor, [x, y])
+    arguments = (
+        *tiles.arguments_for(x),
+        weight.tensor,
+        *tiles.arguments_for(y),
+        tiles.row_count,
+    )
+    grid = (_count_programs(tiles.row_count, tiles.tiling, weight.tensor.device),)
+    return Launch(kernels.knock_forward_kernel, grid, arguments, tiles.options)
+
+
+def _prepare_backward_input(
+    variant: Variant,
+    x: Rows,
+    dy: Rows,
+    weight: Rows,
+    dx: Rows,
+) -> Launch:
+    tiles = _split_into_tiles("backward_input", variant, weight.tensor, [x, dy, dx])
+    arguments = (
+        *tiles.arguments_for(x),
+        *tiles.arguments_for(dy),
+        weight.tensor,
+        *tiles.arguments_for(dx),
+        tiles.row_count,
+    )
+    grid = (_count_programs(tiles.row_count, tiles.tiling, weight.tensor.device),)
+    return Launch(kernels.knock_backward_input_kernel, grid, arguments, tiles.options)
+
+
+def _prepare_backward_weight(
+    variant: Variant,
+    x: Rows,
+    dy: Rows,
+    weight: Rows,
+    partials: Rows,
+) -> Launch:
+    tiles = _split_into_tiles("backward_weight", variant, weight.tensor, [x, dy])
+    arguments = (
+        *tiles.arguments_for(x),
+        *tiles.arguments_for(dy),
+        weight.tensor,
+        partials.tensor,
+        tiles.row_count,
+    )
+    splits = len(partials.tensor)
+    head_dim = weight.tensor.shape[-1]
+    grid = (splits, _count_column_blocks(head_dim, tiles.tiling))
+    return Launch(kernels.knock_backward_weight_kernel, grid, arguments, tiles.options)
+
+
+@dataclass(frozen=True)
+class _HeadTiles:
+    """How a kernel processes tensors of heads in tiles of rows."""
+
+    tiling: Tiling
+    row_count: int
+    use_tma: bool
+    options: dict[str, Any]
+
+    def arguments_for(self, operand: Rows) -> tuple[Any, ...]:
+        """Return the arguments for a tensor: pointer or descriptor, and its :class:`Strides`."""
+        tensor = operand.tensor
+        if not self.use_tma:
+            return (tensor, *operand.strides)
+        head_dim = tensor.shape[-1]
+        descriptor = TensorDescriptor(
+            tensor,
+            shape=[self.row_count, head_dim],
+            strides=[operand.strides.token, 1],
+            block_shape=[self.tiling.rows, padded(head_dim)],
+        )
+        return (descriptor, *operand.strides)
+
+
+def _split_into_tiles(
+    kernel: Kernel,
+    variant: Variant,
+    weight: Tensor,
+    operands: Sequence[Rows],
+) -> _HeadTiles:
+    """Choose the tile size, and decide whether to use TMA for the ``operands``."""
+    head_dim = weight.shape[-1]
+    arch = architecture(weight.device)
+    tile = tiling(kernel, variant, head_dim, weight.dtype, arch)
+    allows_descriptors = tile.allows_descriptors(variant, head_dim, weight.dtype, arch)
+    use_tma = allows_descriptors and all(map(_fits_a_descriptor, operands))
+    return _HeadTiles(
+        tiling=tile,
+        row_count=operands[0].tensor.numel() // head_dim,
+        use_tma=use_tma,
+        options=tile.options(variant, head_dim) | {"TMA": use_tma},
+    )
+
+
+def _fits_a_descriptor(operand: Rows) -> bool:
+    """Return whether TMA can load a tensor: it needs a uniform stride and 16-byte alignment."""
+    tensor = operand.tensor
+    strides = operand.strides
+    is_uniform = strides.is_uniform and strides.token > 0
+    bytes_between_rows = strides.token * tensor.element_size()
+    is_aligned = bytes_between_rows % 16 == 0 and tensor.data_ptr() % 16 == 0
+    return is_uniform and is_aligned
 
 
 def _prepare_sum(partials: Rows, gradient: Rows) -> Launch:
@@ -168,34 +244,6 @@ def _prepare_sum(partials: Rows, gradient: Rows) -> Launch:
         num_elements,
     )
     return Launch(kernels.sum_partials, grid, arguments, REDUCTION)
-
-
-def _fits_a_descriptor(rows: Rows) -> bool:
-    """TMA needs a uniform stride and 16-byte alignment."""
-    strides = rows.strides
-    is_uniform = strides.heads == 1 and strides.token > 0
-    bytes_between_rows = strides.token * rows.tensor.element_size()
-    is_aligned = bytes_between_rows % 16 == 0 and rows.tensor.data_ptr() % 16 == 0
-    return is_uniform and is_aligned
-
-
-def _row_arguments(
-    rows: Rows,
-    row_count: int,
-    tile_rows: int,
-    use_tma: bool,
-) -> tuple[Any, ...]:
-    """Return the four arguments for a tensor of heads: pointer or descriptor, and strides."""
-    if not use_tma:
-        return rows.tensor, *rows.strides
-    width = rows.tensor.shape[-1]
-    descriptor = TensorDescriptor(
-        rows.tensor,
-        shape=[row_count, width],
-        strides=[rows.strides.token, 1],
-        block_shape=[tile_rows, padded(width)],
-    )
-    return descriptor, *rows.strides
 
 
 @functools.cache

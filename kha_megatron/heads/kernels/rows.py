@@ -11,12 +11,17 @@ class Strides(NamedTuple):
 
     A row holds the features of one head of one token. The kernel computes the address of row ``r``
     as ``(r // heads) * token + (r % heads) * head``, in elements. If the rows are evenly spaced,
-    e.g. in a contiguous tensor, ``heads`` is 1.
+    e.g. in a contiguous tensor, ``heads`` is 1 and ``token`` is the distance between rows.
     """
 
-    heads: int
+    heads: int  # number of rows per token
     token: int
     head: int
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all rows have the same distance, so that a single stride is enough."""
+        return self.heads == 1
 
 
 def strides_of(shape: Sequence[int], dim_strides: Sequence[int]) -> Strides | None:
