@@ -10,6 +10,7 @@ Note: Megatron must not reduce the gradient again. It would do so if the paramet
 import math
 import zlib
 from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,6 +57,7 @@ class MechanismWeight(MegatronModule):
         super().__init__(config)
         self.tensor = tensor
         self.tp_group = tp_group
+        self._keep_at_next_load = False
         name = tensor.name.removeprefix("knock_")
         self.seed = zlib.crc32(f"{init_seed}/{layer_number}/{name}".encode())
         ranks = tensor.ranks(tp_group.size())
@@ -101,18 +103,27 @@ class MechanismWeight(MegatronModule):
         """Return the weight for the local heads, or the whole weight if all heads share it."""
         if self.tensor_model_parallel:
             return self.weight
-        rule = self.tensor.gradient
         weight: Tensor = self.weight
+        rule = self.tensor.gradient
+        covers_some_heads = rule == "heads"
         covers_some_tokens = rule == "tokens" and self.config.sequence_parallel
-        if rule == "heads" or covers_some_tokens:  # this rank's gradient is a partial sum
+        if covers_some_heads or covers_some_tokens:  # this rank's gradient is a partial sum
             weight = copy_to_tensor_model_parallel_region(weight, group=self.tp_group)
-        if not self.tensor.per_head:
-            return weight
+        if self.tensor.per_head:
+            return self._local_heads(weight)
+        return weight
+
+    def _local_heads(self, weight: Tensor) -> Tensor:
+        """Slice the heads of this rank from a replicated weight.
+
+        Ranks can share a head. For example, with two heads on four ranks, the first two ranks get
+        the first head.
+        """
         heads = len(weight)
         ranks = self.tp_group.size()
         rank = get_pg_rank(self.tp_group)
         first_head = rank * heads // ranks
-        local_heads = max(1, heads // ranks)  # several ranks may share a head
+        local_heads = max(1, heads // ranks)
         return weight[first_head : first_head + local_heads]
 
     def sharded_state_dict(
@@ -121,6 +132,10 @@ class MechanismWeight(MegatronModule):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
+        if self._keep_at_next_load:
+            self._keep_at_next_load = False
+            weight = self.weight.detach()
+            return {f"{prefix}weight": LocalNonpersistentObject(weight)}
         if isinstance(self.weight, DTensor):
             key = f"{prefix}weight"
             return {key: self._fsdp2_entry(key, sharded_offsets)}
@@ -138,92 +153,120 @@ class MechanismWeight(MegatronModule):
     def _fsdp2_entry(
         self,
         key: str,
-        offsets: tuple[tuple[int, int, int], ...],
+        sharded_offsets: tuple[tuple[int, int, int], ...],
     ) -> ShardedTensorFactory:
-        """Build the checkpoint entry of an FSDP2 parameter.
-
-        Megatron only supports shards of equal size, so uneven shards are split into rows.
-        """
+        """Build the checkpoint entry of an FSDP2 parameter."""
         weight: Any = self.weight
         # Megatron finds the optimizer's parameter by this object
         local_tensor = weight._local_tensor
-        local_rows = len(local_tensor)
+        shards = self._fsdp2_shards(sharded_offsets)
+        tp_replica = 0 if self.tensor_model_parallel else get_pg_rank(self.tp_group)
+        dp_replica = 1 if shards.is_empty else 0
+        replica_id = (0, tp_replica, dp_replica)  # the first is for pipeline parallelism
+        return ShardedTensorFactory(key, local_tensor, shards.build, shards.join, replica_id)
+
+    def _fsdp2_shards(
+        self,
+        sharded_offsets: tuple[tuple[int, int, int], ...],
+    ) -> "_FSDP2Shards":
+        weight: Any = self.weight
         mesh = weight.device_mesh
+        # position among the FSDP2 ranks, which share the rows of a TP rank
         rows = len(weight)
         rows_per_rank = math.ceil(rows / mesh.size())
         is_even = rows % mesh.size() == 0
-        rows_per_shard = rows_per_rank if is_even else 1
         last_row = rows - 1
-        # ranks without rows save a copy of the last row
         first_row = min(mesh.get_local_rank() * rows_per_rank, last_row)
-        last_rank_with_rows = last_row // rows_per_rank
-        has_empty_ranks = last_rank_with_rows + 1 < mesh.size()
-        tp_rank = get_pg_rank(self.tp_group)
+        # position in the whole parameter
+        global_rows = rows
+        global_first_row = first_row
         if self.tensor_model_parallel:
-            first_row += tp_rank * rows
-            rows *= self.tp_group.size()
-            tp_rank = 0  # no replicas
-        replica_id = (0, tp_rank, int(local_rows == 0))
-        axis = len(offsets)
-        first_shard = first_row // rows_per_shard
-        shard_count = rows // rows_per_shard
-
-        def build_shards(
-            key: str,
-            local_tensor: Tensor,
-            replica_id: Any,
-            flattened_range: None,
-        ) -> list[ShardedTensor]:
-            if has_empty_ranks:
-                local_tensor = _fill_empty(local_tensor, mesh.get_group(), last_rank_with_rows)
-            shards = []
-            local_shards = local_tensor.split(rows_per_shard)
-            for index, shard in enumerate(local_shards, start=first_shard):
-                entry = ShardedTensor.from_rank_offsets(
-                    key,
-                    shard,
-                    *offsets,
-                    (axis, index, shard_count),
-                    replica_id=replica_id,
-                    prepend_axis_num=axis,
-                )
-                shards.append(entry)
-            return shards
-
-        def join_shards(shards: list[Tensor]) -> Tensor:
-            return torch.cat(shards)[:local_rows]
-
-        return ShardedTensorFactory(key, local_tensor, build_shards, join_shards, replica_id)
+            global_rows = rows * self.tp_group.size()
+            global_first_row = first_row + rows * get_pg_rank(self.tp_group)
+        rows_per_shard = rows_per_rank if is_even else 1
+        return _FSDP2Shards(
+            local_rows=len(weight._local_tensor),
+            rows_per_shard=rows_per_shard,
+            first_shard=global_first_row // rows_per_shard,
+            shard_count=global_rows // rows_per_shard,
+            sharded_offsets=sharded_offsets,
+            group=mesh.get_group(),
+            last_rank_with_rows=last_row // rows_per_rank,
+        )
 
     def keep_at_next_load(self) -> None:
         """Do not overwrite this weight in the next load (e.g. from a checkpoint without KHA)."""
-
-        def own_value(prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-            del self.sharded_state_dict
-            weight = self.weight.detach()
-            return {f"{prefix}weight": LocalNonpersistentObject(weight)}
-
-        self.sharded_state_dict = own_value  # type: ignore[method-assign]
+        self._keep_at_next_load = True
 
     def extra_repr(self) -> str:
         return f"{self.tensor.name}, weight={tuple(self.weight.shape)}"
 
 
-def _fill_empty(
-    local_tensor: Tensor,
-    group: torch.distributed.ProcessGroup,
-    last_rank_with_rows: int,
-) -> Tensor:
-    """Return the last row of the parameter on ranks without rows, and else ``local_tensor``.
+@dataclass(frozen=True, kw_only=True)
+class _FSDP2Shards:
+    """The checkpoint shards of an FSDP2 parameter on this rank.
 
-    Must be called on all ranks of the group.
+    Megatron only supports shards of equal size. If the ranks have different numbers of rows, each
+    row is a shard, and ranks without rows save a copy of the last row.
     """
-    is_empty = len(local_tensor) == 0
-    last_row = local_tensor.new_empty(1, *local_tensor.shape[1:])
-    if not is_empty:
-        last_row.copy_(local_tensor[-1:])
-    torch.distributed.broadcast(last_row, group=group, group_src=last_rank_with_rows)
-    return last_row if is_empty else local_tensor
+
+    local_rows: int
+    rows_per_shard: int
+    first_shard: int  # index of this rank's first shard
+    shard_count: int  # on all ranks
+    sharded_offsets: tuple[tuple[int, int, int], ...]  # of the dimensions in front of the rows
+    group: torch.distributed.ProcessGroup  # FSDP2 ranks
+    last_rank_with_rows: int
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has no rows."""
+        return self.local_rows == 0
+
+    def build(
+        self,
+        key: str,
+        local_tensor: Tensor,
+        replica_id: Any,
+        flattened_range: None,
+    ) -> list[ShardedTensor]:
+        """Split a tensor of this rank, which can also be a state of the optimizer."""
+        some_ranks_are_empty = self.last_rank_with_rows + 1 < self.group.size()
+        if some_ranks_are_empty:
+            local_tensor = self._fill_empty(local_tensor)
+        axis = len(self.sharded_offsets)
+        shards = []
+        local_shards = local_tensor.split(self.rows_per_shard)
+        for index, shard in enumerate(local_shards, start=self.first_shard):
+            entry = ShardedTensor.from_rank_offsets(
+                key,
+                shard,
+                *self.sharded_offsets,
+                (axis, index, self.shard_count),
+                replica_id=replica_id,
+                prepend_axis_num=axis,
+            )
+            shards.append(entry)
+        return shards
+
+    def join(self, shards: list[Tensor]) -> Tensor:
+        """Concatenate loaded shards, without the copy of the last row."""
+        return torch.cat(shards)[: self.local_rows]
+
+    def _fill_empty(self, local_tensor: Tensor) -> Tensor:
+        """Return the last row of the parameter on ranks without rows, and else ``local_tensor``.
+
+        Must be called on all ranks of the group.
+        """
+        last_row = local_tensor.new_empty(1, *local_tensor.shape[1:])
+        if not self.is_empty:
+            last_row.copy_(local_tensor[-1:])
+        torch.distributed.broadcast(
+            last_row,
+            group=self.group,
+            group_src=self.last_rank_with_rows,
+        )
+        return last_row if self.is_empty else local_tensor
 
 
 class MechanismWeights(UserDict[str, Any]):
