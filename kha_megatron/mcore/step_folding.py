@@ -54,7 +54,9 @@ def fold_once_per_step(models: list[Module], kha: HeadsConfig) -> None:
 class StepFold:
     """Folds the linear matrices of one attention layer.
 
-    DDP finds this object as the attribute ``step_fold`` of the weight and of the matrices.
+    :func:`patches.unfold_before_gradient_reduction` patches DDP, which finds this object as the
+    attribute ``step_fold`` of the weight and of the matrices. DDP then sets :attr:`uses_ddp`, and
+    calls :meth:`finish` after the last microbatch of each step.
     """
 
     def __init__(self, attention: Any) -> None:
@@ -64,7 +66,7 @@ class StepFold:
         self.attention = attention
         self.weight = attention.linear_qkv.weight
         self.weight.step_fold = self
-        self.uses_ddp = False  # set when DDP registers its hook for the weight, which FSDP does not
+        self.uses_ddp = False  # stays False with FSDP
         self.knockings: dict[Projection, KnockingHeads] = {}
         self.matrices: list[Any] = []
         for projection, knocking in attention.knockings.items():
@@ -83,7 +85,7 @@ class StepFold:
 
     def _before_projection(self, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Fold in the first microbatch of a step. DDP has gathered the weight by now."""
-        if not self.attention.training:
+        if not self.attention.training:  # evaluation runs between steps, without folding
             self._restore()
         elif self._unfolded is None:
             self._fold()
@@ -99,10 +101,9 @@ class StepFold:
         unfolded = self.weight.data
         folded = unfolded.clone()
         for projection, knocking in self.knockings.items():
-            matrices = knocking()  # waits for DDP's all-gather
-            matrix = matrices[0]
-            heads = self._heads(folded, projection)
-            heads.copy_(matrix.mT @ heads)
+            (matrix,) = knocking()  # waits for DDP's all-gather
+            folded_heads = self._view_heads(folded, projection)
+            folded_heads.copy_(matrix.mT @ folded_heads)
         self.weight.data = folded
         self._unfolded = unfolded
         self.attention.folded_projections = tuple(self.knockings)
@@ -120,16 +121,20 @@ class StepFold:
         unfolded = self._unfolded.to(dtype)
         group = self.attention.tp_group
         for projection, knocking in self.knockings.items():
-            heads = self._heads(unfolded, projection)
-            head_gradients = self._heads(gradient, projection)
+            heads = self._view_heads(unfolded, projection)
+            head_gradients = self._view_heads(gradient, projection)
+            matrices: Any = knocking.weight
+            (matrix,) = matrices
+
+            # dT = sum over heads (W_h G_h^T)
             products = heads @ head_gradients.mT
             matrix_gradient = products.sum(dim=(0, 1))
             if group.size() > 1:
                 dist.all_reduce(matrix_gradient, group=group)
-            matrices: Any = knocking.weight
             matrices.main_grad += matrix_gradient
-            matrix = matrices[0].to(dtype)
-            head_gradients.copy_(matrix @ head_gradients)
+
+            # dW_h = T G_h, written over G_h
+            head_gradients.copy_(matrix.to(dtype) @ head_gradients)
         self._restore()
 
     def _restore(self) -> None:
@@ -138,20 +143,30 @@ class StepFold:
             self._unfolded = None
             self.attention.folded_projections = ()
 
-    def _heads(self, rows: Tensor, projection: Projection) -> Tensor:
+    def _view_heads(self, rows: Tensor, projection: Projection) -> Tensor:
         """View this rank's heads of a projection as ``[groups, heads, head_dim, hidden_size]``."""
         layout = self.attention.split.layout
         part = layout.parts[projection]
-        rank = get_pg_rank(self.attention.tp_group)
-        # if several ranks share a group, this rank has only some of its rows
-        first_row = rank * len(rows)
-        first_row_in_group = first_row % layout.group_rows
-        local_rows_of_group = min(len(rows), layout.group_rows)
-        start = max(0, part.rows.start - first_row_in_group)
-        stop = max(0, part.rows.stop - first_row_in_group)
-        groups = rows.unflatten(0, (-1, local_rows_of_group))
-        part_rows = groups[:, start:stop]  # slices end at the last local row
+        if len(rows) >= layout.group_rows:
+            groups = rows.unflatten(0, (-1, layout.group_rows))
+            part_rows = groups[:, part.rows]
+        else:
+            part_rows = self._view_shared_group(rows, projection).unsqueeze(0)
         return part_rows.unflatten(1, (-1, part.features))
+
+    def _view_shared_group(self, rows: Tensor, projection: Projection) -> Tensor:
+        """View the rows of a projection, if several ranks share a group.
+
+        For example, if two ranks share a group of two query heads, a key head and a value head, the
+        first rank has both query heads. It gets no rows of keys and values.
+        """
+        layout = self.attention.split.layout
+        part_rows = layout.parts[projection].rows
+        rank = get_pg_rank(self.attention.tp_group)
+        first_row = rank * len(rows) % layout.group_rows  # of this rank in the group
+        start = max(0, part_rows.start - first_row)
+        stop = max(0, part_rows.stop - first_row)
+        return rows[start:stop]  # if stop is too large, the slice ends at the last local row
 
 
 def _obstacle(attention: KnockedAttention) -> str | None:
