@@ -43,7 +43,11 @@ def count_attention(model: ModelConfig) -> Attention:
     sizes = model.head_sizes
     query_rows = head_dim * sizes.query_heads
     kv_rows = head_dim * sizes.kv_heads
-    rows: dict[Projection, int] = {"query": query_rows, "key": kv_rows, "value": kv_rows}
+    rows: dict[Projection, int] = {
+        "query": query_rows,
+        "key": kv_rows,
+        "value": kv_rows,
+    }
     replacing_rows = _list_replacing_rows(model)
     for projection in replacing_rows:
         rows[projection] = 0
@@ -55,11 +59,11 @@ def count_attention(model: ModelConfig) -> Attention:
         normed_query_dim = replacing_rows.get("query", head_dim)
         normed_key_dim = replacing_rows.get("key", head_dim)
         norms = (normed_query_dim + normed_key_dim) * model.norm_parameters
-    input_rows = sum(rows.values())
-    output_columns = query_rows
+    input_weights = model.hidden_size * sum(rows.values())
+    output_weights = model.hidden_size * query_rows
     cached_keys = rows["key"] + replacing_rows.get("key", 0)
     return Attention(
-        weights=model.hidden_size * (input_rows + output_columns),
+        weights=input_weights + output_weights,
         norms=norms,
         pair_multiply_adds=2 * query_rows,
         cache=cached_keys + rows["value"],
@@ -70,9 +74,11 @@ def _list_replacing_rows(model: ModelConfig) -> dict[Projection, int]:
     """Return the projections that mechanisms replace, and the number of rows of the new weights."""
     replacing_rows: dict[Projection, int] = {}
     for mechanism in model.kha.mechanisms:
+        replaced = mechanism.own_projections
         for tensor in mechanism.tensors(model.head_sizes):
-            if tensor.reads_input and tensor.heads in mechanism.own_projections:
-                replacing_rows[tensor.heads] = tensor.shape[0]
+            if tensor.reads_input and tensor.heads in replaced:
+                rows = tensor.shape[0]
+                replacing_rows[tensor.heads] = rows
     return replacing_rows
 
 
@@ -85,14 +91,20 @@ def count_latent_attention(model: ModelConfig) -> Attention:
     key_dim = model.qk_head_dim
     rotary_dim = model.qk_pos_emb_head_dim
     value_dim = model.v_head_dim
-    query_rows = heads * (key_dim + rotary_dim)
-    query_weights = hidden * query_rows
-    if query_rank:  # a down-projection and an up-projection
-        query_weights = query_rank * (hidden + query_rows)
-    kv_down_weights = hidden * (kv_rank + rotary_dim)
+    query_dim = key_dim + rotary_dim
+    query_rows = heads * query_dim
+    if query_rank:
+        down_weights = hidden * query_rank
+        up_weights = query_rank * query_rows
+        query_weights = down_weights + up_weights
+    else:
+        query_weights = hidden * query_rows
+    cached_dim = kv_rank + rotary_dim
+    kv_down_weights = hidden * cached_dim
     # each latent head serves one group of heads
     latent_head_rank = kv_rank // model.latent_heads
-    kv_up_weights = latent_head_rank * heads * (key_dim + value_dim)
+    kv_up_rows = heads * (key_dim + value_dim)
+    kv_up_weights = latent_head_rank * kv_up_rows
     output_weights = heads * value_dim * hidden
     norms = 0
     if model.qk_layernorm:
@@ -100,8 +112,8 @@ def count_latent_attention(model: ModelConfig) -> Attention:
     return Attention(
         weights=query_weights + kv_down_weights + kv_up_weights + output_weights,
         norms=norms,
-        pair_multiply_adds=heads * (key_dim + rotary_dim + value_dim),
-        cache=kv_rank + rotary_dim,
+        pair_multiply_adds=heads * (query_dim + value_dim),
+        cache=cached_dim,
     )
 
 
@@ -135,23 +147,27 @@ def count_parameters(
     for virtual_stage_layers in layout.stage_layers(model.layers, stage):
         layers += virtual_stage_layers
     layers += predictions
-    moe_layers = _count_moe_layers(model, layers)
 
     linear = _count_linear_weights(model, layers)
     linear += len(predictions) * _count_mtp_projection(model)
     local_linear = linear // layout.tp
-    expert = _count_mlp_weights(model, model.expert_width)
-    experts = moe_layers * model.experts * expert
     expert_ranks = layout.ep * layout.expert_tp
-    local_experts = experts // expert_ranks
-    routers = moe_layers * _count_router_weights(model)
-    norms = _count_norms(model, len(layers), len(predictions), has_final_norm=is_last_stage)
+    local_experts = _count_expert_weights(model, layers) // expert_ranks
     kha_rows = len(layers) * _count_kha_rows(model, layout.tp)
-    kha = kha_rows + len(layers) * _count_kha_tensors(model, layout.tp)
-    embeddings = _count_embeddings(model, layout, stage)
+    kha_tensors = len(layers) * _count_kha_tensors(model, layout.tp)
+    kha = kha_rows + kha_tensors
 
+    dense = local_linear + kha
+    dense += _count_moe_layers(model, layers) * _count_router_weights(model)
+    dense += _count_norms(
+        model,
+        layers=len(layers),
+        predictions=len(predictions),
+        has_final_norm=is_last_stage,
+    )
+    dense += _count_embeddings(model, layout, stage)
     return Parameters(
-        dense=local_linear + routers + norms + kha + embeddings,
+        dense=dense,
         experts=local_experts,
         kha=kha,
         kha_rows=kha_rows,
@@ -168,12 +184,18 @@ def _count_linear_weights(model: ModelConfig, layers: Sequence[int]) -> int:
     attention = count_attention(model)
     dense_mlp = _count_mlp_weights(model, model.dense_width)
     shared_experts = _count_mlp_weights(model, model.shared_width)
-    moe_layers = _count_moe_layers(model, layers)
-    dense_layers = len(layers) - moe_layers
-    weights = len(layers) * attention.weights
-    weights += dense_layers * dense_mlp
-    weights += moe_layers * shared_experts
+    weights = 0
+    for layer in layers:
+        weights += attention.weights
+        weights += shared_experts if model.is_moe(layer) else dense_mlp
     return weights
+
+
+def _count_expert_weights(model: ModelConfig, layers: Sequence[int]) -> int:
+    """Count the weights of routed experts before they are sharded."""
+    expert = _count_mlp_weights(model, model.expert_width)
+    experts = model.experts * _count_moe_layers(model, layers)
+    return experts * expert
 
 
 def _count_router_weights(model: ModelConfig) -> int:
@@ -194,10 +216,14 @@ def _count_norms(
 ) -> int:
     """Count the parameters of norms in the given number of layers and MTP modules."""
     norm = model.hidden_size * model.norm_parameters
-    layer_norms = 2 * norm + count_attention(model).norms
+    attention = count_attention(model)
+    layer_norms = 2 * norm + attention.norms
     prediction_norms = 3 * norm  # of the hidden state, the embedding and the output
-    final_norm = norm if has_final_norm else 0
-    return layers * layer_norms + predictions * prediction_norms + final_norm
+    parameters = layers * layer_norms
+    parameters += predictions * prediction_norms
+    if has_final_norm:
+        parameters += norm
+    return parameters
 
 
 def _count_mlp_weights(model: ModelConfig, width: int) -> int:
@@ -208,7 +234,8 @@ def _count_mlp_weights(model: ModelConfig, width: int) -> int:
 def _count_kha_rows(model: ModelConfig, tp: int) -> int:
     """Count the parameters that KHA adds to the QKV projection of one layer, including padding."""
     sizes = model.head_sizes
-    parameters = model.hidden_size * count_padding_rows(model)
+    padding_rows = count_padding_rows(model)
+    parameters = model.hidden_size * padding_rows
     for rows in model.kha.rows(sizes):
         parameters += rows.size(sizes)
     return parameters // tp
@@ -232,9 +259,11 @@ def _count_embeddings(
     table = rows * model.hidden_size
     is_first = stage == 0
     is_last = stage == layout.pp - 1
-    if is_first and is_last:
-        return table if model.tied_embeddings else 2 * table
-    return table if is_first or is_last else 0
+    if is_first and is_last and not model.tied_embeddings:
+        return 2 * table
+    if is_first or is_last:
+        return table
+    return 0
 
 
 def _list_prediction_layers(model: ModelConfig) -> list[int]:
@@ -243,14 +272,16 @@ def _list_prediction_layers(model: ModelConfig) -> list[int]:
     Each prediction also has a projection and three norms, see :func:`_count_mtp_projection` and
     :func:`_count_norms`.
     """
-    return [model.layers - 1] * model.predictions
+    last_layer = model.layers - 1
+    return [last_layer] * model.predictions
 
 
 def count_padding_rows(model: ModelConfig) -> int:
     if model.multi_latent_attention:
         return 0
     padding = model.qkv.padding
-    return model.qkv.groups * (padding.stop - padding.start)
+    rows_of_group = padding.stop - padding.start
+    return model.qkv.groups * rows_of_group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,32 +392,33 @@ def compute_flops(model: ModelConfig, length: int) -> Flops:
     """
     predictions = _list_prediction_layers(model)
     layers = [*range(model.layers), *predictions]
-    moe_layers = _count_moe_layers(model, layers)
-    dense_layers = len(layers) - moe_layers
-
-    # weights that each token is multiplied with
-    attention = count_attention(model)
-    expert = _count_mlp_weights(model, model.expert_width)
-    shared_experts = _count_mlp_weights(model, model.shared_width)
-    dense_mlp = _count_mlp_weights(model, model.dense_width)
-    mlp = moe_layers * (model.moe_router_topk * expert + shared_experts)
-    mlp += dense_layers * dense_mlp
-    router = moe_layers * _count_router_weights(model)
-    prediction = _count_mtp_projection(model)
-    output_layer = model.hidden_size * model.padded_vocab(1)
-
+    # number of tokens, summed over the modules that process them
+    layer_tokens = length * len(layers)
+    moe_tokens = length * _count_moe_layers(model, layers)
+    dense_tokens = layer_tokens - moe_tokens
     prediction_tokens = length * len(predictions)
     logit_tokens = length + prediction_tokens
-    layer_tokens = length * len(layers)
+
+    attention = count_attention(model)
     pairs = layer_tokens * length
+    dense_mlp = _count_mlp_weights(model, model.dense_width)
+    expert = _count_mlp_weights(model, model.expert_width)
+    shared_experts = _count_mlp_weights(model, model.shared_width)
+    active_experts = model.moe_router_topk * expert + shared_experts
+    mlp = dense_tokens * dense_mlp
+    mlp += moe_tokens * active_experts
+    router = moe_tokens * _count_router_weights(model)
+    output_layer = model.hidden_size * model.padded_vocab(1)
+    logits = logit_tokens * output_layer
+    prediction = prediction_tokens * _count_mtp_projection(model)
     skippable = _sum_mechanism_costs(model, layers)
     return Flops(
         projections=_MULTIPLY_ADD * layer_tokens * attention.weights,
         scores=_MULTIPLY_ADD * pairs * attention.pair_multiply_adds,
-        mlp=_MULTIPLY_ADD * length * mlp,
-        router=_MULTIPLY_ADD * length * router,
-        logits=_MULTIPLY_ADD * logit_tokens * output_layer,
-        prediction=_MULTIPLY_ADD * prediction_tokens * prediction,
+        mlp=_MULTIPLY_ADD * mlp,
+        router=_MULTIPLY_ADD * router,
+        logits=_MULTIPLY_ADD * logits,
+        prediction=_MULTIPLY_ADD * prediction,
         kha=layer_tokens * _count_kha_flops(model, length),
         skippable_projections=length * skippable.skippable_flops,
         skippable_scores=length**2 * skippable.skippable_pair_flops,
@@ -396,9 +428,12 @@ def compute_flops(model: ModelConfig, length: int) -> Flops:
 def _count_kha_flops(model: ModelConfig, length: int) -> int:
     """Count the forward FLOPs of KHA in one layer, per token of a sequence with this length."""
     costs = model.kha.costs(model.head_sizes)
-    padding_weights = model.hidden_size * count_padding_rows(model)
-    padding_flops = _MULTIPLY_ADD * padding_weights
-    return costs.flops + padding_flops + length * costs.pair_flops
+    padding_rows = count_padding_rows(model)
+    padding_weights = model.hidden_size * padding_rows
+    flops = costs.flops
+    flops += length * costs.pair_flops
+    flops += _MULTIPLY_ADD * padding_weights
+    return flops
 
 
 def _sum_mechanism_costs(model: ModelConfig, layers: Iterable[int]) -> Costs:
@@ -406,7 +441,8 @@ def _sum_mechanism_costs(model: ModelConfig, layers: Iterable[int]) -> Costs:
     total = Costs()
     for layer in layers:
         for mechanism in model.kha.mechanisms:
-            total += mechanism.for_layer(layer).costs(model.head_sizes)
+            layer_mechanism = mechanism.for_layer(layer)
+            total += layer_mechanism.costs(model.head_sizes)
     return total
 
 
@@ -419,13 +455,14 @@ def format_like_paper(number: int, example: str) -> tuple[str, str]:
         The formatted number, and either ``rounded``, ``cut`` or the relative error.
     """
     unit = example[-1]
-    published = Decimal(example.removesuffix(unit))
+    published_digits = example.removesuffix(unit)
+    published = Decimal(published_digits)
     scaled = Decimal(number) / _UNITS[unit]
     rounded = scaled.quantize(published, rounding=ROUND_HALF_UP)
+    truncated = scaled.quantize(published, rounding=ROUND_DOWN)
     if rounded == published:
         return example, "rounded"
-    cut = scaled.quantize(published, rounding=ROUND_DOWN)
-    if cut == published:
+    if truncated == published:
         return example, "cut"
     error = float(scaled / published - 1)
     return f"{rounded}{unit}", f"{error:+.2%} of the paper's"

@@ -19,7 +19,7 @@ _CORE_ATTENTION = "core_attn"
 
 _RECOMPUTE_FLAGS: Mapping[Recompute, str] = {
     "selective": "--recompute-granularity selective --recompute-modules core_attn",
-    "full": ("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "full": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
 }
 """Megatron arguments that reduce the memory of activations, cheapest first."""
 

@@ -205,12 +205,13 @@ def _estimate_output_activations(rank: Rank) -> float:
     if not rank.is_last:
         return 0.0
     tp = rank.layout.tp
-    local_vocab_size = rank.model.padded_vocab(tp) / tp
     norm_bytes = 2 * rank.sharded_tokens * rank.token_bytes  # input and output
+    vocab_size = rank.model.padded_vocab(tp)
+    local_vocab_size = vocab_size / tp
     logits = rank.tokens * local_vocab_size
-    softmax_size = _FP32_SIZE
-    loss_bytes = logits * (rank.element_size + softmax_size)
-    return norm_bytes + loss_bytes
+    logits_bytes = logits * rank.element_size
+    softmax_bytes = logits * _FP32_SIZE
+    return norm_bytes + logits_bytes + softmax_bytes
 
 
 def estimate_kha_activations(rank: Rank) -> float:
@@ -218,14 +219,16 @@ def estimate_kha_activations(rank: Rank) -> float:
     costs = rank.model.kha.costs(rank.heads)
     elements = rank.tokens * costs.activations
     elements += rank.sharded_tokens * costs.sharded_activations
-    saved = elements * rank.element_size
-    return saved + _estimate_kha_core_activations(rank)
+    saved_bytes = elements * rank.element_size
+    core_bytes = _estimate_kha_core_activations(rank)
+    return saved_bytes + core_bytes
 
 
 def _estimate_kha_core_activations(rank: Rank) -> float:
     """Part of :func:`estimate_kha_activations` that core attention saves."""
     costs = rank.model.kha.costs(rank.heads)
-    pairs = rank.tokens * rank.setup.batch.seq_length
+    batch = rank.setup.batch
+    pairs = rank.tokens * batch.seq_length
     elements = pairs * costs.pair_activations
     return elements * rank.element_size
 
@@ -234,8 +237,10 @@ def _estimate_layer_activations(rank: Rank, layer: int) -> float:
     """Bytes that a layer without KHA saves for the backward pass."""
     attention = _estimate_attention_activations(rank)
     if rank.model.is_moe(layer):
-        return attention + _estimate_moe_activations(rank)
-    return attention + _estimate_mlp_activations(rank)
+        mlp = _estimate_moe_activations(rank)
+    else:
+        mlp = _estimate_mlp_activations(rank)
+    return attention + mlp
 
 
 def _estimate_attention_activations(rank: Rank) -> float:
@@ -243,23 +248,25 @@ def _estimate_attention_activations(rank: Rank) -> float:
     query_heads = rank.heads.query_heads
     if model.multi_latent_attention:
         features = _count_latent_features(rank)
-        output_features = query_heads * model.v_head_dim
+        output_dim = model.v_head_dim
     else:
         features = _count_head_features(rank)
-        output_features = query_heads * model.head_dim
+        output_dim = model.head_dim
+    output_features = query_heads * output_dim
     token_bytes = features * rank.element_size
     if rank.setup.precision == "fp8":
         token_bytes += output_features * _FP8_SIZE  # input of the output projection
     if rank.setup.recompute != "selective":
         token_bytes += query_heads * _FP32_SIZE  # log-sum-exp of flash attention
-    return _estimate_input_activations(rank) + rank.tokens * token_bytes
+    input_bytes = _estimate_input_activations(rank)
+    return input_bytes + rank.tokens * token_bytes
 
 
 def _estimate_input_activations(rank: Rank) -> float:
     """Bytes of the inputs that are saved by a norm and by the linear layer that follows."""
-    bytes_per_feature = rank.element_size + rank.linear_input_size
-    token_bytes = rank.model.hidden_size * bytes_per_feature
-    return rank.sharded_tokens * token_bytes
+    norm_input_bytes = rank.token_bytes
+    linear_input_bytes = rank.model.hidden_size * rank.linear_input_size
+    return rank.sharded_tokens * (norm_input_bytes + linear_input_bytes)
 
 
 def _count_head_features(rank: Rank) -> int:
@@ -280,11 +287,13 @@ def _count_latent_features(rank: Rank) -> int:
     saved by core attention.
     """
     model = rank.model
-    latents = 2 * (model.query_rank + model.kv_lora_rank)
+    latents = model.query_rank + model.kv_lora_rank
     query_features = model.qk_head_dim + model.qk_pos_emb_head_dim
     head_features = 2 * query_features  # query and key
     head_features += 2 * model.v_head_dim  # value and output
-    return latents + rank.heads.query_heads * head_features
+    features = 2 * latents
+    features += rank.heads.query_heads * head_features
+    return features
 
 
 def _count_mlp_bytes(rank: Rank, width: float) -> float:
@@ -298,7 +307,8 @@ def _count_mlp_bytes(rank: Rank, width: float) -> float:
 def _estimate_mlp_activations(rank: Rank) -> float:
     local_width = rank.model.dense_width / rank.layout.tp
     mlp_bytes = _count_mlp_bytes(rank, local_width)
-    return _estimate_input_activations(rank) + rank.tokens * mlp_bytes
+    input_bytes = _estimate_input_activations(rank)
+    return input_bytes + rank.tokens * mlp_bytes
 
 
 def _estimate_moe_activations(rank: Rank) -> float:
@@ -306,17 +316,16 @@ def _estimate_moe_activations(rank: Rank) -> float:
     model = rank.model
     layout = rank.layout
 
-    norm_bytes = 2 * model.hidden_size * rank.element_size  # inputs of norm and router
-    score_size = 2 * _FP32_SIZE  # scores and probabilities
-    routing_map_size = 1  # booleans
-    router_bytes = model.experts * (score_size + routing_map_size)
-    saved = rank.sharded_tokens * (norm_bytes + router_bytes)
+    router_bytes = 2 * rank.token_bytes  # inputs of norm and router
+    router_bytes += 2 * model.experts * _FP32_SIZE  # scores and probabilities
+    router_bytes += model.experts  # routing map (booleans)
+    saved = rank.sharded_tokens * router_bytes
 
     local_expert_width = model.expert_width / layout.expert_tp
     input_bytes = model.hidden_size * rank.linear_input_size
     expert_bytes = input_bytes + _count_mlp_bytes(rank, local_expert_width)
-    # each token is sent to its top-k experts, and to all ranks that share such an expert
-    routed_tokens = rank.sharded_tokens * model.moe_router_topk * layout.expert_tp
+    routed_tokens = rank.sharded_tokens * model.moe_router_topk
+    routed_tokens *= layout.expert_tp  # all ranks that share an expert get its tokens
     saved += routed_tokens * expert_bytes
 
     local_shared_width = model.shared_width / layout.tp

@@ -49,7 +49,9 @@ class Rank:
     @property
     def linear_input_size(self) -> int:
         """Bytes per element of the inputs that linear layers save."""
-        return 1 if self.setup.precision == "fp8" else self.element_size
+        if self.setup.precision == "fp8":
+            return 1
+        return self.element_size
 
     @property
     def token_bytes(self) -> int:
@@ -75,7 +77,8 @@ class Rank:
 
     @property
     def microbatches(self) -> int:
-        return self.setup.batch.microbatches(self.layout.dp)
+        batch = self.setup.batch
+        return batch.microbatches(self.layout.dp)
 
     @property
     def tokens(self) -> float:
@@ -93,4 +96,5 @@ class Rank:
 
     @property
     def is_last(self) -> bool:
-        return self.stage == self.layout.pp - 1
+        last_stage = self.layout.pp - 1
+        return self.stage == last_stage
