@@ -73,8 +73,8 @@ MISTAKES = {
     ),
     "the last split is not summed": Mistake(
         "knock_kernels.py",
-        "(s < num_splits)[:, None]",
-        "(s < num_splits - 1)[:, None]",
+        "is_inside(splits, elements, num_splits, num_elements)",
+        "is_inside(splits, elements, num_splits - 1, num_elements)",
         {"d_gate"},
         MATRICES,
     ),

@@ -24,6 +24,7 @@ from kha_megatron.heads.kernels.tiles import (
     add_input_gradient,
     dot_add,
     hidden_gradients,
+    is_inside,
     knock_tile,
     load_rows,
     load_weights,
@@ -293,12 +294,13 @@ def sum_partials(PARTIAL, DW, num_splits, num_elements, SPLITS: tl.constexpr, BL
 
     Loads ``SPLITS`` rows at once to hide latency.
     """
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    elements = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, num_splits, SPLITS):
-        s = first + tl.arange(0, SPLITS)
-        inside = (s < num_splits)[:, None] & (i < num_elements)[None, :]
-        source = PARTIAL + s[:, None] * num_elements + i[None, :]
+        splits = first + tl.arange(0, SPLITS)
+        inside = is_inside(splits, elements, num_splits, num_elements)
+        source = PARTIAL + splits[:, None] * num_elements + elements[None, :]
         partials = tl.load(source, mask=inside, other=0.0)
         total += tl.sum(partials, 0)
-    tl.store(DW + i, total.to(DW.dtype.element_ty), mask=i < num_elements)
+    gradient = total.to(DW.dtype.element_ty)
+    tl.store(DW + elements, gradient, mask=elements < num_elements)

@@ -121,23 +121,24 @@ class KnockCase:
     def _draw_inputs(self, processors: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the input, the weights and the gradient of the output."""
         generator = torch.Generator(self.device).manual_seed(0)  # keep the global RNG state
-        tokens = math.ceil(self._rows_to_check(processors) / self.strides.heads)
+        heads = self.strides.heads
+        tokens = math.ceil(self._rows_to_check(processors) / heads)
         if tokens % 2 == 0:
             tokens += 1  # odd, so that the last tile is not full
         x = self._draw_rows(tokens, generator)
-        matrices = len(MATRICES[self.variant])
-        weight_shape = (matrices, self.head_dim, self.head_dim)
+        num_matrices = len(MATRICES[self.variant])
+        weight_shape = (num_matrices, self.head_dim, self.head_dim)
         weight = torch.randn(weight_shape, generator=generator, device=self.device)
         weight /= self.head_dim**0.5
         weight_tile = self._tiling("backward_weight")
         row_scales = _scale_rarely_summed_rows(
-            row_count=x[..., 0].numel(),
+            row_count=tokens * heads,
             rows_per_round=processors * weight_tile.rows,
             tile_rows=weight_tile.rows,
             device=self.device,
         )
         dy = torch.randn(x.shape, generator=generator, device=self.device)
-        dy *= row_scales.view(*x.shape[:2], 1)
+        dy *= row_scales.view(tokens, heads, 1)
         return x, weight.to(self.dtype), dy.to(self.dtype)
 
     def _rows_to_check(self, processors: int) -> int:
