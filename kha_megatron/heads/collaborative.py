@@ -59,8 +59,9 @@ class CollaborativeHeads(Mechanism):
             raise ConfigError(f"collaborative.dim must be even and at least 2, got {self.dim}.")
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
-        projections = tuple(
-            HeadTensor(
+        tensors = []
+        for projection in self.own_projections:
+            shared_projection = HeadTensor(
                 name=f"collaborative_{projection}",
                 shape=(self.dim, sizes.hidden_size),
                 gradient="heads",
@@ -69,9 +70,8 @@ class CollaborativeHeads(Mechanism):
                 hf=f"collaborative_{projection}",
                 reads_input=True,
             )
-            for projection in self.own_projections
-        )
-        mixing = HeadTensor(
+            tensors.append(shared_projection)
+        mixing_vectors = HeadTensor(
             name="collaborative_mixing",
             shape=(sizes.query_heads, self.dim),
             gradient="heads",
@@ -80,7 +80,8 @@ class CollaborativeHeads(Mechanism):
             hf="collaborative_mixing",
             per_head=True,
         )
-        return (*projections, mixing)
+        tensors.append(mixing_vectors)
+        return tuple(tensors)
 
     def apply(
         self,

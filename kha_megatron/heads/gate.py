@@ -142,7 +142,8 @@ class Gate(Mechanism):
             return self.output is not None
         if stage == "dense":
             return self.dense is not None
-        has_qkv_gate = (self.query, self.key, self.value) != (None, None, None)
+        qkv_gates = (self.query, self.key, self.value)
+        has_qkv_gate = any(gate is not None for gate in qkv_gates)
         return stage == "qkv" and has_qkv_gate
 
     def _has_head_scores(self, position: Position) -> bool:
@@ -159,7 +160,7 @@ class Gate(Mechanism):
                 continue
             rows_of_gate = HeadRows(
                 name=_name(position),
-                heads=_heads(position),
+                heads=_projection_with_same_heads(position),
                 features=self._features(position, sizes),
                 hf=_name(position),
                 is_stock=position == "output" and self.is_stock,
@@ -182,14 +183,14 @@ class Gate(Mechanism):
         shape: tuple[int, ...] = (self._features(position, sizes),)
         per_head = self._has_head_scores(position)
         if per_head:
-            shape = (sizes.heads(_heads(position)), *shape)
+            shape = (sizes.heads(_projection_with_same_heads(position)), *shape)
         if self.reads_input:
             shape = (*shape, sizes.hidden_size)
         return HeadTensor(
             name=_name(position),
             shape=shape,
             gradient="tokens" if position == "dense" else "heads",
-            heads=_heads(position),
+            heads=_projection_with_same_heads(position),
             initial=("normal",) if self.reads_input else ("zeros",),
             hf=_name(position),
             per_head=per_head,
@@ -202,7 +203,7 @@ class Gate(Mechanism):
             return sizes.hidden_size
         if self.positions[position] == "head":
             return 1
-        return sizes.dim(_dim_of(position))
+        return sizes.dim(_projection_with_same_dim(position))
 
     def apply(
         self,
@@ -212,12 +213,13 @@ class Gate(Mechanism):
     ) -> "dict[str, Tensor]":
         changed: dict[str, Tensor] = {}
         for position in self.positions:
-            if position in tensors:
-                name = _name(position)
-                score = weights[name] if name in weights else tensors[name]
-                score = activate(score, self.activation)
-                observe_gate(position, score.detach, ranks)
-                changed[position] = gated(tensors[position], score, self.form)
+            if position not in tensors:
+                continue
+            name = _name(position)
+            logits = weights[name] if name in weights else tensors[name]
+            score = activate(logits, self.activation)
+            observe_gate(position, score.detach, ranks)
+            changed[position] = gated(tensors[position], score, self.form)
         return changed
 
     def costs(self, sizes: HeadSizes) -> Costs:
@@ -230,10 +232,10 @@ class Gate(Mechanism):
             if position == "dense":
                 sharded_activations = self._activations(sizes.hidden_size, scores)
                 continue
-            heads = sizes.heads(_heads(position))
+            heads = sizes.heads(_projection_with_same_heads(position))
             if self._has_head_scores(position):
                 scores *= heads
-            gated_features = heads * sizes.dim(_dim_of(position))
+            gated_features = heads * sizes.dim(_projection_with_same_dim(position))
             activations += self._activations(gated_features, scores)
         return Costs(
             flops=2 * self.parameters(sizes) if self.reads_input else 0,
@@ -255,9 +257,10 @@ class Gate(Mechanism):
         With its initial weights, ``x * sigmoid(...)`` is ``x / 2``. The doubled weights cancel this
         exactly, except that ``x / 2`` can be rounded in float16 if it is subnormal."""
         if self.form == "multiply" and self.activation == "sigmoid":
-            return tuple(
-                "output" if position == "dense" else position for position in self.positions
-            )
+            projections: list[Projection | Literal["output"]] = []
+            for position in self.positions:
+                projections.append("output" if position == "dense" else position)
+            return tuple(projections)
         if self.form == "add" and self.activation == "silu":
             return ()
         raise ConfigError(
@@ -280,12 +283,14 @@ class Gate(Mechanism):
                 f"Multi-latent attention supports only gate.output, got {self}. Queries, keys and "
                 "values are not materialized at inference. Please remove the other positions."
             )
-        if facts.qk_norm and self.form == "multiply" and "head" in (self.query, self.key):
-            position = "query" if self.query == "head" else "key"
-            return (
-                f"gate.{position}=head has no effect with QK-norm, because the norm cancels a "
-                f"scale per head. Use gate.{position}=element or remove --qk-layernorm."
-            )
+        if not facts.qk_norm or self.form != "multiply":
+            return None
+        for position in ("query", "key"):
+            if getattr(self, position) == "head":
+                return (
+                    f"gate.{position}=head has no effect with QK-norm, because the norm cancels a "
+                    f"scale per head. Use gate.{position}=element or remove --qk-layernorm."
+                )
         return None
 
 
@@ -294,12 +299,12 @@ def _name(position: Position) -> str:
     return f"gate_{position}"
 
 
-def _heads(position: Position) -> Projection:
+def _projection_with_same_heads(position: Position) -> Projection:
     """Return the projection that has as many heads as the gated tensor."""
     return position if position in ("key", "value") else "query"
 
 
-def _dim_of(position: Position) -> Projection:
+def _projection_with_same_dim(position: Position) -> Projection:
     """Return the projection whose heads are as wide as those of the gated tensor."""
     return position if position in ("query", "key") else "value"
 
@@ -327,5 +332,13 @@ def observe_gate(
     ranks: Ranks,
 ) -> None:
     """Log the mean gate score and the fraction of closed gates."""
-    ranks.observe(f"gate-score/{position}", lambda: score().mean())
-    ranks.observe(f"gate-shut/{position}", lambda: (score() < CLOSED_THRESHOLD).float().mean())
+
+    def mean_score() -> "Tensor":
+        return score().mean()
+
+    def closed_share() -> "Tensor":
+        is_closed = score() < CLOSED_THRESHOLD
+        return is_closed.float().mean()
+
+    ranks.observe(f"gate-score/{position}", mean_score)
+    ranks.observe(f"gate-shut/{position}", closed_share)

@@ -40,8 +40,10 @@ def initial_weight(
             torch.nn.init.eye_(matrix)
         elif value == "blocks":
             _fill_blocks(matrix)
+        elif value == "ones":
+            matrix.fill_(1)
         elif value != "normal":
-            matrix.fill_(value == "ones")
+            matrix.zero_()
     return weight
 
 

@@ -379,7 +379,7 @@ class Mechanism:
         any_sizes = HeadSizes(query_heads=1, kv_heads=1, head_dim=1)
         if self.rows(any_sizes):  # initialized like other rows of linear_qkv, i.e. randomly
             return False
-        return not any("normal" in tensor.initial for tensor in self.tensors(any_sizes))
+        return all("normal" not in tensor.initial for tensor in self.tensors(any_sizes))
 
     def unfused_reason(self, sizes: HeadSizes) -> str | None:
         """Explain why fused attention kernels cannot be used (None if they can)."""

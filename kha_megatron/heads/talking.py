@@ -48,12 +48,17 @@ class TalkingHeads(Mechanism):
 
     @property
     def mixings(self) -> tuple[str, ...]:
-        return tuple(name for name in ("pre", "post") if getattr(self, name))
+        names = []
+        for name in ("pre", "post"):
+            if getattr(self, name):
+                names.append(name)
+        return tuple(names)
 
     def tensors(self, sizes: HeadSizes) -> tuple[HeadTensor, ...]:
         heads = sizes.query_heads
-        return tuple(
-            HeadTensor(
+        tensors = []
+        for mixing in self.mixings:
+            matrix = HeadTensor(
                 name=f"talking_{mixing}",
                 shape=(heads, heads),
                 gradient="heads",
@@ -61,8 +66,8 @@ class TalkingHeads(Mechanism):
                 initial=("identity",),
                 hf=f"talking_{mixing}",
             )
-            for mixing in self.mixings
-        )
+            tensors.append(matrix)
+        return tuple(tensors)
 
     def mix_logits(
         self,
