@@ -95,10 +95,26 @@ def _raise_first(mistakes: Iterator[str]) -> None:
 
 def _find_wrong_declarations(kha: HeadsConfig) -> Iterator[str]:
     """Check names, shapes and settings without running the mechanism."""
+    yield from _find_wrong_names(kha)
+    for tensor in kha.tensors(SIZES):
+        heads = SIZES.heads(tensor.heads)
+        if tensor.per_head and tensor.shape[0] != heads:
+            yield (
+                f"TP split of `{tensor.name}`: it is declared `per_head` with shape "
+                f"{tensor.shape}, but dim 0 must be the number of {tensor.heads} heads ({heads})."
+            )
+    (mechanism,) = kha.mechanisms
+    saved = json.dumps(mechanism.to_dict())
+    loaded = type(mechanism).from_dict(json.loads(saved))
+    if loaded != mechanism:
+        yield f"The settings of {mechanism} change when they are saved as JSON."
+
+
+def _find_wrong_names(kha: HeadsConfig) -> Iterator[str]:
+    """Check the names of the mechanism's weights in Megatron and transformers."""
     (mechanism,) = kha.mechanisms
     prefix = f"{mechanism.name}_"
-    tensors = kha.tensors(SIZES)
-    weights: list[HeadTensor | HeadRows] = [*tensors, *kha.rows(SIZES)]
+    weights: list[HeadTensor | HeadRows] = [*kha.tensors(SIZES), *kha.rows(SIZES)]
     exported_names = [weight.hf for weight in weights]
     for weight in weights:
         exported_name = weight.hf
@@ -111,17 +127,6 @@ def _find_wrong_declarations(kha: HeadsConfig) -> Iterator[str]:
                 f"Export name of `{weight.name}` is {exported_name!r}. Set `hf` to a name that no "
                 "other module in `self_attn` has."
             )
-    for tensor in tensors:
-        heads = SIZES.heads(tensor.heads)
-        if tensor.per_head and tensor.shape[0] != heads:
-            yield (
-                f"TP split of `{tensor.name}`: it is declared `per_head` with shape "
-                f"{tensor.shape}, but dim 0 must be the number of {tensor.heads} heads ({heads})."
-            )
-    saved = json.dumps(mechanism.to_dict())
-    loaded = type(mechanism).from_dict(json.loads(saved))
-    if loaded != mechanism:
-        yield f"The settings of {mechanism} change when they are saved as JSON."
 
 
 def is_supported(kha: HeadsConfig, *, qk_norm: bool) -> bool:
@@ -164,6 +169,9 @@ def _build_hf_model(kha: HeadsConfig) -> Any:
 
     from kha_megatron.hf import KHAForCausalLM, KHAModelConfig
 
+    kha_settings = {}
+    for name, value in kha.to_dict(start=False).items():
+        kha_settings[f"kha_{name}"] = value
     config = KHAModelConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=SIZES.hidden_size,
@@ -175,7 +183,7 @@ def _build_hf_model(kha: HeadsConfig) -> Any:
         max_position_embeddings=32,
         use_qk_norm=is_supported(kha, qk_norm=True),
         attn_implementation="eager",
-        **{f"kha_{name}": value for name, value in kha.to_dict(start=False).items()},
+        **kha_settings,
         **kha.providers_entry,
     )
     torch.manual_seed(0)

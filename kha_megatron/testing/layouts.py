@@ -86,6 +86,10 @@ class RankResult:
     """Messages about mistakes that a rank finds without comparing it with others."""
 
 
+class RankError(Exception):
+    """An exception on a rank, or no result in time."""
+
+
 _MESSAGES = {
     "initial": "Initial value of `{name}` differs between ranks under {layout}. It must not depend "
     "on the random state of a rank.",
@@ -107,25 +111,29 @@ def find_mistakes(
     for layout in (*UNSHARDED, *SHARDED):
         if not is_supported(kha, qk_norm=layout.qk_norm):
             layout = replace(layout, qk_norm=not layout.qk_norm)
-        results = _run_ranks(kha, layout, scratch, smooth)
-        if isinstance(results, str):
-            yield _explain_failure(kha, layout, results)
+        try:
+            results = _run_ranks(kha, layout, scratch, smooth)
+        except RankError as error:
+            yield _explain_failure(kha, layout, error)
             return
-        shards = []
+        shards_of_ranks = []
         for result in results:
             yield from result.mistakes
-            shards.append(result.shards)
-        expected = unsharded.setdefault(layout.groups, shards[0])
-        yield from _compare(kha, layout, shards, expected)
+            shards_of_ranks.append(result.shards)
+        if layout.groups not in unsharded:  # the layouts in UNSHARDED come first
+            unsharded[layout.groups] = shards_of_ranks[0]
+        expected = unsharded[layout.groups]
+        yield from _compare(kha, layout, shards_of_ranks, expected)
 
 
-def _explain_failure(kha: HeadsConfig, layout: Layout, error: str) -> str:
+def _explain_failure(kha: HeadsConfig, layout: Layout, error: RankError) -> str:
     """Explain an exception. A tensor that is split without ``per_head`` is its likely cause."""
-    tensors = kha.tensors(SIZES)
-    tensors_of_rank = kha.tensors(SIZES.on_rank(2))
+    global_tensors = kha.tensors(SIZES)
+    local_tensors = kha.tensors(SIZES.on_rank(2))
     sharded_names = []
-    for tensor, sharded_tensor in zip(tensors, tensors_of_rank, strict=True):
-        if not tensor.per_head and tensor.shape != sharded_tensor.shape:
+    for tensor, local_tensor in zip(global_tensors, local_tensors, strict=True):
+        is_sharded = local_tensor.shape != tensor.shape
+        if is_sharded and not tensor.per_head:
             sharded_names.append(f"`{tensor.name}`")
     hint = ""
     if sharded_names:
@@ -138,7 +146,7 @@ def _explain_failure(kha: HeadsConfig, layout: Layout, error: str) -> str:
 def _compare(
     kha: HeadsConfig,
     layout: Layout,
-    ranks: list[Shards],
+    shards_of_ranks: list[Shards],
     unsharded: Shards,
 ) -> Iterator[str]:
     """Yield a message for each tensor that differs from that of one rank."""
@@ -146,17 +154,17 @@ def _compare(
     for check, message in _MESSAGES.items():
         for name in _list_compared_names(check, unsharded, tensors):
             expected = unsharded[check, name].tensor
-            shards = [rank[check, name] for rank in ranks]
+            shards = [rank_shards[check, name] for rank_shards in shards_of_ranks]
             if all(_is_shard_of(shard, expected) for shard in shards):
                 continue
-            tensor = tensors.get(name)
             title = name
             difference = "differs from that of one rank"
-            if tensor is not None:
+            if name in tensors:  # belongs to the mechanism
+                tensor = tensors[name]
                 title = tensor.name
-            if tensor is not None and check == "gradient":
-                explanation = _explain_gradient(tensor, shards, expected)
-                difference = f"is declared `{tensor.gradient}`, but {explanation}"
+                if check == "gradient":
+                    explanation = _explain_gradient(tensor, shards, expected)
+                    difference = f"is declared `{tensor.gradient}`, but {explanation}"
             yield message.format(name=title, layout=layout, why=difference)
 
 
@@ -221,12 +229,17 @@ def _run_ranks(
     layout: Layout,
     scratch: Path,
     smooth: bool,
-) -> list[RankResult] | str:
-    """Fork the ranks of a layout. Returns the results, or the error of a rank."""
+) -> list[RankResult]:
+    """Fork the ranks of a layout, and return their results.
+
+    Raises:
+        RankError: If a rank fails or takes too long.
+    """
     context = multiprocessing.get_context("fork")
     parent = os.getpid()
     folder = scratch / f"{layout.tp}-{layout.sp}-{layout.groups}"
     folder.mkdir()
+    weights = scratch / f"weights-{layout.groups}"
 
     def run_rank(rank: int) -> None:
         os.setpgrp()  # so that its own processes, which write checkpoints, end with it
@@ -238,8 +251,7 @@ def _run_ranks(
                 world_size=layout.tp,
                 timeout=timedelta(seconds=_TIMEOUT),
             )
-            weights = scratch / f"weights-{layout.groups}"
-            result: Any = _run_layer(kha, layout, weights, smooth)
+            result: RankResult | str = _run_layer(kha, layout, weights, smooth)
         except Exception as error:
             result = f"{type(error).__name__}: {error}"
         partial_file = folder / f"{rank}.tmp"
@@ -253,30 +265,23 @@ def _run_ranks(
     processes = [context.Process(target=run_rank, args=(rank,)) for rank in range(layout.tp)]
     for process in processes:
         process.start()
-    results, errors = _collect_results(folder, layout.tp)
-    for process in processes:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        process.kill()
-        process.join()
-    if errors:
-        return errors[0]
-    if len(results) < layout.tp:
-        return f"no result within {_TIMEOUT} s"
-    return [results[rank] for rank in range(layout.tp)]
+    try:
+        return _collect_results(folder, layout.tp)
+    finally:
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)
+            process.kill()
+            process.join()
 
 
-def _collect_results(
-    folder: Path,
-    ranks: int,
-) -> tuple[dict[int, RankResult], list[str]]:
-    """Wait until all ranks have a result, or one of them has an error. Return both."""
+def _collect_results(folder: Path, ranks: int) -> list[RankResult]:
+    """Wait until all ranks have written a result. Raises RankError."""
     results: dict[int, RankResult] = {}
-    errors: list[str] = []
     deadline = time.monotonic() + _TIMEOUT
-    while len(results) < ranks and not errors:
+    while len(results) < ranks:
         if time.monotonic() >= deadline:
-            break
+            raise RankError(f"no result within {_TIMEOUT} s")
         time.sleep(0.02)
         for rank in range(ranks):
             file = folder / f"{rank}.pt"
@@ -284,10 +289,9 @@ def _collect_results(
                 continue
             result = torch.load(file, weights_only=False)
             if isinstance(result, str):
-                errors.append(result)
-            else:
-                results[rank] = result
-    return results, errors
+                raise RankError(result)
+            results[rank] = result
+    return [results[rank] for rank in range(ranks)]
 
 
 def _run_layer(
@@ -308,6 +312,7 @@ def _run_layer(
     rank = parallel_state.get_tensor_model_parallel_rank()
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(rank)  # initial values must not depend on it
+
     layer = _build(kha, layout)
     shards = _list_shards("initial", layer)
     mistakes: list[str] = []
@@ -320,6 +325,7 @@ def _run_layer(
         loaded = dist_checkpointing.load(layer.sharded_state_dict(), str(weights))
         layer.load_state_dict(loaded)
     shards |= _list_shards("loaded", layer)
+
     rotary = _rotary_embedding()
     hidden, output_gradient = _inputs()
     first_token = 0
@@ -336,6 +342,7 @@ def _run_layer(
     offset = (first_token, 0, 0)
     shards["output", ""] = Shard(offset, output.detach())
     shards["input gradient", ""] = Shard(offset, hidden.grad)
+
     mistakes += _find_wrong_masking(
         layout,
         layer,
@@ -346,6 +353,7 @@ def _run_layer(
     if layout.tp == 1:
         mistakes += _find_dependent_tokens(layer, rotary)
         mistakes += _find_missing_effects(kha, layout, layer, rotary)
+
     layer.eval()
     if layout.tp == 1 and smooth:
         mistakes += _find_wrong_derivatives(kha, layer, rotary)
@@ -429,9 +437,10 @@ def _inputs() -> tuple[Tensor, Tensor]:
 
     Both are float64 ``[tokens, batch, hidden]``.
     """
-    shape = (2, _TOKENS, _BATCH, SIZES.hidden_size)
+    shape = (_TOKENS, _BATCH, SIZES.hidden_size)
     generator = torch.Generator().manual_seed(_SEED)
-    hidden, output_gradient = torch.randn(shape, dtype=torch.float64, generator=generator)
+    both = torch.randn(2, *shape, dtype=torch.float64, generator=generator)
+    hidden, output_gradient = both.unbind()
     return hidden, output_gradient
 
 
@@ -606,7 +615,7 @@ def _find_wrong_decoding(
     layout: Layout,
     layer: Any,
     options: dict[str, Tensor],
-) -> list[str]:
+) -> Iterator[str]:
     """Compare the outputs of a prompt and three decoding steps with those of one forward pass."""
     from megatron.core.inference.contexts import StaticInferenceContext
 
@@ -626,11 +635,11 @@ def _find_wrong_decoding(
             {"rotary_pos_emb": rotary, "inference_context": context},
         )
         decoded.append(output)
-    message = (
-        f"KV cache: decoding under {layout} gives other outputs than the whole sequence. `apply` "
-        "must treat all tokens independently."
-    )
-    return [message] if _differs(torch.cat(decoded), expected) else []
+    if _differs(torch.cat(decoded), expected):
+        yield (
+            f"KV cache: decoding under {layout} gives other outputs than the whole sequence. "
+            "`apply` must treat all tokens independently."
+        )
 
 
 def main() -> None:
