@@ -58,7 +58,8 @@ def count_attention(model: ModelConfig) -> Attention:
     if model.qk_layernorm:
         normed_query_dim = replacing_rows.get("query", head_dim)
         normed_key_dim = replacing_rows.get("key", head_dim)
-        norms = (normed_query_dim + normed_key_dim) * model.norm_parameters
+        normed_dims = normed_query_dim + normed_key_dim
+        norms = normed_dims * model.norm_parameters
     input_weights = model.hidden_size * sum(rows.values())
     output_weights = model.hidden_size * query_rows
     cached_keys = rows["key"] + replacing_rows.get("key", 0)
@@ -108,7 +109,8 @@ def count_latent_attention(model: ModelConfig) -> Attention:
     output_weights = heads * value_dim * hidden
     norms = 0
     if model.qk_layernorm:
-        norms = (query_rank + kv_rank) * model.norm_parameters
+        normed_dims = query_rank + kv_rank
+        norms = normed_dims * model.norm_parameters
     return Attention(
         weights=query_weights + kv_down_weights + kv_up_weights + output_weights,
         norms=norms,
@@ -364,7 +366,9 @@ def get_countable_model(model: ModelConfig | None) -> ModelConfig:
 def count_model(model: ModelConfig) -> Counts:
     parameters = count_parameters(model, Layout())
     cache_per_layer = count_attention(model).cache
-    layers = model.layers + len(_list_prediction_layers(model))
+    cache_elements = cache_per_layer * model.layers
+    predictions = _list_prediction_layers(model)
+    layers = model.layers + len(predictions)
     mechanisms = {}
     for mechanism in model.kha.mechanisms:
         layer_parameters = mechanism.parameters(model.head_sizes)
@@ -375,13 +379,14 @@ def count_model(model: ModelConfig) -> Counts:
     active_experts = 0
     if model.experts:
         active_experts = parameters.experts * model.moe_router_topk // model.experts
+    active = parameters.dense + active_experts
     return Counts(
         total=parameters.total,
-        active=parameters.dense + active_experts,
+        active=active,
         kha=parameters.kha,
         mechanisms=mechanisms,
         cache_per_layer=cache_per_layer,
-        cache_bytes=_CACHE_ELEMENT_SIZE * cache_per_layer * model.layers,
+        cache_bytes=_CACHE_ELEMENT_SIZE * cache_elements,
     )
 
 
@@ -392,15 +397,18 @@ def compute_flops(model: ModelConfig, length: int) -> Flops:
     """
     predictions = _list_prediction_layers(model)
     layers = [*range(model.layers), *predictions]
-    # number of tokens, summed over the modules that process them
+    # number of tokens, or query-key pairs, summed over the modules that process them
     layer_tokens = length * len(layers)
     moe_tokens = length * _count_moe_layers(model, layers)
     dense_tokens = layer_tokens - moe_tokens
     prediction_tokens = length * len(predictions)
     logit_tokens = length + prediction_tokens
+    pairs = length * layer_tokens
 
+    # multiply-adds
     attention = count_attention(model)
-    pairs = layer_tokens * length
+    projections = layer_tokens * attention.weights
+    scores = pairs * attention.pair_multiply_adds
     dense_mlp = _count_mlp_weights(model, model.dense_width)
     expert = _count_mlp_weights(model, model.expert_width)
     shared_experts = _count_mlp_weights(model, model.shared_width)
@@ -411,17 +419,18 @@ def compute_flops(model: ModelConfig, length: int) -> Flops:
     output_layer = model.hidden_size * model.padded_vocab(1)
     logits = logit_tokens * output_layer
     prediction = prediction_tokens * _count_mtp_projection(model)
-    skippable = _sum_mechanism_costs(model, layers)
+
+    costs = _sum_mechanism_costs(model, layers)
     return Flops(
-        projections=_MULTIPLY_ADD * layer_tokens * attention.weights,
-        scores=_MULTIPLY_ADD * pairs * attention.pair_multiply_adds,
+        projections=_MULTIPLY_ADD * projections,
+        scores=_MULTIPLY_ADD * scores,
         mlp=_MULTIPLY_ADD * mlp,
         router=_MULTIPLY_ADD * router,
         logits=_MULTIPLY_ADD * logits,
         prediction=_MULTIPLY_ADD * prediction,
         kha=layer_tokens * _count_kha_flops(model, length),
-        skippable_projections=length * skippable.skippable_flops,
-        skippable_scores=length**2 * skippable.skippable_pair_flops,
+        skippable_projections=length * costs.skippable_flops,
+        skippable_scores=length**2 * costs.skippable_pair_flops,
     )
 
 

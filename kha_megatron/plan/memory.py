@@ -274,8 +274,10 @@ def _count_head_features(rank: Rank) -> int:
     model = rank.model
     queries = rank.heads.query_heads * model.head_dim
     keys = rank.heads.kv_heads * model.head_dim
-    features = 2 * queries + 2 * keys  # inputs and output of core attention
-    if model.qk_layernorm:
+    values = keys
+    output = queries
+    features = queries + keys + values + output
+    if model.qk_layernorm:  # inputs of the norms
         features += queries + keys
     return features
 
