@@ -321,8 +321,7 @@ class HeadsConfig:
         Raises:
             ConfigError: If this conflicts with the existing gates.
         """
-        is_missing = is_set and not self.has_output_gate
-        if not is_missing or self.attention is not None:
+        if not is_set or self.has_output_gate or self.attention is not None:
             return self
         existing = self.get(Gate)
         gate = existing or Gate(output="element")
@@ -538,9 +537,9 @@ def parse_heads(words: Iterable[str]) -> dict[str, Any]:
             settings[field] = _parse_value(value)
         elif is_mechanism and field is not None and value is not None:
             settings[name] = {**earlier_fields, field: _parse_value(value)}
-        elif is_mechanism and field is None and value is None:
+        elif is_mechanism and word == name:
             settings[name] = earlier_fields
-        elif is_mechanism and field is None and value == "none":
+        elif is_mechanism and word == f"{name}=none":
             settings[name] = None
         else:
             known = ", ".join([Knock.name, *mechanisms])

@@ -107,7 +107,7 @@ class Knock(Mechanism):
                 gradient="heads",
                 heads=projection,
                 initial=initial_values(variant, self.init),
-                hf=f"{projection[0]}_knock",
+                hf=f"{projection[0]}_knock",  # e.g. v_knock
                 matrices=tuple(map(module_name, matrices)),
             )
             tensors.append(stacked_matrices)
@@ -124,8 +124,9 @@ class Knock(Mechanism):
             dim = sizes.dim(projection)
             heads = sizes.heads(projection)
             matrices = len(MATRICES[variant])
-            flops += 2 * dim**2 * heads * matrices
-            activations += dim * heads * SAVED[variant]
+            flops_per_matrix = 2 * dim**2
+            flops += heads * matrices * flops_per_matrix
+            activations += heads * dim * SAVED[variant]
         return Costs(flops=flops, activations=activations)
 
     def setting_of(self, projection: Projection) -> str | None:
