@@ -62,7 +62,7 @@ class Launch:
         for position, argument in enumerate(arguments):
             # store no tensors, because this would keep them alive
             if isinstance(argument, Tensor):
-                self._tensor_slots.append(_TensorSlot(position, descriptor=None))
+                self._tensor_slots.append(_TensorSlot(position, None))
                 self._arguments.append(None)
             elif isinstance(argument, TensorDescriptor):
                 descriptor = _copy_descriptor(argument, None)
