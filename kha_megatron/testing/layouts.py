@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -75,8 +75,8 @@ class Shard:
     tensor: Tensor
 
 
-Shards = dict[tuple[str, str], Shard]
-"""Shards of a rank by check (a key of ``_MESSAGES``) and name."""
+Shards = dict[str, dict[str, Shard]]
+"""Shards of a rank by check (a key of ``_MESSAGES``) and by parameter name."""
 
 
 @dataclass(frozen=True)
@@ -152,9 +152,9 @@ def _compare(
     """Yield a message for each tensor that differs from that of one rank."""
     tensors = {f"{tensor.name}.weight": tensor for tensor in kha.tensors(SIZES)}
     for check, message in _MESSAGES.items():
-        for name in _list_compared_names(check, unsharded, tensors):
-            expected = unsharded[check, name].tensor
-            shards = [rank_shards[check, name] for rank_shards in shards_of_ranks]
+        for name in _list_compared_names(check, unsharded[check], tensors):
+            expected = unsharded[check][name].tensor
+            shards = [rank_shards[check][name] for rank_shards in shards_of_ranks]
             if all(_is_shard_of(shard, expected) for shard in shards):
                 continue
             title = name
@@ -170,14 +170,14 @@ def _compare(
 
 def _list_compared_names(
     check: str,
-    unsharded: Shards,
+    names: Iterable[str],
     tensors: Mapping[str, HeadTensor],
 ) -> list[str]:
     """Return the names to compare: first those of the mechanism, then those of Megatron."""
     mechanism_names = []
     other_names = []
-    for name_check, name in unsharded:
-        if name_check != check or "layernorm" in name:
+    for name in names:
+        if "layernorm" in name:
             continue
         if name in tensors:
             mechanism_names.append(name)
@@ -314,7 +314,7 @@ def _run_layer(
     torch.manual_seed(rank)  # initial values must not depend on it
 
     layer = _build(kha, layout)
-    shards = _list_shards("initial", layer)
+    shards: Shards = {"initial": _list_shards(layer)}
     mistakes: list[str] = []
     if layout.tp == 1:
         mistakes += _find_inexact_start(kha, layout, layer)
@@ -324,7 +324,7 @@ def _run_layer(
     else:
         loaded = dist_checkpointing.load(layer.sharded_state_dict(), str(weights))
         layer.load_state_dict(loaded)
-    shards |= _list_shards("loaded", layer)
+    shards["loaded"] = _list_shards(layer)
 
     rotary = _rotary_embedding()
     hidden, output_gradient = _inputs()
@@ -337,11 +337,11 @@ def _run_layer(
     hidden = hidden.clone().requires_grad_()
     output = _forward(layer, hidden, rotary)
     output.backward(output_gradient)
-    shards |= _list_shards("gradient", layer)
+    shards["gradient"] = _list_shards(layer, gradients=True)
     assert hidden.grad is not None
     offset = (first_token, 0, 0)
-    shards["output", ""] = Shard(offset, output.detach())
-    shards["input gradient", ""] = Shard(offset, hidden.grad)
+    shards["output"] = {"": Shard(offset, output.detach())}
+    shards["input gradient"] = {"": Shard(offset, hidden.grad)}
 
     mistakes += _find_wrong_masking(
         layout,
@@ -444,19 +444,19 @@ def _inputs() -> tuple[Tensor, Tensor]:
     return hidden, output_gradient
 
 
-def _list_shards(check: str, layer: Any) -> Shards:
+def _list_shards(layer: Any, *, gradients: bool = False) -> dict[str, Shard]:
     """Return the shards of all parameters, or of their gradients."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
-    shards: Shards = {}
+    shards = {}
     state = layer.sharded_state_dict()
     for name, parameter in layer.named_parameters():
-        tensor = _gradient(parameter) if check == "gradient" else parameter
-        tensor = tensor.detach().clone()
+        tensor = _gradient(parameter) if gradients else parameter
         offset = (0,) * tensor.dim()
-        if isinstance(state.get(name), ShardedTensor):
-            offset = state[name].global_offset or offset
-        shards[check, name] = Shard(offset, tensor)
+        entry = state.get(name)
+        if isinstance(entry, ShardedTensor):
+            offset = entry.global_offset or offset
+        shards[name] = Shard(offset, tensor.detach().clone())
     return shards
 
 
