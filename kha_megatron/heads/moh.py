@@ -190,7 +190,7 @@ class MixtureOfHeads(Mechanism):
         weights: "Mapping[str, Tensor]",
         ranks: Ranks,
     ) -> "dict[str, Tensor]":
-        if "query" in tensors:
+        if "query" in tensors:  # stage qkv, only for the router query_norm
             query = _widen(tensors["query"])
             return {"moh_norms": query.norm(dim=-1)}
         if self.router == "learned":

@@ -167,8 +167,8 @@ def presets() -> dict[str, Mapping[str, Any]]:
             all_presets[preset] = {name: dict(settings)}
     for kha_preset in ("kha_linear", "kha_mlp"):
         for other_preset in ("gate_output", "moh_75"):
-            combined_settings = {**all_presets[kha_preset], **all_presets[other_preset]}
-            all_presets[f"{kha_preset}_{other_preset}"] = combined_settings
+            name = f"{kha_preset}_{other_preset}"
+            all_presets[name] = {**all_presets[kha_preset], **all_presets[other_preset]}
     return all_presets
 
 
