@@ -78,8 +78,7 @@ def _list_replacing_rows(model: ModelConfig) -> dict[Projection, int]:
         replaced = mechanism.own_projections
         for tensor in mechanism.tensors(model.head_sizes):
             if tensor.reads_input and tensor.heads in replaced:
-                rows = tensor.shape[0]
-                replacing_rows[tensor.heads] = rows
+                replacing_rows[tensor.heads] = tensor.shape[0]
     return replacing_rows
 
 
@@ -282,8 +281,8 @@ def count_padding_rows(model: ModelConfig) -> int:
     if model.multi_latent_attention:
         return 0
     padding = model.qkv.padding
-    rows_of_group = padding.stop - padding.start
-    return model.qkv.groups * rows_of_group
+    rows_per_group = padding.stop - padding.start
+    return model.qkv.groups * rows_per_group
 
 
 @dataclass(frozen=True, kw_only=True)
