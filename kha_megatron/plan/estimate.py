@@ -47,7 +47,8 @@ class Estimate:
     @property
     def flops_per_token(self) -> float:
         """FLOPs of forward and backward pass."""
-        return self.flops.training / self.setup.batch.seq_length
+        batch = self.setup.batch
+        return self.flops.training / batch.seq_length
 
     @property
     def flops_per_step(self) -> int:
@@ -57,7 +58,8 @@ class Estimate:
         return self.flops.training * batch.global_batch_size
 
     def fits(self, gpu_memory: float) -> bool:
-        return self.total_memory <= USABLE_MEMORY * gpu_memory
+        usable = USABLE_MEMORY * gpu_memory
+        return self.total_memory <= usable
 
     def explain_fit(self, gpu_memory: float) -> str:
         """Describe whether the largest rank fits, and what to do if it does not."""

@@ -315,22 +315,31 @@ def _estimate_mlp_activations(rank: Rank) -> float:
 
 def _estimate_moe_activations(rank: Rank) -> float:
     """Bytes that the norm, the router, the routed experts and the shared experts save."""
-    model = rank.model
-    layout = rank.layout
-
-    router_bytes = 2 * rank.token_bytes  # inputs of norm and router
-    router_bytes += 2 * model.experts * _FP32_SIZE  # scores and probabilities
-    router_bytes += model.experts  # routing map (booleans)
-    saved = rank.sharded_tokens * router_bytes
-
-    local_expert_width = model.expert_width / layout.expert_tp
-    input_bytes = model.hidden_size * rank.linear_input_size
-    expert_bytes = input_bytes + _count_mlp_bytes(rank, local_expert_width)
-    routed_tokens = rank.sharded_tokens * model.moe_router_topk
-    routed_tokens *= layout.expert_tp  # all ranks that share an expert get its tokens
-    saved += routed_tokens * expert_bytes
-
-    local_shared_width = model.shared_width / layout.tp
+    local_shared_width = rank.model.shared_width / rank.layout.tp
+    router_bytes = _count_router_bytes(rank)
+    expert_bytes = _count_expert_bytes(rank)
     shared_bytes = _count_mlp_bytes(rank, local_shared_width)
+
+    routed_tokens = rank.sharded_tokens * rank.model.moe_router_topk
+    routed_tokens *= rank.layout.expert_tp  # all ranks that share an expert get its tokens
+    saved = rank.sharded_tokens * router_bytes
+    saved += routed_tokens * expert_bytes
     saved += rank.tokens * shared_bytes
     return saved
+
+
+def _count_router_bytes(rank: Rank) -> int:
+    """Bytes per token that the norm and the router save."""
+    experts = rank.model.experts
+    inputs = 2 * rank.token_bytes  # of the norm and of the router
+    scores = experts * _FP32_SIZE
+    probabilities = experts * _FP32_SIZE
+    routing_map = experts  # booleans
+    return inputs + scores + probabilities + routing_map
+
+
+def _count_expert_bytes(rank: Rank) -> float:
+    """Bytes that a routed expert saves for each of its tokens."""
+    local_width = rank.model.expert_width / rank.layout.expert_tp
+    input_bytes = rank.model.hidden_size * rank.linear_input_size
+    return input_bytes + _count_mlp_bytes(rank, local_width)
