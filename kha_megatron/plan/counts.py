@@ -154,12 +154,14 @@ def count_parameters(
     local_linear = linear // layout.tp
     expert_ranks = layout.ep * layout.expert_tp
     local_experts = _count_expert_weights(model, layers) // expert_ranks
-    kha_rows = len(layers) * _count_kha_rows(model, layout.tp)
-    kha_tensors = len(layers) * _count_kha_tensors(model, layout.tp)
-    kha = kha_rows + kha_tensors
+    kha_rows_of_layer = _count_kha_rows(model, layout.tp)
+    kha_tensors_of_layer = _count_kha_tensors(model, layout.tp)
+    kha_rows = len(layers) * kha_rows_of_layer
+    kha = kha_rows + len(layers) * kha_tensors_of_layer
 
+    moe_layers = _count_moe_layers(model, layers)
     dense = local_linear + kha
-    dense += _count_moe_layers(model, layers) * _count_router_weights(model)
+    dense += moe_layers * _count_router_weights(model)
     dense += _count_norms(
         model,
         layers=len(layers),
@@ -398,7 +400,8 @@ def compute_flops(model: ModelConfig, length: int) -> Flops:
     layers = [*range(model.layers), *predictions]
     # number of tokens, or query-key pairs, summed over the modules that process them
     layer_tokens = length * len(layers)
-    moe_tokens = length * _count_moe_layers(model, layers)
+    moe_layers = _count_moe_layers(model, layers)
+    moe_tokens = length * moe_layers
     dense_tokens = layer_tokens - moe_tokens
     prediction_tokens = length * len(predictions)
     logit_tokens = length + prediction_tokens

@@ -134,7 +134,8 @@ def count_in_flight(
     if not vpp:
         warm_up = later_stages
         return min(microbatches, warm_up + 1)
-    warm_up = 2 * later_stages + (vpp - 1) * pp
+    later_virtual_stages = vpp - 1
+    warm_up = 2 * later_stages + later_virtual_stages * pp
     forward_passes = microbatches * vpp
     return min(forward_passes, warm_up + 1)
 
