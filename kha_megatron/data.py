@@ -815,16 +815,29 @@ def documents_of(split: str, documents: int) -> list[int | None]:
     return counts
 
 
-def check_split(split: str, documents: int, name: str) -> None:
+def check_split(split: str, documents: int, dataset: str) -> None:
     """Raise DataError if a set in ``split`` would be empty despite its positive weight."""
+    problem = describe_empty_sets(split, documents, dataset)
+    if problem is not None:
+        raise DataError(problem)
+
+
+def describe_empty_sets(split: str, documents: int, dataset: str) -> str | None:
+    """Return the error message of :func:`check_split`, or None if no set would be empty.
+
+    Args:
+        documents: Number of documents in the dataset.
+        dataset: Name of the dataset for the message.
+    """
     counts = documents_of(split, documents)
-    empty = []
-    for name_of_set, count in zip(SPLIT_NAMES, counts, strict=True):
+    empty_sets = []
+    for name, count in zip(SPLIT_NAMES, counts, strict=True):
         if count == 0:
-            empty.append(name_of_set)
-    if empty:
-        raise DataError(
-            f"--split {split} leaves no document for {' and '.join(empty)} (number of documents in "
-            f"{name}: {documents}), and Megatron would hang. Use larger weights for it, or "
-            "--split 1,0,0 to use all documents for training."
-        )
+            empty_sets.append(name)
+    if not empty_sets:
+        return None
+    return (
+        f"--split {split} leaves no document for {' and '.join(empty_sets)} (number of documents "
+        f"in {dataset}: {documents}), and Megatron would hang. Use larger weights for it, or "
+        "--split 1,0,0 to use all documents for training."
+    )

@@ -15,13 +15,17 @@ out = Console(highlight=False, soft_wrap=True)
 log = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _CONTROL_CODES = {*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}
-VISIBLE = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
-"""``str.translate`` table that replaces control characters, e.g. ANSI escape sequences."""
+_REPLACEMENTS = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
+
+
+def replace_control_characters(text: str) -> str:
+    """Replace control characters, e.g. ANSI escape sequences, so that a terminal shows them."""
+    return text.translate(_REPLACEMENTS)
 
 
 def error(message: str) -> None:
     """Print an error message to stderr, on a single line."""
-    line = " ".join(message.splitlines()).translate(VISIBLE)
+    line = replace_control_characters(" ".join(message.splitlines()))
     log.print(f"[bold red]error:[/] {escape(line)}", emoji=False)
 
 

@@ -13,8 +13,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, Workers, parse_size
 from kha_megatron.cli.running import Commands
-from kha_megatron.data import COMMON_SPLITS, check_split
-from kha_megatron.errors import DataError
+from kha_megatron.data import COMMON_SPLITS, describe_empty_sets
 
 if TYPE_CHECKING:
     from kha_megatron.data import DataReport
@@ -64,11 +63,16 @@ def prepare(
         ),
     ] = None,
     workers: Workers = None,
-    max_file_bytes: Annotated[
-        str, typer.Option(help="Maximum document size. Longer documents are split at newlines.")
+    max_file_size: Annotated[
+        str,
+        typer.Option(
+            "--max-file-bytes",
+            help="Maximum document size. Longer documents are split at newlines.",
+        ),
     ] = "1MiB",
-    tokenizer_sample: Annotated[
-        str, typer.Option(help="Amount of text to train the tokenizer on.")
+    sample_size: Annotated[
+        str,
+        typer.Option("--tokenizer-sample", help="Amount of text to train the tokenizer on."),
     ] = "64MiB",
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it holds prepared data.")
@@ -89,8 +93,8 @@ def prepare(
     """
     from kha_megatron import data
 
-    max_document_bytes = parse_size("--max-file-bytes", max_file_bytes)
-    sample_bytes = parse_size("--tokenizer-sample", tokenizer_sample)
+    max_file_bytes = parse_size("--max-file-bytes", max_file_size)
+    sample_bytes = parse_size("--tokenizer-sample", sample_size)
     if not sources:
         console.log.print(
             "Using Python's standard library as text, because --from is not set: "
@@ -106,14 +110,14 @@ def prepare(
             exclude=exclude or None,
             json_key=json_key,
             workers=workers,
-            max_file_bytes=max_document_bytes,
+            max_file_bytes=max_file_bytes,
             tokenizer_sample=sample_bytes,
             overwrite=overwrite,
             on_progress=on_progress,
         )
     for warning in describe_limitations(report):
         console.log.print(f"[yellow]warning:[/] {escape(warning)}")
-    _print(report, out, as_json)
+    _print_report(report, out, as_json)
 
 
 @data_app.command()
@@ -135,7 +139,7 @@ def show(
 
     with progress() as on_progress:
         report = verify(folder, on_progress)
-    _print(report, folder, as_json)
+    _print_report(report, folder, as_json)
 
 
 @contextmanager
@@ -151,10 +155,13 @@ def progress() -> Iterator[Callable[["Step"], None]]:
     )
     task_of_stage: dict[str, TaskID] = {}
 
+    def complete_earlier_stages() -> None:
+        for task in task_of_stage.values():
+            display.update(task, total=1, completed=1)
+
     def on_progress(step: "Step") -> None:
         if step.stage not in task_of_stage:
-            for earlier_task in task_of_stage.values():
-                display.update(earlier_task, total=1, completed=1)
+            complete_earlier_stages()
             task_of_stage[step.stage] = display.add_task(step.stage, total=None, detail="")
         if step.total_bytes:
             done = f"{step.bytes / 1e6:,.1f}"
@@ -174,10 +181,9 @@ def describe_limitations(report: "DataReport") -> list[str]:
     """Return warnings about prepared data, e.g. a smaller vocabulary than requested."""
     warnings = []
     for split in COMMON_SPLITS:
-        try:
-            check_split(split, report.documents, "the corpus")
-        except DataError as error:
-            warnings.append(str(error))
+        problem = describe_empty_sets(split, report.documents, dataset="the corpus")
+        if problem is not None:
+            warnings.append(problem)
     if report.vocab_size_asked and report.vocab_size < report.vocab_size_asked:
         warnings.append(
             f"The vocabulary has {report.vocab_size:,} tokens instead of "
@@ -197,16 +203,16 @@ def describe_limitations(report: "DataReport") -> list[str]:
     return warnings
 
 
-def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
+def _print_report(report: "DataReport", folder: Path, as_json: bool) -> None:
     if as_json:
         console.print_json(report.to_dict())
         return
     from kha_megatron.data import CORPUS, TOKENIZER
 
     facts = {}
-    for name, text in _describe(report).items():
+    for name, text in _summarize(report).items():
         # names of files and tokens can contain control characters
-        facts[name] = text.translate(console.VISIBLE)
+        facts[name] = console.replace_control_characters(text)
     console.print_facts(facts, title=str(folder))
     data_path = shlex.quote(str(folder / CORPUS))
     tokenizer_path = shlex.quote(str(folder / TOKENIZER))
@@ -217,13 +223,13 @@ def _print(report: "DataReport", folder: Path, as_json: bool) -> None:
     )
 
 
-def _describe(report: "DataReport") -> dict[str, str]:
-    """Return the rows of the summary."""
+def _summarize(report: "DataReport") -> dict[str, str]:
+    """Return the rows of the summary by name."""
     from kha_megatron.documents.files import SKIPPED
 
     # older data.json files do not have tokens_after
     tokens_after = report.tokens_after or [report.eod_token]
-    document_format = [*report.tokens_before, "text", *tokens_after]
+    document_format = " ".join([*report.tokens_before, "text", *tokens_after])  # <s> text </s>
     bytes_per_token = report.bytes / report.tokens
     tokenizer = report.tokenizer
     if report.tokenizer_sample_bytes:
@@ -232,7 +238,7 @@ def _describe(report: "DataReport") -> dict[str, str]:
         "sources": "\n".join(report.sources),
         "files": f"{report.files:,} ({report.split_files:,} split), {report.bytes:,} bytes",
         "documents": f"{report.documents:,}",
-        "each document": " ".join(document_format),
+        "each document": document_format,
         "tokens": f"{report.tokens:,} as {report.dtype} ({bytes_per_token:.2f} bytes per token)",
         "vocabulary": f"{report.vocab_size:,}, end of document {report.eod_token} "
         f"({report.eod_id})",

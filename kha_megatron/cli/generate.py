@@ -162,6 +162,6 @@ def _write(text: str) -> None:
     """Write to stdout. Control characters are replaced if stdout is a terminal."""
     stream = console.out.file
     if stream.isatty():
-        text = text.translate(console.VISIBLE)
+        text = console.replace_control_characters(text)
     stream.write(text)
     stream.flush()
