@@ -52,37 +52,33 @@ class Launch:
         self._grid = grid
         self._options = options
         # compiled kernels still take constexpr parameters, but no options such as num_warps
-        self._constexpr_values: list[Any] = []
-        for name in function.arg_names:
-            if name in options:
-                self._constexpr_values.append(options[name])
-        self._run_compiled: Callable[..., None] | None = None
-        self._arguments: list[Any] = []
+        self._constexpr_values = [options[name] for name in function.arg_names if name in options]
+        self._launch_compiled: Callable[..., None] | None = None
+        self._arguments = list(arguments)
         self._tensor_slots: list[_TensorSlot] = []
         for position, argument in enumerate(arguments):
-            # store no tensors, because this would keep them alive
             if isinstance(argument, Tensor):
-                self._tensor_slots.append(_TensorSlot(position, None))
-                self._arguments.append(None)
+                descriptor = None
             elif isinstance(argument, TensorDescriptor):
                 descriptor = _copy_descriptor(argument, None)
-                self._tensor_slots.append(_TensorSlot(position, descriptor))
-                self._arguments.append(None)
             else:
-                self._arguments.append(argument)
+                continue
+            self._tensor_slots.append(_TensorSlot(position, descriptor))
+            self._arguments[position] = None  # a stored tensor would be kept alive
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch the kernel on the current stream, with tensors in the order of ``arguments``."""
         arguments = self._arguments.copy()
         for slot, tensor in zip(self._tensor_slots, tensors, strict=True):
             arguments[slot.position] = slot.argument_for(tensor)
-        if self._run_compiled is not None:
-            self._run_compiled(*arguments, *self._constexpr_values)
+        if self._launch_compiled is not None:
+            self._launch_compiled(*arguments, *self._constexpr_values)
             return
-        compiled = self._function[self._grid](*arguments, **self._options)
+        compile_and_launch = self._function[self._grid]
+        compiled = compile_and_launch(*arguments, **self._options)
         if compiled is not None:  # None in Triton's interpreter
             grid = (*self._grid, 1, 1)[:3]  # compiled kernels need three dimensions
-            self._run_compiled = compiled[grid]
+            self._launch_compiled = compiled[grid]
 
 
 def _copy_descriptor(descriptor: TensorDescriptor, base: Tensor | None) -> TensorDescriptor:
@@ -129,31 +125,25 @@ def _launch_on_current_device(
     inputs: Sequence[Tensor],
     output: Tensor,
 ) -> None:
+    """Launch a kernel, and prepare it first if the layouts are new.
+
+    Only launches for layouts that need no copy are remembered. If an input has too many strides,
+    the first lookup finds nothing, and the second one finds the launch for the layout of its copy.
+    """
+    prepared = _launches.get(_layout_key(prepare, settings, inputs, output))
+    if prepared is not None:
+        prepared(*inputs, output)
+        return
+    input_rows = [rows_of(tensor) for tensor in inputs]
+    inputs = [rows.tensor for rows in input_rows]
     key = _layout_key(prepare, settings, inputs, output)
     prepared = _launches.get(key)
     if prepared is None:
-        # the layout is new, or must be copied
-        inputs = [rows_of(tensor).tensor for tensor in inputs]
-        prepared = _prepare_once(prepare, settings, inputs, output)
+        prepared = prepare(*settings, *input_rows, rows_of(output))
+        if len(_launches) >= MAX_LAUNCHES:
+            _launches.clear()
+        _launches[key] = prepared
     prepared(*inputs, output)
-
-
-def _prepare_once(
-    prepare: Callable[..., Launch],
-    settings: tuple[str, ...],
-    inputs: Sequence[Tensor],
-    output: Tensor,
-) -> Launch:
-    """Return the launch for inputs that need no copy. Prepare it if their layouts are new."""
-    key = _layout_key(prepare, settings, inputs, output)
-    if key in _launches:
-        return _launches[key]
-    rows = [rows_of(tensor) for tensor in (*inputs, output)]
-    prepared = prepare(*settings, *rows)
-    if len(_launches) >= MAX_LAUNCHES:
-        _launches.clear()
-    _launches[key] = prepared
-    return prepared
 
 
 def _layout_key(
@@ -162,10 +152,10 @@ def _layout_key(
     inputs: Sequence[Tensor],
     output: Tensor,
 ) -> tuple[Any, ...]:
-    """Return a key that is equal for launches which can use the same compiled kernel.
+    """Return a key of everything that a :class:`Launch` depends on.
 
-    Triton compiles again for another device, dtype, alignment, or kind of stride or size (those
-    that are 1, divisible by 16, or need 64 bits).
+    Its arguments include sizes and strides of the inputs, and Triton compiles a kernel for a
+    device, dtypes and alignments. The shape and strides of the output follow from the rest.
     """
     output_alignment = output.data_ptr() % 16
     key: list[Any] = [
