@@ -3,14 +3,12 @@
 Wildcards in parameter names are layer index and expert index, in this order, e.g.
 ``model.layers.*.mlp.experts.*.up_proj.weight``. We only list one name per norm, as Megatron-Bridge
 knows about the alternatives.
-
-Classes of ``tensor_mappings`` describe our tensors, and those of ``param_mapping`` are Bridge's.
 """
 
 from typing import Any
 
 import torch
-from megatron.bridge.models.conversion import param_mapping
+from megatron.bridge.models.conversion import param_mapping as bridge
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 from megatron.bridge.models.conversion.param_mapping import MegatronParamMapping
 from torch import Tensor, nn
@@ -42,7 +40,7 @@ _LAYER_MAPPINGS: tuple[TensorMapping, ...] = (
 """All tensors that a layer in Megatron-Bridge can have, except for those of head mechanisms."""
 
 
-class PaddedVocabularyMapping(param_mapping.AutoMapping):
+class PaddedVocabularyMapping(bridge.AutoMapping):
     """Mapping for embedding and output layer. Adds or removes Megatron's vocab padding."""
 
     def __init__(self, megatron_param: str, hf_param: str, vocab_size: int) -> None:
@@ -79,7 +77,8 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
 
     Args:
         megatron_param (str): Megatron parameter name.
-        hf_param (dict[str, str]): Hugging Face tensor names, in the order they are packed.
+        hf_param (dict[str, str]): Hugging Face tensor names by their names in a layer, in the order
+            they are packed, e.g. ``{"NAME.weight": "model.layers.*.NAME.weight", ...}``.
         mapping (TensorMapping): Splits and joins the tensors.
         model (ModelConfig): Model architecture, needed for the shapes.
     """
@@ -94,33 +93,34 @@ class PackedMapping(MegatronParamMapping[dict[str, Tensor]]):
         super().__init__(megatron_param, hf_param)
         self._mapping = mapping
         self._model = model
-        self._sharded = param_mapping.ColumnParallelMapping(megatron_param, megatron_param)
-        self._replicated = param_mapping.ReplicatedMapping(megatron_param, megatron_param)
+        # these only distribute the packed tensor, which has no name in Hugging Face
+        self._sharded = bridge.ColumnParallelMapping(megatron_param, hf_param=megatron_param)
+        self._replicated = bridge.ReplicatedMapping(megatron_param, hf_param=megatron_param)
 
     @property
-    def _tensor_parallel(self) -> MegatronParamMapping[Tensor]:
+    def _parallel_mapping(self) -> MegatronParamMapping[Tensor]:
+        """Mapping that distributes the packed tensor over the tensor-parallel ranks."""
         mapping = self._mapping
-        if not isinstance(mapping, HeadMapping):
-            return self._sharded
-        is_sharded = mapping.tensor.ranks(self.tp_size) > 1
-        return self._sharded if is_sharded else self._replicated
+        if isinstance(mapping, HeadMapping) and mapping.tensor.ranks(self.tp_size) == 1:
+            return self._replicated
+        return self._sharded
 
     def hf_to_megatron(self, hf_weights: dict[str, Tensor], megatron_module: nn.Module) -> Tensor:
-        parts = [hf_weights[name] for name in self.hf_param]
+        parts = [hf_weights[name_in_layer] for name_in_layer in self.hf_param]
         packed = torch.cat(self._mapping.join(parts, self._model))
-        return self._tensor_parallel.hf_to_megatron(packed, megatron_module)
+        return self._parallel_mapping.hf_to_megatron(packed, megatron_module)
 
     def megatron_to_hf(
         self,
         megatron_weights: Tensor | None,
         megatron_module: nn.Module | None,
     ) -> dict[str, Tensor]:
-        gathered = self._tensor_parallel.megatron_to_hf(megatron_weights, megatron_module)
+        gathered = self._parallel_mapping.megatron_to_hf(megatron_weights, megatron_module)
+        full_names = self.hf_param.values()
         hf_weights = {}
         for packed in gathered.values():
-            names = self.hf_param.values()
             parts = self._mapping.split(packed, self._model)
-            for name, part in zip(names, parts, strict=True):
+            for name, part in zip(full_names, parts, strict=True):
                 hf_weights[name] = part.contiguous()
         return hf_weights
 
@@ -148,27 +148,30 @@ def build_mappings(config: KHAModelConfig | None) -> list[MegatronParamMapping[A
     Note: ``config`` is None when Megatron-Bridge handles an adapter. The result does not include
     embeddings and mechanisms then.
     """
-    model = None
+    if config is None:
+        return _base_mappings(model=None)
+    model = from_hf_config(config.to_dict())
+    mappings = [_vocabulary_mapping(tensor_names.EMBEDDING, config), *_base_mappings(model)]
+    if not config.tie_word_embeddings:
+        mappings.append(_vocabulary_mapping(tensor_names.LM_HEAD, config))
+    for parameter in model.head_tensors:
+        mappings.append(_packed_mapping(head_mapping(parameter), model))
+    return mappings
+
+
+def _base_mappings(model: ModelConfig | None) -> list[MegatronParamMapping[Any]]:
+    """Build the mappings for the final norm and for layers without mechanisms."""
     mappings: list[MegatronParamMapping[Any]] = []
-    if config is not None:
-        model = from_hf_config(config.to_dict())
-        mappings.append(_vocabulary_mapping(tensor_names.EMBEDDING, config))
     for mapping in _LAYER_MAPPINGS:
         if mapping in tensor_names.EXPERT:
             mappings += _expert_mappings(mapping)
-        elif model is not None and _is_packed(mapping, model):
+        elif model is not None and _has_mechanism_rows(mapping, model):
             mappings.append(_packed_mapping(mapping, model))
         else:
             megatron_param = _MEGATRON_LAYER + mapping.megatron
             mappings.append(_plain_mapping(mapping, megatron_param))
     final_norm = tensor_names.FINAL_NORM
-    mappings.append(param_mapping.AutoMapping(final_norm.megatron, final_norm.hf))
-    if config is not None and not config.tie_word_embeddings:
-        mappings.append(_vocabulary_mapping(tensor_names.LM_HEAD, config))
-    if model is not None:
-        for parameter in model.head_tensors:
-            mapping = head_mapping(parameter)
-            mappings.append(_packed_mapping(mapping, model))
+    mappings.append(bridge.AutoMapping(final_norm.megatron, final_norm.hf))
     return mappings
 
 
@@ -188,11 +191,10 @@ def _expert_mappings(mapping: TensorMapping) -> list[MegatronParamMapping[Any]]:
     ]
 
 
-def _is_packed(mapping: TensorMapping, model: ModelConfig) -> bool:
+def _has_mechanism_rows(mapping: TensorMapping, model: ModelConfig) -> bool:
     """Return True for a QKV tensor that does not just consist of queries, keys and values."""
-    if not isinstance(mapping, tensor_mappings.QKVMapping):
-        return False
-    return list(model.qkv.parts) != ["query", "key", "value"]
+    is_qkv = isinstance(mapping, tensor_mappings.QKVMapping)
+    return is_qkv and list(model.qkv.parts) != ["query", "key", "value"]
 
 
 def _packed_mapping(mapping: TensorMapping, model: ModelConfig) -> PackedMapping:
@@ -204,26 +206,27 @@ def _packed_mapping(mapping: TensorMapping, model: ModelConfig) -> PackedMapping
 
 
 def _plain_mapping(mapping: TensorMapping, megatron_param: str) -> MegatronParamMapping[Any]:
-    match mapping:
-        case tensor_mappings.QKVMapping(query=query, key=key, value=value):
-            assert key is not None
-            return param_mapping.QKVMapping(
-                megatron_param,
-                q=_HF_LAYER + query,
-                k=_HF_LAYER + key,
-                v=_HF_LAYER + value,
-            )
-        case tensor_mappings.GatedMLPMapping(gate=gate, up=up):
-            return param_mapping.GatedMLPMapping(
-                megatron_param,
-                gate=_with_wildcard(gate),
-                up=_with_wildcard(up),
-            )
-        case tensor_mappings.DirectMapping(hf=hf) if mapping is tensor_names.SHARED_EXPERT_GATE:
-            # AutoMapping looks at the module type, which does not work for a bare parameter
-            return param_mapping.ReplicatedMapping(megatron_param, _HF_LAYER + hf)
-        case tensor_mappings.DirectMapping(hf=hf):
-            return param_mapping.AutoMapping(megatron_param, _with_wildcard(hf))
+    """Return the mapping of Bridge that has the same effect as one of ours."""
+    if mapping is tensor_names.SHARED_EXPERT_GATE:
+        # AutoMapping looks at the module type, which does not work for a bare parameter
+        hf_param = _HF_LAYER + tensor_names.SHARED_EXPERT_GATE.hf
+        return bridge.ReplicatedMapping(megatron_param, hf_param)
+    if isinstance(mapping, tensor_mappings.DirectMapping):
+        return bridge.AutoMapping(megatron_param, _with_wildcard(mapping.hf))
+    if isinstance(mapping, tensor_mappings.GatedMLPMapping):
+        return bridge.GatedMLPMapping(
+            megatron_param,
+            gate=_with_wildcard(mapping.gate),
+            up=_with_wildcard(mapping.up),
+        )
+    if isinstance(mapping, tensor_mappings.QKVMapping):
+        assert mapping.key is not None  # only GTA has no keys
+        return bridge.QKVMapping(
+            megatron_param,
+            q=_HF_LAYER + mapping.query,
+            k=_HF_LAYER + mapping.key,
+            v=_HF_LAYER + mapping.value,
+        )
     raise AssertionError(mapping)
 
 
