@@ -54,7 +54,11 @@ from kha_megatron.training.arguments import (
 from kha_megatron.training.expert_load import report_expert_load
 from kha_megatron.training.first_rank import compute_on_first_rank
 from kha_megatron.training.perturbation import perturb_after_load, perturb_embedding
-from kha_megatron.training.recovery import explain_failures, protect_children, repair_tracker
+from kha_megatron.training.recovery import (
+    explain_failures,
+    protect_children,
+    wait_for_repaired_tracker,
+)
 from kha_megatron.training.resume import (
     Start,
     check_model_class,
@@ -157,7 +161,7 @@ def _prepare_directories(args: argparse.Namespace) -> Start:
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     start = Start.from_dict(compute_on_first_rank(claim_and_choose, timeout))
     if start.is_tracker_repaired and not is_first_rank():
-        repair_tracker(args)  # waits until it sees the change
+        wait_for_repaired_tracker(args)
     make_saves_safe(ownership)
     return start
 

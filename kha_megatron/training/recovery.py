@@ -40,12 +40,14 @@ _PR_SET_PDEATHSIG = 1
 """Option of ``prctl`` that sets the signal sent when the parent dies, from ``linux/prctl.h``."""
 
 _SCHEDULE_DIFFERS = re.compile(
-    r"OptimizerParamScheduler: class input value (.+) and checkpoint\s*value (.+) for (.+) do not "
+    r"OptimizerParamScheduler: class input value (?P<value>.+) and checkpoint\s*value "
+    r"(?P<saved_value>.+) for (?P<name>.+) do not "
 )
 """Megatron's error for a learning rate schedule that differs from the checkpoint."""
 
 _ARGUMENT_DIFFERS = re.compile(
-    r"(\w+) value from checkpoint \((.*)\) is not equal to the input argument value \((.*)\)"
+    r"(?P<name>\w+) value from checkpoint \((?P<saved_value>.*)\) is not equal to the input "
+    r"argument value \((?P<value>.*)\)"
 )
 """Megatron's error for any other argument that differs from the checkpoint."""
 
@@ -53,17 +55,17 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 
 
 def repair_tracker(args: Namespace) -> bool:
-    """Point the tracker file to the newest complete checkpoint.
+    """Point the tracker file to the newest complete checkpoint, before Megatron reads it.
 
-    Only done if ``--save`` and ``--load`` are the same directory. Call this on rank 0 before
-    Megatron is initialized. If it returns True, call it on all other ranks, which then wait until
-    they see the change.
+    Only done if ``--save`` and ``--load`` are the same directory. Rank 0 changes the file. If other
+    ranks call this too (because they were not started by torchrun), they wait for the change.
 
     Returns:
-        bool: True if the tracker file was or has to be changed.
+        bool: Whether the tracker file was wrong. In this case, all other ranks have to call
+        :func:`wait_for_repaired_tracker`.
 
     Raises:
-        CheckpointError: If a rank does not see the change within a minute.
+        CheckpointError: See :func:`wait_for_repaired_tracker`.
         OutputError: If the tracker file cannot be written.
     """
     selection = _select_to_repair(args)
@@ -71,9 +73,28 @@ def repair_tracker(args: Namespace) -> bool:
         return False
     if is_first_rank():
         repair(selection)
-    elif selection.tracker_problem:
-        _wait_for_repair(selection.folder)
+    else:
+        wait_for_repaired_tracker(args)
     return selection.tracker_problem is not None
+
+
+def wait_for_repaired_tracker(args: Namespace) -> None:
+    """Wait until this rank sees the tracker file that rank 0 has repaired.
+
+    Raises:
+        CheckpointError: If this takes longer than a minute.
+    """
+    deadline = time.monotonic() + _REPAIR_TIMEOUT
+    while True:
+        selection = _select_to_repair(args)
+        if selection is None or selection.tracker_problem is None:
+            return
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"{selection.folder / TRACKER} {selection.tracker_problem}, and it was not "
+                f"repaired by rank 0 within {_REPAIR_TIMEOUT} s."
+            )
+        time.sleep(0.1)
 
 
 def _select_to_repair(args: Namespace) -> Selection | None:
@@ -84,7 +105,8 @@ def _select_to_repair(args: Namespace) -> Selection | None:
     if not directory.is_dir() or directory.resolve() != Path(args.save).resolve():
         return None
     selection = select_iteration(directory)
-    # --ckpt-step selects the checkpoint, but Megatron parses the tracker file anyway
+    # With --ckpt-step, the user selects the checkpoint, and the tracker file may name any other.
+    # But Megatron still parses the file, and exits if it cannot.
     if args.ckpt_step and _can_megatron_parse(selection.tracker_content):
         return None
     return selection
@@ -92,19 +114,9 @@ def _select_to_repair(args: Namespace) -> Selection | None:
 
 def _can_megatron_parse(tracker_content: str | None) -> bool:
     """Whether Megatron accepts this content of a tracker file (None if there is no file)."""
-    return tracker_content in (None, RELEASE) or tracker_content.isdecimal()
-
-
-def _wait_for_repair(directory: Path) -> None:
-    """Wait until this rank sees the tracker file that rank 0 has repaired."""
-    deadline = time.monotonic() + _REPAIR_TIMEOUT
-    while problem := select_iteration(directory).tracker_problem:
-        if time.monotonic() > deadline:
-            raise CheckpointError(
-                f"{directory / TRACKER} {problem}, and it was not repaired by rank 0 within "
-                f"{_REPAIR_TIMEOUT} s."
-            )
-        time.sleep(0.1)
+    if tracker_content is None or tracker_content == RELEASE:
+        return True
+    return tracker_content.isdecimal()
 
 
 def warn_of_a_fresh_start(args: Namespace) -> None:
@@ -190,6 +202,7 @@ def _explain_checkpoint_exception(
     args: Namespace,
 ) -> KHAError | None:
     """Explain an error of PyTorch's distributed checkpoints, which contains those of all ranks."""
+    # raised as CheckpointException("read", {rank: (rank_error, stack_summary)})
     failed_step = error.args[0]
     if failed_step == "read":
         causes = [reason(rank_error) for rank_error, _ in error.failures.values()]
@@ -207,17 +220,17 @@ def _explain_assertion(message: str, args: Namespace) -> KHAError | None:
     """Explain an assertion of Megatron that compares arguments with those of the checkpoint."""
     argument = _ARGUMENT_DIFFERS.search(message)
     if argument is not None:
-        name, saved_value, value = argument.groups()
+        saved_value = show_value(argument["saved_value"])
         return CheckpointError(
-            f"{name} is {value}, but {args.load} was saved with {show_value(saved_value)}. Use the "
-            "value of that run, or start a new run in another directory."
+            f"{argument['name']} is {argument['value']}, but {args.load} was saved with "
+            f"{saved_value}. Use the value of that run, or start a new run in another directory."
         )
     schedule = _SCHEDULE_DIFFERS.search(message)
     if schedule is not None:
-        value, saved_value, name = schedule.groups()
+        saved_value = show_value(schedule["saved_value"])
         return CheckpointError(
-            f"The {name} is {value}, but {args.load} was saved with {show_value(saved_value)}. Add "
-            "--override-opt-param-scheduler to use the new value, or "
+            f"The {schedule['name']} is {schedule['value']}, but {args.load} was saved with "
+            f"{saved_value}. Add --override-opt-param-scheduler to use the new value, or "
             "--use-checkpoint-opt-param-scheduler to keep the one in the checkpoint."
         )
     return None
