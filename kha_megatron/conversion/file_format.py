@@ -22,14 +22,18 @@ class FileFormat(NamedTuple):
     """Tensors in a multi-token prediction (MTP) layer that are not stored with the layer."""
     prediction_prefix: str | None = None
     """Prefix of the other tensors in an MTP layer (default: same as in all layers)."""
-    gate_in_query: Literal["head", "group"] | None = None
+    gate_in_query: Literal["after_each_head", "after_each_group"] | None = None
     """Set if ``q_proj`` includes the output gate, either after each query head or after the query
     heads of each group. For two heads in one group, the rows are ``[query 0, gate 0, query 1, gate
     1]`` or ``[query 0, query 1, gate 0, gate 1]``."""
-    predictions: int = 0
-    """Maximum number of MTP layers."""
-    shared: bool = False
+    max_predictions: int | None = 0
+    """Maximum number of MTP layers. None if there is no limit."""
+    copies_embeddings: bool = False
     """MTP layers have copies of the embedding and LM head. Megatron always shares them."""
+
+    def supports_predictions(self, count: int) -> bool:
+        """Whether files can contain ``count`` MTP layers."""
+        return self.max_predictions is None or count <= self.max_predictions
 
     def names(self, slot: TensorSlot, model: ModelConfig) -> list[str]:
         """Return the names of the tensors in the files."""
@@ -50,7 +54,7 @@ class FileFormat(NamedTuple):
 
     def copies(self, model: ModelConfig) -> dict[str, str]:
         """Map the copies of the embedding and LM head in MTP layers to their originals."""
-        if not self.shared:
+        if not self.copies_embeddings:
             return {}
         head = EMBEDDING if model.tied_embeddings else LM_HEAD
         copies = {}
@@ -90,7 +94,7 @@ class FileFormat(NamedTuple):
 
     def _count_blocks(self, model: ModelConfig) -> int:
         """Return the number of alternating blocks of query and gate in ``q_proj``."""
-        if self.gate_in_query == "head":
+        if self.gate_in_query == "after_each_head":
             return model.num_attention_heads
         return model.num_query_groups
 

@@ -121,7 +121,7 @@ def _to_model_config(family: Family, config: PreTrainedConfig) -> ModelConfig:
     return ModelConfig(
         **STYLE,
         **fields,
-        **family.fixed_fields,
+        **family.fixed_model_fields,
         **_read_rope_fields(family, config, is_latent),
         group_query_attention=has_query_groups,
         padded_vocab_size=config.vocab_size,
@@ -321,10 +321,10 @@ def can_predict(model: ModelConfig, model_type: str) -> bool:
     builds them like the first layer, while Megatron builds them like the last one.
     """
     file_format = FAMILIES[model_type].file_format
-    if model.predictions > file_format.predictions:
+    if not file_format.supports_predictions(model.predictions):
         return False
     first_prediction = model.layers  # MTP layers are counted after the others
-    requires_experts = file_format.shared or model.is_moe(0)
+    requires_experts = file_format.copies_embeddings or model.is_moe(0)
     return model.is_moe(first_prediction) == requires_experts
 
 
@@ -411,7 +411,7 @@ def _build_config(model: ModelConfig, model_type: str) -> PreTrainedConfig:
         names.remove("kv_channels")  # for MLA, head_dim in config.json is the rotary dim
         names += LATENT
     fields = {HF_KEYS[name]: getattr(model, name) for name in names}
-    fields |= family.required_values
+    fields |= family.required_config_values
     fields["tie_word_embeddings"] = model.tied_embeddings
     if model_type == "kha":
         fields |= _kha_fields(model)

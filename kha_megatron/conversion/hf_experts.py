@@ -36,9 +36,9 @@ class ExpertFields:
     """Inverse of ``read_special_fields``. Returns some of the ``special_keys``."""
     special_keys: tuple[str, ...]
     """Config keys that ``read_special_fields`` needs."""
-    fixed_fields: Mapping[str, Any] = field(default_factory=dict)
+    fixed_model_fields: Mapping[str, Any] = field(default_factory=dict)
     """``ModelConfig`` fields that are the same in all models of this architecture."""
-    required_values: Mapping[str, Any] = field(default_factory=dict)
+    required_config_values: Mapping[str, Any] = field(default_factory=dict)
     """Optional config keys that must have this value if they are present."""
     write_dense_keys: Callable[[ModelConfig], dict[str, Any]] = no_fields
     """Returns the config keys of models without any experts."""
@@ -70,7 +70,7 @@ class ExpertFields:
             value = getattr(config, key)
             is_disabled = name in _DISABLED_VALUES and value == _DISABLED_VALUES[name]
             fields[name] = None if is_disabled else value
-        fields |= self.fixed_fields
+        fields |= self.fixed_model_fields
         fields |= special_fields
         scaling_factor = fields.get("moe_router_topk_scaling_factor")
         if scaling_factor:
@@ -201,14 +201,14 @@ QWEN3_EXPERTS = ExpertFields(
     read_special_fields=_read_qwen3,
     write_special_keys=_write_qwen3,
     special_keys=("decoder_sparse_step", "mlp_only_layers"),
-    fixed_fields=_SOFTMAX_ROUTER,
+    fixed_model_fields=_SOFTMAX_ROUTER,
 )
 """``qwen3_moe``: softmax router, no shared experts."""
 
 QWEN3_NEXT_EXPERTS = replace(
     QWEN3_EXPERTS,
     direct_fields=(*_COMMON_FIELDS, "moe_shared_expert_intermediate_size"),
-    fixed_fields={**_SOFTMAX_ROUTER, "moe_shared_expert_gate": True},
+    fixed_model_fields={**_SOFTMAX_ROUTER, "moe_shared_expert_gate": True},
     write_dense_keys=_write_dense_qwen3_next,
 )
 """``qwen3_next``: like ``qwen3_moe`` with an additional, gated shared expert."""
@@ -219,12 +219,16 @@ DEEPSEEK_EXPERTS = ExpertFields(
     read_special_fields=_read_deepseek,
     write_special_keys=_write_deepseek,
     special_keys=("n_shared_experts", "first_k_dense_replace"),
-    fixed_fields={
+    fixed_model_fields={
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         "moe_router_dtype": "fp32",
     },
-    required_values={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    required_config_values={
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
     write_dense_keys=_write_dense_deepseek,
 )
 """``deepseek_v3``, ``glm4_moe``: sigmoid router with correction bias, first layers can be dense."""

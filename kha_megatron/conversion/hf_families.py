@@ -40,10 +40,10 @@ class Family:
     config_class: type[PreTrainedConfig]
     causal_lm: str | None
     """Name of the causal LM class. None if transformers does not have one."""
-    fixed_fields: Mapping[str, Any] = field(default_factory=dict)
+    fixed_model_fields: Mapping[str, Any] = field(default_factory=dict)
     """``ModelConfig`` fields that are the same in all models of this family."""
-    required_values: Mapping[str, Any] = field(default_factory=dict)
-    """Config fields where Megatron supports only this value."""
+    required_config_values: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the Hugging Face config where Megatron supports only this value."""
     experts: ExpertFields | None = None
     """How the config stores MoE settings. None if there are only dense models."""
     has_latent_fields: bool = False
@@ -62,7 +62,7 @@ class Family:
     @property
     def has_zero_centered_norms(self) -> bool:
         """Whether all models of this family have norms that multiply by ``1 + weight``."""
-        return self.fixed_fields.get("layernorm_zero_centered_gamma", False)
+        return self.fixed_model_fields.get("layernorm_zero_centered_gamma", False)
 
 
 def _full_attention_layers(model: ModelConfig) -> dict[str, Any]:
@@ -81,40 +81,33 @@ def _multimodal_rope(model: ModelConfig) -> dict[str, Any]:
     """Return the sections of multimodal RoPE, which rotate by time, height and width.
 
     The format requires them. In text, all three positions are equal, so the sizes of the sections
-    do not matter. Like Qwen, we use three equal sections (rounded to integers).
+    do not matter. Like Qwen, we use three equal sections, e.g. 11, 11 and 10 of 32 pairs.
     """
     rotary_pairs = int(model.kv_channels * model.rotary_percent) // 2
-    width = rotary_pairs // 3
-    height = (rotary_pairs - width) // 2
-    time = rotary_pairs - width - height
-    return {"mrope_section": [time, height, width], "mrope_interleaved": True}
+    width_pairs = rotary_pairs // 3
+    height_pairs = (rotary_pairs - width_pairs) // 2
+    time_pairs = rotary_pairs - width_pairs - height_pairs
+    return {
+        "mrope_section": [time_pairs, height_pairs, width_pairs],
+        "mrope_interleaved": True,
+    }
 
 
 OUTPUT_GATE = Gate(output="element")
 """Same as ``--attention-output-gate`` in Megatron."""
 
-# ModelConfig fields that are fixed in some of the families
-_PLAIN_NORMS = {"layernorm_zero_centered_gamma": False}
-_ZERO_CENTERED_NORMS = {"layernorm_zero_centered_gamma": True}
-_QK_NORM = {"qk_layernorm": True}
-_NO_QK_NORM = {"qk_layernorm": False}
-_QKV_BIAS = {"add_qkv_bias": True}
-_NO_QKV_BIAS = {"add_qkv_bias": False}
-
 _NO_ATTENTION_BIAS = {"attention_bias": False}
 """Required, because ``attention_bias`` also adds a bias to ``o_proj``."""
 
-_QWEN3_5_FORMAT = FileFormat(layer_names=QWEN_LAYER_NAMES, gate_in_query="head")
+_QWEN3_5_FORMAT = FileFormat(layer_names=QWEN_LAYER_NAMES, gate_in_query="after_each_head")
 _QWEN3_NEXT_FORMAT = FileFormat(
     layer_names=QWEN_LAYER_NAMES,
     prediction_names=QWEN_PREDICTION_NAMES,
     prediction_prefix="mtp.layers.0.",
-    gate_in_query="head",
-    predictions=1,
+    gate_in_query="after_each_head",
+    max_predictions=1,
 )
-_MANY_PREDICTIONS = 1000
-"""These architectures do not limit the number of MTP layers."""
-_DEEPSEEK_FORMAT = FileFormat(predictions=_MANY_PREDICTIONS, shared=True)
+_DEEPSEEK_FORMAT = FileFormat(max_predictions=None, copies_embeddings=True)
 
 FAMILIES: dict[str, Family] = {
     "kha": Family(
@@ -127,20 +120,28 @@ FAMILIES: dict[str, Family] = {
     "qwen3": Family(
         config_class=Qwen3Config,
         causal_lm="Qwen3ForCausalLM",
-        fixed_fields=_PLAIN_NORMS | _QK_NORM | _NO_QKV_BIAS,
-        required_values=_NO_ATTENTION_BIAS,
+        fixed_model_fields={
+            "layernorm_zero_centered_gamma": False,
+            "qk_layernorm": True,
+            "add_qkv_bias": False,
+        },
+        required_config_values=_NO_ATTENTION_BIAS,
     ),
     "qwen3_moe": Family(
         config_class=Qwen3MoeConfig,
         causal_lm="Qwen3MoeForCausalLM",
-        fixed_fields=_PLAIN_NORMS | _QK_NORM | _NO_QKV_BIAS,
-        required_values=_NO_ATTENTION_BIAS,
+        fixed_model_fields={
+            "layernorm_zero_centered_gamma": False,
+            "qk_layernorm": True,
+            "add_qkv_bias": False,
+        },
+        required_config_values=_NO_ATTENTION_BIAS,
         experts=QWEN3_EXPERTS,
     ),
     "glm4_moe": Family(
         config_class=Glm4MoeConfig,
         causal_lm="Glm4MoeForCausalLM",
-        fixed_fields=_PLAIN_NORMS,
+        fixed_model_fields={"layernorm_zero_centered_gamma": False},
         experts=DEEPSEEK_EXPERTS,
         supports_partial_rope=True,
         file_format=_DEEPSEEK_FORMAT,
@@ -150,8 +151,12 @@ FAMILIES: dict[str, Family] = {
         config_class=DeepseekV3Config,
         causal_lm="DeepseekV3ForCausalLM",
         # for MLA, QK-norm means the norms of the compressed states
-        fixed_fields=_PLAIN_NORMS | _QK_NORM | _NO_QKV_BIAS,
-        required_values={
+        fixed_model_fields={
+            "layernorm_zero_centered_gamma": False,
+            "qk_layernorm": True,
+            "add_qkv_bias": False,
+        },
+        required_config_values={
             **_NO_ATTENTION_BIAS,
             "rope_interleave": True,
             "rms_norm_eps": 1e-6,  # transformers hardcodes this for the compressed states
@@ -164,25 +169,41 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(
         config_class=Qwen2Config,
         causal_lm="Qwen2ForCausalLM",
-        fixed_fields=_PLAIN_NORMS | _NO_QK_NORM | _QKV_BIAS,
+        fixed_model_fields={
+            "layernorm_zero_centered_gamma": False,
+            "qk_layernorm": False,
+            "add_qkv_bias": True,
+        },
     ),
     "llama": Family(
         config_class=LlamaConfig,
         causal_lm="LlamaForCausalLM",
-        fixed_fields=_PLAIN_NORMS | _NO_QK_NORM | _NO_QKV_BIAS,
-        required_values={**_NO_ATTENTION_BIAS, "mlp_bias": False},
+        fixed_model_fields={
+            "layernorm_zero_centered_gamma": False,
+            "qk_layernorm": False,
+            "add_qkv_bias": False,
+        },
+        required_config_values={**_NO_ATTENTION_BIAS, "mlp_bias": False},
     ),
     "mistral": Family(
         config_class=MistralConfig,
         causal_lm="MistralForCausalLM",
-        fixed_fields=_PLAIN_NORMS | _NO_QK_NORM | _NO_QKV_BIAS,
+        fixed_model_fields={
+            "layernorm_zero_centered_gamma": False,
+            "qk_layernorm": False,
+            "add_qkv_bias": False,
+        },
         extra_fields=_no_sliding_window,
     ),
     "qwen3_next": Family(
         config_class=Qwen3NextConfig,
         causal_lm="Qwen3NextForCausalLM",
-        fixed_fields=_ZERO_CENTERED_NORMS | _QK_NORM | _NO_QKV_BIAS,
-        required_values=_NO_ATTENTION_BIAS,
+        fixed_model_fields={
+            "layernorm_zero_centered_gamma": True,
+            "qk_layernorm": True,
+            "add_qkv_bias": False,
+        },
+        required_config_values=_NO_ATTENTION_BIAS,
         experts=QWEN3_NEXT_EXPERTS,
         supports_partial_rope=True,
         output_gate=OUTPUT_GATE,
@@ -192,8 +213,12 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
         config_class=Qwen3_5TextConfig,
         causal_lm="Qwen3_5ForCausalLM",
-        fixed_fields=_ZERO_CENTERED_NORMS | _QK_NORM | _NO_QKV_BIAS,
-        required_values=_NO_ATTENTION_BIAS,
+        fixed_model_fields={
+            "layernorm_zero_centered_gamma": True,
+            "qk_layernorm": True,
+            "add_qkv_bias": False,
+        },
+        required_config_values=_NO_ATTENTION_BIAS,
         supports_partial_rope=True,
         output_gate=OUTPUT_GATE,
         file_format=_QWEN3_5_FORMAT,
@@ -220,12 +245,15 @@ class PublishedConfig(Qwen3Config):
 PUBLISHED_GATED_ATTENTION = Family(
     config_class=PublishedConfig,
     causal_lm=None,
-    fixed_fields=_PLAIN_NORMS | _NO_QKV_BIAS,
-    required_values={**_NO_ATTENTION_BIAS, "qkv_bias": False},
+    fixed_model_fields={
+        "layernorm_zero_centered_gamma": False,
+        "add_qkv_bias": False,
+    },
+    required_config_values={**_NO_ATTENTION_BIAS, "qkv_bias": False},
     gate_switches={
         "headwise_attn_output_gate": Gate(output="head"),
         "elementwise_attn_output_gate": OUTPUT_GATE,
     },
-    file_format=FileFormat(gate_in_query="group"),
+    file_format=FileFormat(gate_in_query="after_each_group"),
 )
 """Can only be imported."""

@@ -44,7 +44,10 @@ COMMON = (
 )
 """``ModelConfig`` fields that every family has in its config."""
 _SOMETIMES_FIXED = ("qk_layernorm", "add_qkv_bias", "layernorm_zero_centered_gamma")
-"""``ModelConfig`` fields that some families have in their config. See ``Family.fixed_fields``."""
+"""``ModelConfig`` fields that some families have in their config, and others fix.
+
+See ``Family.fixed_model_fields``.
+"""
 _HARMLESS = {
     *PreTrainedConfig().to_dict(),
     "rope_parameters",
@@ -122,7 +125,7 @@ def field_names(family: Family) -> tuple[str, ...]:
     """Return the names of all ``ModelConfig`` fields that this family has in its config."""
     names = [*COMMON]
     for name in _SOMETIMES_FIXED:
-        if name not in family.fixed_fields:
+        if name not in family.fixed_model_fields:
             names.append(name)
     if family.has_latent_fields:
         names += LATENT
@@ -163,14 +166,14 @@ def _check_value(name: str, value: Any, expected: Any) -> None:
 
 def _required_values(family: Family) -> dict[str, Any]:
     """Return the fields where Megatron supports only one value."""
-    return {"hidden_act": "silu", **family.required_values}
+    return {"hidden_act": "silu", **family.required_config_values}
 
 
 def _required_values_if_present(family: Family) -> dict[str, Any]:
     """Return the optional fields where Megatron supports only one value."""
     required_values: dict[str, Any] = {"is_causal": True}
     if family.experts:
-        required_values.update(family.experts.required_values)
+        required_values.update(family.experts.required_config_values)
     return required_values
 
 

@@ -168,7 +168,7 @@ def _count_predictions(
 ) -> int:
     """Count the MTP layers that the files contain."""
     count = 0
-    while count < file_format.predictions:
+    while file_format.supports_predictions(count + 1):
         projection = TensorSlot(PREDICTION_PROJECTION, model.layers + count)
         (name,) = file_format.names(projection, model)
         if name not in entries:
