@@ -12,8 +12,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from kha_megatron.errors import DataError
 
@@ -33,13 +34,19 @@ class Step:
     """A training step in Megatron's log. Loss and time are averages since the previous one."""
 
     iteration: int
-    total: int  # number of iterations of the run
-    samples: int | None  # samples consumed so far
-    seconds: float | None  # seconds per iteration
-    loss: float | None  # None if all iterations were skipped
+    total: int
+    """Number of iterations of the run."""
+    samples: int | None
+    """Samples consumed so far."""
+    seconds: float | None
+    """Seconds per iteration."""
+    loss: float | None
+    """None if all iterations were skipped."""
 
 
 class LogLine(NamedTuple):
+    """A line of Megatron's training log with all of its metrics."""
+
     iteration: int
     total: int
     """Number of iterations of the run."""
@@ -52,17 +59,17 @@ def parse_line(line: str) -> LogLine | None:
     if match is None:
         return None
     iteration, total, metrics_text = match.groups()
-    *fields, _ = metrics_text.split("|")  # output of another rank may follow the last bar
+    fields = metrics_text.split("|")[:-1]  # output of another rank may follow the last bar
     metrics = {}
     for field in fields:
         name, _, value = field.partition(": ")
         with suppress(ValueError):  # not a number
             metrics[name.strip()] = float(value)
-    if metrics.get(_SKIPPED):
-        if metrics.get(LOSS) == 0:  # all iterations were skipped
-            del metrics[LOSS]
-    else:
-        metrics.setdefault(LOSS, math.nan)  # Megatron does not log NaN or negative losses
+    has_skipped = bool(metrics.get(_SKIPPED))
+    if has_skipped and metrics.get(LOSS) == 0:  # all iterations were skipped
+        del metrics[LOSS]
+    if not has_skipped and LOSS not in metrics:  # Megatron does not log NaN or negative losses
+        metrics[LOSS] = math.nan
     return LogLine(int(iteration), int(total), metrics)
 
 
@@ -97,16 +104,16 @@ def read_steps(log: Path) -> list[Step]:
 
 def compute_tokens_per_second(steps: Sequence[Step], seq_length: int) -> float | None:
     """Return the average throughput, excluding the first step. None if there are too few steps."""
+    timed_steps = [step for step in steps if step.samples is not None and step.seconds]
     samples = 0
     seconds = 0.0
-    previous: Step | None = None
-    for step in steps:
-        if step.samples is None or not step.seconds:
-            continue
-        if previous is not None:  # the logged time is an average over all iterations since then
-            samples += step.samples - (previous.samples or 0)
-            seconds += (step.iteration - previous.iteration) * step.seconds
-        previous = step
+    for previous, step in pairwise(timed_steps):
+        assert previous.samples is not None
+        assert step.samples is not None
+        assert step.seconds is not None
+        samples += step.samples - previous.samples
+        # the logged time is an average over all iterations since the previous step
+        seconds += (step.iteration - previous.iteration) * step.seconds
     if seconds <= 0:
         return None
     return samples * seq_length / seconds
@@ -171,11 +178,18 @@ def read_history(tensorboard_dir: Path) -> History:
         for name in events.Tags()["scalars"]:
             if name.endswith(" vs samples"):
                 continue
-            first_values: dict[int, float] = {}
-            for event in events.Scalars(name):
-                first_values.setdefault(event.step, event.value)
-            values_by_metric.setdefault(name, {}).update(first_values)
+            values = values_by_metric.setdefault(name, {})
+            values |= _first_values(events.Scalars(name))
     return _sort_by_iteration(values_by_metric)
+
+
+def _first_values(events: Iterable[Any]) -> dict[int, float]:
+    """Return the value that was logged first for each iteration."""
+    values: dict[int, float] = {}
+    for event in events:
+        if event.step not in values:
+            values[event.step] = event.value
+    return values
 
 
 def _sort_by_iteration(values_by_metric: dict[str, dict[int, float]]) -> History:
