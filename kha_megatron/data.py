@@ -31,9 +31,9 @@ import kha_megatron
 from kha_megatron.checkpoint.integrity import hash_file
 from kha_megatron.checkpoint.reading import MAX_JSON_BYTES, open_regular, read_regular
 from kha_megatron.checkpoint.staging import check_output_folder, staged_folder
-from kha_megatron.documents.files import Skipped, empty_skipped, find_files, select_sources
+from kha_megatron.documents.files import Skipped, empty_skipped, find_files, select_text_files
 from kha_megatron.documents.formats import printable
-from kha_megatron.documents.reader import Reader, Source
+from kha_megatron.documents.reader import Reader, TextFile
 from kha_megatron.errors import ConfigError, DataError, MissingDependencyError, in_one_line
 from kha_megatron.lfs import refuse_lfs_pointer
 from kha_megatron.mcore.compat import installed_version, version_of
@@ -325,13 +325,13 @@ def prepare(
         DataError: If there is no text, or if a source or the tokenizer cannot be read.
         OutputError: If we cannot write to ``out``.
     """
-    default_exclude: Sequence[str] = DEFAULT_EXCLUDE
     if sources is None:
         sources = [standard_library()]
         globs = globs or ("*.py",)
-        default_exclude = (*DEFAULT_EXCLUDE, *_TESTS_OF_PYTHON)
+        if exclude is None:
+            exclude = (*DEFAULT_EXCLUDE, *_TESTS_OF_PYTHON)
     if exclude is None:
-        exclude = default_exclude
+        exclude = DEFAULT_EXCLUDE
     if workers is None:
         workers = len(os.sched_getaffinity(0))
     sources = [Path(source).absolute() for source in sources]
@@ -363,7 +363,7 @@ def prepare(
         skipped=skipped,
     )
     reader = Reader(max_file_bytes, json_key)
-    texts = select_sources(
+    text_files = select_text_files(
         sizes,
         reader,
         sources=sources,
@@ -371,10 +371,10 @@ def prepare(
         advance=_meter(on_progress, "checking", sum(sizes.values())),
     )
     source_names = [printable(source) for source in sources]
-    if not texts:
+    if not text_files:
         reasons = _count_reasons(skipped)
         raise DataError(f"No UTF-8 text found in {', '.join(source_names)} ({reasons}).")
-    text_bytes = sum(text.bytes for text in texts)
+    text_bytes = sum(file.bytes for file in text_files)
     on_progress(Progress("loading Megatron"))
     indexed_dataset_module()  # so that a broken installation fails early
 
@@ -383,13 +383,13 @@ def prepare(
         sample_bytes = None
         if used_tokenizer is None:
             requested_size = vocab_size or DEFAULT_VOCAB_SIZE
-            sample = _TokenizerSample(texts, json_key, tokenizer_sample, on_progress)
+            sample = _TokenizerSample(text_files, json_key, tokenizer_sample, on_progress)
             used_tokenizer = _train_tokenizer(sample, requested_size)
             sample_bytes = sample.bytes
         used_tokenizer.save_pretrained(str(staged / TOKENIZER))
         corpus_fields = _write_corpus(
             staged / CORPUS,
-            _read_documents(texts, reader),
+            _read_documents(text_files, reader),
             used_tokenizer,
             workers,
             advance=_meter(on_progress, "tokenizing", text_bytes),
@@ -403,8 +403,8 @@ def prepare(
             exclude=list(exclude),
             json_key=json_key,
             max_file_bytes=max_file_bytes,
-            files=len(texts),
-            split_files=sum(text.is_split for text in texts),
+            files=len(text_files),
+            split_files=sum(file.is_split for file in text_files),
             bytes=text_bytes,
             **corpus_fields,
             file_bytes=file_bytes,
@@ -474,13 +474,13 @@ class _TokenizerSample:
 
     def __init__(
         self,
-        texts: Sequence[Source],
+        files: Sequence[TextFile],
         json_key: str,
         max_bytes: int,
         on_progress: OnProgress,
     ) -> None:
-        total_bytes = sum(text.bytes for text in texts)
-        self.texts = texts
+        total_bytes = sum(file.bytes for file in files)
+        self.files = files
         self.reader = Reader(_TRAINER_LIMIT, json_key)
         self.fraction = min(1.0, max_bytes / total_bytes)
         self.on_progress = on_progress
@@ -492,8 +492,8 @@ class _TokenizerSample:
 
     def __iter__(self) -> Iterator[str]:
         bytes_read = 0
-        for source in self.texts:
-            for text in self.reader.read(source):
+        for file in self.files:
+            for text in self.reader.read(file):
                 if self.stop.is_set():
                     raise KeyboardInterrupt
                 size = len(text.encode())
@@ -501,7 +501,7 @@ class _TokenizerSample:
                 if self.bytes < self.fraction * bytes_read:
                     self.bytes += size
                     yield from _split_long_words(text)
-            self.advance(source.bytes)
+            self.advance(file.bytes)
         self.on_progress(Progress("merging pairs"))
 
 
@@ -558,8 +558,8 @@ class _EncodedDocument(NamedTuple):
     ends_file: bool
 
 
-def _read_documents(texts: Sequence[Source], reader: Reader) -> Iterator[_Document]:
-    for file in texts:
+def _read_documents(files: Sequence[TextFile], reader: Reader) -> Iterator[_Document]:
+    for file in files:
         for number, text in enumerate(reader.read(file), 1):
             is_last = number == file.documents
             yield _Document(text, ends_file=is_last)
@@ -647,8 +647,7 @@ def _write_corpus(
 def lacks_data(arguments: Mapping[str, Any]) -> bool:
     """Return whether Megatron's arguments name no training data."""
     names = ["mock_data", "data_args_path", "per_split_data_args_path"]
-    for flag in BLENDS:
-        names.append(_argument_name(flag))
+    names += [_argument_name(flag) for flag in BLENDS]
     return not any(arguments.get(name) for name in names)
 
 

@@ -17,7 +17,7 @@ from kha_megatron.documents.formats import (
     is_named_as_rows,
     printable,
 )
-from kha_megatron.documents.reader import Reader, Source
+from kha_megatron.documents.reader import Reader, TextFile
 from kha_megatron.errors import DataError, in_one_line
 
 SKIPPED: dict[str, str] = {
@@ -236,14 +236,14 @@ def _find_formats(files: Sequence[_File]) -> _Formats:
     return formats
 
 
-def select_sources(
+def select_text_files(
     sizes: dict[Path, int],
     reader: Reader,
     *,
     sources: Sequence[Path],
     skipped: Skipped,
     advance: Callable[[int], None],
-) -> list[Source]:
+) -> list[TextFile]:
     """Read all files once and return those with text, in the same order.
 
     Args:
@@ -256,7 +256,7 @@ def select_sources(
         DataError: If a file is damaged or cannot be read, or if one of the ``sources`` is not
             UTF-8. Binary files in a directory are skipped.
     """
-    selected = []
+    text_files = []
     for path, size in sizes.items():
         try:
             statistics = _read_statistics(path, reader)
@@ -271,16 +271,16 @@ def select_sources(
             raise _unreadable(path, error) from error
         else:
             if statistics.documents:
-                source = Source(
+                text_file = TextFile(
                     path,
-                    statistics.bytes,
-                    statistics.documents,
-                    statistics.is_split,
+                    bytes=statistics.bytes,
+                    documents=statistics.documents,
+                    is_split=statistics.is_split,
                 )
-                selected.append(source)
+                text_files.append(text_file)
             _record_empty(skipped, path, statistics)
         advance(size)
-    return selected
+    return text_files
 
 
 @dataclass

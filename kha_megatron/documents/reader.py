@@ -13,12 +13,14 @@ _BYTES_PER_TOKEN = 64
 """How many bytes :func:`read_beginning` reads for each token. Tokens are shorter on average."""
 
 
-class Source(NamedTuple):
-    """A text file, the size of its uncompressed text, and its number of documents."""
+class TextFile(NamedTuple):
+    """A file with text, in any of the supported formats."""
 
     path: Path
     bytes: int
+    """Size of the uncompressed text in UTF-8."""
     documents: int
+    """Number of documents with text."""
     is_split: bool
     """Whether any document was longer than the limit."""
 
@@ -67,19 +69,19 @@ class Reader:
             yield Document(chunk.decode(), continues)
             continues = True
 
-    def read(self, source: Source) -> Iterator[str]:
+    def read(self, file: TextFile) -> Iterator[str]:
         """Yield the non-empty documents. Raises DataError if the file changed in the meantime."""
         size = 0
         try:
-            for document in self.documents(source.path):
+            for document in self.documents(file.path):
                 size += len(document.text.encode())
                 if document.text:
                     yield document.text
-            if size != source.bytes:
-                raise ValueError(f"{size} bytes instead of {source.bytes}")
+            if size != file.bytes:
+                raise ValueError(f"{size} bytes instead of {file.bytes}")
         except (OSError, EOFError, ValueError) as error:
             raise DataError(
-                f"{printable(source.path)} changed while it was being read ({error})."
+                f"{printable(file.path)} changed while it was being read ({error})."
             ) from error
 
 

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kha_megatron.data import prepare
-from kha_megatron.documents.files import empty_skipped, find_files, select_sources
+from kha_megatron.documents.files import empty_skipped, find_files, select_text_files
 from kha_megatron.documents.reader import Reader
 from kha_megatron.errors import DataError
 
@@ -47,7 +47,7 @@ def read(root, globs=None):
         output=root / "out",
         skipped=skipped,
     )
-    sources = select_sources(
+    text_files = select_text_files(
         files,
         reader,
         sources=[root],
@@ -55,8 +55,8 @@ def read(root, globs=None):
         advance=lambda size: None,
     )
     texts = []
-    for source in sources:
-        texts += reader.read(source)
+    for file in text_files:
+        texts += reader.read(file)
     names = {}
     for reason, entry in skipped.items():
         if entry["count"]:
