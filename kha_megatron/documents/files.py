@@ -33,7 +33,10 @@ SKIPPED: dict[str, str] = {
 """Why a file can be skipped. The keys are used in ``data.json``."""
 
 _METADATA_NAMES = (
-    *("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"),
+    "dataset_info.json",
+    "dataset_infos.json",
+    "dataset_dict.json",
+    "state.json",
     "cache-*.arrow",  # results of Dataset.map
 )
 """Files that the ``datasets`` library writes next to the data."""

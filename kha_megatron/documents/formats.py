@@ -67,7 +67,11 @@ def find_format(path: Path) -> Format:
     last_suffix = path.suffix.lower()
     if suffix in UNSUPPORTED:
         is_compressed = suffix != last_suffix
-        raise _unsupported(path, suffix, path.name if is_compressed else f"*{path.suffix}")
+        pattern = path.name if is_compressed else f"*{path.suffix}"
+        raise DataError(
+            f"{printable(path)}: {suffix} files are not supported. {UNSUPPORTED[suffix]}. "
+            + how_to_skip(pattern)
+        )
     refuse_lfs_pointer(path, DataError)
     if suffix == ".json":
         return _format_of_json(path)
@@ -79,13 +83,6 @@ def find_format(path: Path) -> Format:
             f"{printable(path)}: compressed {suffix} files are not supported. Decompress it."
         )
     return _SUFFIXES[suffix]
-
-
-def _unsupported(path: Path, suffix: str, pattern: str) -> DataError:
-    return DataError(
-        f"{printable(path)}: {suffix} files are not supported. {UNSUPPORTED[suffix]}. "
-        + how_to_skip(pattern)
-    )
 
 
 def is_named_as_rows(path: Path) -> bool:
@@ -107,8 +104,9 @@ def _format_of_json(path: Path) -> Format:
         beginning = stream.read(_BEGINNING_BYTES)
         is_whole_file = len(beginning) < _BEGINNING_BYTES
         first_line, newline, _ = beginning.lstrip().partition(b"\n")
+        is_line_incomplete = not newline and not is_whole_file
         is_array = _ARRAY_OF_OBJECTS.match(beginning) is not None
-        if not newline and not is_whole_file and not is_array:
+        if is_line_incomplete and not is_array:
             first_line += stream.readline()
     if is_array:
         raise DataError(
@@ -155,9 +153,9 @@ def _begins_with_two_objects(beginning: bytes) -> bool:
     if not beginning.startswith(b"{"):
         return False
     first_line, newline, next_lines = beginning.partition(b"\n")
-    second_line, _, _ = next_lines.partition(b"\n")
     if not newline:
         return False
+    second_line, _, _ = next_lines.partition(b"\n")
     is_first_object = isinstance(_parse(first_line), dict)
     is_second_object = isinstance(_parse(second_line), dict)
     return is_first_object and is_second_object
