@@ -46,15 +46,19 @@ __all__ = [
     "submit",
 ]
 
-_COLLECTIONS = (
-    (QUICKSTART, EQUATION_12),
-    *(LAPTOP, PAPER, TABLES, ABLATION),
-    *(INTERACTIVE, MOH, GATED, LONG_CONTEXT),
+_ALL_RECIPES = (
+    QUICKSTART,
+    EQUATION_12,
+    *LAPTOP,
+    *PAPER,
+    *TABLES,
+    *ABLATION,
+    *INTERACTIVE,
+    *MOH,
+    *GATED,
+    *LONG_CONTEXT,
 )
-
-RECIPES: Mapping[str, Recipe] = MappingProxyType(
-    {recipe.name: recipe for recipes in _COLLECTIONS for recipe in recipes}
-)
+RECIPES: Mapping[str, Recipe] = MappingProxyType({recipe.name: recipe for recipe in _ALL_RECIPES})
 
 
 def get_recipe(name: str) -> Recipe:

@@ -19,7 +19,7 @@ INVALID_INPUT = 2
 _RANK_PREFIX = re.compile(r"^\[[^\]]*\d+\]:")
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 _ROOT_CAUSE_FIELD = re.compile(r"\s*(time|host|rank|exitcode)\s*:\s*(.*)")
-_RANK_FIELD = re.compile(r"(\d+) \(local_rank: (\d+)\)")
+_RANK_FIELD = re.compile(r"(?P<rank>\d+) \(local_rank: (?P<local_rank>\d+)\)")
 _MAX_LINE_BYTES = 1 << 16
 _TYPICAL_LINE_BYTES = 512
 """Lines at the end of a log are read on the assumption that they are not longer on average."""
@@ -31,11 +31,15 @@ _REPORT_LINES = 1000
 class Failure:
     """The rank that failed first, and the end of its log."""
 
-    rank: int | None  # None if torchrun itself failed
-    exit_code: int | None  # minus the signal number if the rank was killed (e.g. -9)
+    rank: int | None
+    """None if torchrun itself failed."""
+    exit_code: int | None
+    """Minus the signal number if the rank was killed, e.g. -9."""
     log: Path
-    lines: tuple[str, ...]  # the end of the log, up to TAIL_LINES lines
-    host: str | None = None  # None if the rank ran on this machine
+    lines: tuple[str, ...]
+    """The end of the log, up to ``TAIL_LINES`` lines."""
+    host: str | None = None
+    """None if the rank ran on this machine."""
 
     def __str__(self) -> str:
         if self.rank is None or self.exit_code is None:
@@ -150,8 +154,8 @@ def _parse_cause(fields: dict[str, str]) -> _RootCause | None:
     exit_code_match = re.match(r"-?\d+", fields["exitcode"])
     if rank_match is None or exit_code_match is None:
         return None
-    rank = int(rank_match[1])
-    local_rank = int(rank_match[2])
+    rank = int(rank_match["rank"])
+    local_rank = int(rank_match["local_rank"])
     exit_code = int(exit_code_match[0])
     if exit_code == INVALID_INPUT:  # only the first rank of a node prints the error
         rank -= local_rank

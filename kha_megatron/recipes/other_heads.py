@@ -274,8 +274,10 @@ def _llama_stage_2() -> Recipe:
         layout={"pipeline_model_parallel_size": 8},
     )
     router = (
-        *("moh.shared=16", "moh.active=8"),
-        *("moh.router=query_norm", "moh.quantized=true"),
+        "moh.shared=16",
+        "moh.active=8",
+        "moh.router=query_norm",
+        "moh.quantized=true",
     )
     variant = HeadVariant(
         "16 shared and 8 of 16 routed heads, from --pretrained-checkpoint of stage 1",

@@ -28,13 +28,14 @@ from kha_megatron.recipes.recipe import CHECKPOINTS, INDICES, Recipe
 SUBMISSION = "submission.json"
 """File in the output directory that records the Slurm job IDs."""
 
-_MICRO_BATCH = "micro_batch_size"
 _OTHER_CHECKPOINT_ARGUMENTS = (
-    *("kha_upcycle", "use_checkpoint_args"),
-    *("--ckpt-step", "--non-persistent-ckpt-type"),
+    "kha_upcycle",
+    "use_checkpoint_args",
+    "--ckpt-step",
+    "--non-persistent-ckpt-type",
 )
 """Skip our checks of the checkpoint if any of these is set."""
-_NODE_LOCAL_DIRECTORIES = tuple(map(Path, ("/tmp", "/var/tmp", "/dev/shm", "/run")))
+_NODE_LOCAL_DIRECTORIES = (Path("/tmp"), Path("/var/tmp"), Path("/dev/shm"), Path("/run"))
 """Directories that nodes of a cluster do not share."""
 _SCHEDULE_ARGUMENTS = ("lr", "min_lr", "lr_decay_style", "train_iters", "global_batch_size")
 _REPLACES_SCHEDULE = re.compile(
@@ -185,7 +186,7 @@ def prepare_job(
 
     run = recipe.run_for(overrides, data=data, output=output, **values)
     run = fit_micro_batch(recipe, run, ranks)
-    load = run.training.load  # that the user passed, before defaults are filled in
+    user_load = run.training.load  # before the defaults below fill it in
     _check_resuming(run, slurm, resume=resume, restarts=restarts)
     defaults = _default_arguments(
         run,
@@ -207,20 +208,21 @@ def prepare_job(
         check_optimizer_package(run.training.optimizer)
         if not dry_run:
             check_shared_paths(slurm, run.words())
-        loaded_directory = load
-        if resume and not load:
+        loaded_directory = user_load
+        if resume and not user_load:
             loaded_directory = run.training.save
         _check_directories(run, loaded_directory, output, resume=resume)
+    python = "python" if lacks_local_files else sys.executable
     return Job(
         recipe=recipe,
         run=run,
-        command=_command(recipe, run, python="python" if lacks_local_files else sys.executable),
+        command=_command(recipe, run, python=python),
         ranks=ranks,
         environment=_environment(recipe, run, runs_here=not restarts),
         output=output,
         device=run.training.device,
         slurm=slurm,
-        resume=resume or load is not None,
+        resume=resume or user_load is not None,
     )
 
 
@@ -299,7 +301,9 @@ def fit_micro_batch(recipe: Recipe, run: Run, ranks: int) -> Run:
     ``--micro-batch-size`` is not changed.
     """
     batch = run.batch
-    is_from_recipe = run.explicit.get(_MICRO_BATCH) is recipe.run.explicit.get(_MICRO_BATCH)
+    argument = run.explicit.get("micro_batch_size")
+    argument_of_recipe = recipe.run.explicit.get("micro_batch_size")
+    is_from_recipe = argument is argument_of_recipe  # the user can pass an equal one
     if not is_from_recipe or batch is None or batch.global_batch_size is None:
         return run
     replicas = run.layout(ranks).dp
@@ -403,7 +407,9 @@ def _check_checkpoint(directory: Path, run: Run) -> None:
     """
     selection = select_iteration(directory) if directory.is_dir() else None
     if selection is not None and selection.newest is not None:
-        loads_other_checkpoint = any(map(run.arguments.get, _OTHER_CHECKPOINT_ARGUMENTS))
+        loads_other_checkpoint = any(
+            run.arguments.get(name) for name in _OTHER_CHECKPOINT_ARGUMENTS
+        )
         if not loads_other_checkpoint:
             _check_same_run(selection.newest, run)
         return
@@ -425,7 +431,7 @@ def _check_same_run(path: Path, run: Run) -> None:
     recorded.check_same_heads(path, recorded.read_kha_config(checkpoint), run.kha)
     recorded.check_same_tensors(path, checkpoint.args, run.arguments)
     check_same_tokenizer(path, checkpoint.args, run.arguments)
-    replaces_schedule = any(map(_REPLACES_SCHEDULE.fullmatch, run.arguments))
+    replaces_schedule = any(_REPLACES_SCHEDULE.fullmatch(name) for name in run.arguments)
     if path.name != RELEASE and not replaces_schedule:
         _check_schedule(path, checkpoint.args, run)
 

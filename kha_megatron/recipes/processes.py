@@ -22,7 +22,8 @@ import psutil
 LAUNCH_VARIABLE = "KHA_MEGATRON_LAUNCH"
 """Environment variable with the launch ID. Set in all processes of a launch."""
 
-_GRACE_SECONDS = 20.0  # between SIGTERM and SIGKILL, e.g. to save a checkpoint
+_GRACE_SECONDS = 20.0
+"""Time between SIGTERM and SIGKILL, e.g. to save a checkpoint."""
 
 
 @contextmanager
@@ -60,15 +61,15 @@ def interruptible() -> Iterator[list[int]]:
         received.append(number)
         raise KeyboardInterrupt
 
-    before = {}
+    original_handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is signal.SIG_DFL:
-                before[number] = signal.signal(number, interrupt)
+                original_handlers[number] = signal.signal(number, interrupt)
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in original_handlers.items():
             signal.signal(number, handler)
 
 

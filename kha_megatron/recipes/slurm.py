@@ -195,8 +195,7 @@ def _follow_job(slurm_job: Any, on_step: Callable[[Step], None] | None) -> _JobE
     """Wait for a job, including requeued attempts. Return how it ended."""
     job_id = _job_id(slurm_job)
     properties = {"JobState": "PENDING"}
-    announced_state = None
-    announced_log = None
+    announced = None
     log = ""
     position = 0
     while True:
@@ -208,10 +207,10 @@ def _follow_job(slurm_job: Any, on_step: Callable[[Step], None] | None) -> _JobE
         if current_log != log:  # the job was requeued, and each attempt has a log of its own
             log = current_log
             position = 0
-        if state != announced_state or log != announced_log:
-            announce(f"Slurm job {job_id} is {state}, log file: {log}")
-            announced_state = state
-            announced_log = log
+        message = f"Slurm job {job_id} is {state}, log file: {log}"
+        if message != announced:
+            announce(message)
+            announced = message
         if os.path.exists(log):
             position = _report_steps(log, position, on_step)
         if state in _STATUS_BY_FINAL_STATE:
@@ -268,8 +267,10 @@ def _query_properties(job_id: str) -> dict[str, str]:
     """
     result = _run_slurm_command("scontrol", "show", "job", "--oneliner", job_id)
     if result.returncode == 0:
-        pairs = re.findall(r"(\w+)=(\S*)", result.stdout)
-        return dict(reversed(pairs))  # use the first value, since later ones may be free text
+        properties: dict[str, str] = {}
+        for name, value in re.findall(r"(\w+)=(\S*)", result.stdout):
+            properties.setdefault(name, value)  # later ones may be free text
+        return properties
     if "Invalid job id" in result.stderr:
         return _query_accounting(job_id)
     error = result.stderr.strip()

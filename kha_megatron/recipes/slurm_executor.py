@@ -42,8 +42,17 @@ _OPTION_BY_FIELD = {
 }
 """Fields that have an option of their own."""
 _MANAGED_FIELDS = (
-    *("array", "dependencies", "experiment_id", "het_group_indices", "heterogeneous"),
-    *("job_details", "job_dir", "launcher", "memory_measure", "packager", "tunnel"),
+    "array",
+    "dependencies",
+    "experiment_id",
+    "het_group_indices",
+    "heterogeneous",
+    "job_details",
+    "job_dir",
+    "launcher",
+    "memory_measure",
+    "packager",
+    "tunnel",
 )
 """Fields that cannot be changed, because ranks would be started in another way."""
 _CPU_OPTIONS = ("cpus_per_task", "cpus_per_gpu")
@@ -160,12 +169,12 @@ def add_protection(executor: Any, slurm: Slurm) -> None:
 
 def _choose_resources(
     slurm: Slurm,
-    values: Mapping[str, Any],
+    executor_fields: Mapping[str, Any],
     *,
     device: str,
 ) -> dict[str, Any]:
-    """Return the CPUs, GPUs and memory that are not in ``values``."""
-    options = _sbatch_options(values)
+    """Return the CPUs, GPUs and memory that are not in ``executor_fields``."""
+    options = _sbatch_options(executor_fields)
     resources: dict[str, Any] = {}
     if device == "cpu":
         if "cpus_per_task" not in options:
@@ -182,9 +191,9 @@ def _choose_resources(
     return resources
 
 
-def _choose_srun_args(values: Mapping[str, Any]) -> list[str]:
+def _choose_srun_args(executor_fields: Mapping[str, Any]) -> list[str]:
     """Return the arguments of ``srun`` that it does not inherit from ``sbatch``."""
-    options = _sbatch_options(values)
+    options = _sbatch_options(executor_fields)
     srun_args = []
     cpus_per_task = options.get("cpus_per_task")
     if cpus_per_task:  # since Slurm 22.05, srun does not inherit it
@@ -197,10 +206,10 @@ def _choose_srun_args(values: Mapping[str, Any]) -> list[str]:
     return srun_args
 
 
-def _sbatch_options(values: Mapping[str, Any]) -> dict[str, Any]:
+def _sbatch_options(executor_fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of the executor and additional parameters, as ``{"cpus_per_task": ...}``."""
-    options = dict(values)
-    additional = values.get("additional_parameters") or {}
+    options = dict(executor_fields)
+    additional = executor_fields.get("additional_parameters") or {}
     for name, value in additional.items():
         options[name.replace("-", "_")] = value
     return options
@@ -252,9 +261,9 @@ def _parse_setting(name: str, text: str, hint: Any) -> Any:
     except ValueError:
         is_valid = False
     if not is_valid:
-        names = [each.__name__ for each in types if each is not type(None)]
+        type_names = [each.__name__ for each in types if each is not type(None)]
         raise ConfigError(
-            f"--set {name}={text}: the value must be valid JSON of type {' or '.join(names)}."
+            f"--set {name}={text}: the value must be valid JSON of type {' or '.join(type_names)}."
         )
     return value
 
