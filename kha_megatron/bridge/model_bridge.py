@@ -73,7 +73,7 @@ class KHABridge(MegatronModelBridge):
         **kwargs: Any,
     ) -> list[WeightConversionTask]:
         """Build the tasks and verify that configs and tensor names match."""
-        config = self._read_config(megatron_model)
+        config = self._inspect_model(megatron_model)
         hf_config = getattr(hf_pretrained, "config", hf_pretrained)
         differing = compare_fields(config, hf_config)
         if differing:
@@ -104,8 +104,8 @@ class KHABridge(MegatronModelBridge):
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        # Read the config again, because another bridge instance may have built the tasks.
-        self._read_config(_as_list(megatron_model))
+        # another bridge instance may have built the tasks
+        self._inspect_model(_as_list(megatron_model))
         return super().stream_weights_megatron_to_hf(
             megatron_model,
             *args,
@@ -119,7 +119,7 @@ class KHABridge(MegatronModelBridge):
         **kwargs: Any,
     ) -> dict[str, list[Any]]:
         models = _as_list(megatron_model)
-        config = self._read_config(models)
+        config = self._inspect_model(models)
         model = from_hf_config(provider_to_hf_config(config).to_dict())
         parts = list(model.qkv.parts)
         tasks = super().build_adapter_conversion_tasks(models, *args, **kwargs)
@@ -132,11 +132,11 @@ class KHABridge(MegatronModelBridge):
         return tasks
 
     def build_export_fp8_tasks(self, hf_pretrained: Any, megatron_model: Any, **kwargs: Any) -> Any:
-        self._read_config(_as_list(megatron_model))
+        self._inspect_model(_as_list(megatron_model))
         return super().build_export_fp8_tasks(hf_pretrained, megatron_model, **kwargs)
 
-    def _read_config(self, megatron_model: list[Any]) -> Any:
-        """Return the config of a Megatron model. Also record its type and what its routers lack."""
+    def _inspect_model(self, megatron_model: list[Any]) -> Any:
+        """Record the type of a Megatron model and what its routers lack. Returns its config."""
         model = unwrap_model(megatron_model)[0]
         self._is_hybrid = isinstance(model, HybridModel)
         config = model.config

@@ -100,12 +100,12 @@ def hybrid_pattern(provider: Any) -> str:
 
 def provider_to_hf_config(provider: Any) -> KHAModelConfig:
     """Convert a provider to a Hugging Face config."""
-    expected = {
+    supported_values = {
         "softmax_scale": (None,),
         "position_embedding_type": ("rope",),
         "mtp_num_layers": (None, 0),
     }
-    for name, supported in expected.items():
+    for name, supported in supported_values.items():
         value = getattr(provider, name)
         if value not in supported:
             raise CheckpointError(f"{name}={value!r} is not supported for kha models.")
