@@ -629,7 +629,8 @@ def _write_corpus(
                 builder.add_document(document.token_ids, [length])
                 tokens += length
                 altered_documents += document.is_altered
-                advance(document.bytes, int(document.ends_file))
+                finished_files = int(document.ends_file)
+                advance(document.bytes, finished_files)
     finally:
         pool.shutdown(cancel_futures=True)
         builder.data_file.close()

@@ -23,7 +23,7 @@ def _recipe(
     length: int,
     **values: Any,
 ) -> Recipe:
-    shared = {
+    defaults = {
         **ATTENTION,
         **TRAINING,
         "rotary_base": 10000,
@@ -40,7 +40,7 @@ def _recipe(
         name=name,
         description=description,
         ranks=ranks,
-        run=Run.from_values(vocab_size=512, **(shared | values)),
+        run=Run.from_values(vocab_size=512, **(defaults | values)),
         environment={"OMP_NUM_THREADS": "1"},  # avoid oversubscribing the cores
     )
 

@@ -178,7 +178,7 @@ def prepare_job(
         ranks = slurm.nodes * slurm.gpus
     elif ranks is None:
         ranks = recipe.ranks
-    restarts = remote or slurm is not None
+    may_restart = remote or slurm is not None
     lacks_local_files = remote or (slurm is not None and slurm.image is not None)
     if lacks_local_files:
         _check_is_absolute("--data", data)
@@ -187,12 +187,12 @@ def prepare_job(
     run = recipe.run_for(overrides, data=data, output=output, **values)
     run = fit_micro_batch(recipe, run, ranks)
     user_load = run.training.load  # before the defaults below fill it in
-    _check_resuming(run, slurm, resume=resume, restarts=restarts)
+    _check_resuming(run, slurm, resume=resume, may_restart=may_restart)
     defaults = _default_arguments(
         run,
         data,
         output,
-        loads_own_checkpoint=restarts or resume,
+        loads_own_checkpoint=may_restart or resume,
         lacks_local_files=lacks_local_files,
     )
     run = run.with_defaults(**defaults).as_hybrid()
@@ -218,7 +218,7 @@ def prepare_job(
         run=run,
         command=_command(recipe, run, python=python),
         ranks=ranks,
-        environment=_environment(recipe, run, runs_here=not restarts),
+        environment=_environment(recipe, run, runs_here=not may_restart),
         output=output,
         device=run.training.device,
         slurm=slurm,
@@ -231,12 +231,12 @@ def _check_resuming(
     slurm: Slurm | None,
     *,
     resume: bool,
-    restarts: bool,
+    may_restart: bool,
 ) -> None:
     """Check that the job, and its restarts, load the checkpoint that the user wants to continue.
 
     Args:
-        restarts: Whether the job can be restarted without the user.
+        may_restart: Whether the job can be restarted without the user.
 
     Raises:
         ConfigError: If they would load no checkpoint, or the wrong one.
@@ -245,7 +245,7 @@ def _check_resuming(
     load = run.training.load
     if resume and save is None:
         raise ConfigError("--resume requires --output with the directory of the earlier run.")
-    if restarts and load not in (None, save):
+    if may_restart and load not in (None, save):
         raise ConfigError(
             f"--load {load} is not supported here, because a restarted job would load it again "
             "instead of its own last checkpoint. Use --resume."

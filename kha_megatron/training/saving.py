@@ -151,7 +151,7 @@ def check_optimizer_of_experts(models: list[torch.nn.Module], args: Namespace) -
         cause = "half precision and without --use-distributed-optimizer"
     if not is_affected:
         return
-    has_experts = any(map(_has_expert_parameters, models))
+    has_experts = any(_has_expert_parameters(model) for model in models)
     has_experts_by_rank = [has_experts] * dist.get_world_size()
     dist.all_gather_object(has_experts_by_rank, has_experts)
     if any(has_experts_by_rank) and not has_experts_by_rank[0]:

@@ -26,11 +26,9 @@ def save_by_time(minutes: float, clock: Callable[[], float] = time.monotonic) ->
         original(*args, **settings)
         last_save = clock()
 
-    def save_if_due(
-        original: Any, model: Any, optimizer: Any, scheduler: Any, iteration: int, *others: Any
-    ) -> bool:
-        *progress, train_data_iterator = others
-        is_exiting = original(model, optimizer, scheduler, iteration, *others)
+    def save_if_due(original: Any, *args: Any) -> bool:
+        model, optimizer, scheduler, iteration, *progress, train_data_iterator = args
+        is_exiting = original(*args)
         if is_exiting:
             return True
         if iteration == get_args().train_iters:  # Megatron saves the last iteration
