@@ -19,7 +19,7 @@ _REPLACEMENTS = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
 
 
 def replace_control_characters(text: str) -> str:
-    """Replace control characters, e.g. ANSI escape sequences, so that a terminal shows them."""
+    """Replace control characters, so that a terminal does not follow ANSI escape sequences."""
     return text.translate(_REPLACEMENTS)
 
 
