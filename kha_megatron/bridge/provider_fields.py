@@ -77,7 +77,8 @@ def _check_supported(config: KHAModelConfig, model: ModelConfig) -> None:
 def read_heads(provider: Any) -> HeadsConfig:
     """Collect the ``kha_*`` fields of a provider."""
     entries = dict(vars(provider))
-    for name, settings in (entries.get("kha_others") or {}).items():
+    other_mechanisms = entries.get("kha_others") or {}
+    for name, settings in other_mechanisms.items():
         entries[f"kha_{name}"] = settings
     return HeadsConfig.from_entries_or_empty(entries)
 

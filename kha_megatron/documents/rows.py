@@ -75,8 +75,9 @@ def _get_text(row: dict[str, Any], key: str, position: str) -> str | None:
     if text is None:
         return None
     if not isinstance(text, str):
+        subject = f"{position}: field {key!r}"
         text_fields = [name for name, value in row.items() if isinstance(value, str)]
-        raise _not_strings(f"{position}: field {key!r}", type(text).__name__, text_fields)
+        raise _not_strings(subject, type(text).__name__, text_fields)
     try:
         text.encode()  # JSON can contain half of a surrogate pair
     except UnicodeEncodeError as error:
@@ -148,8 +149,9 @@ def _check_column(schema: Any, path: Path, key: str) -> None:
         raise DataError(f"{printable(path)} has no column {key!r}. " + _suggest_names(schema.names))
     column_type = schema.field(key).type
     if not _is_text(column_type):
+        subject = f"{printable(path)}: column {key!r}"
         text_columns = [field.name for field in schema if _is_text(field.type)]
-        raise _not_strings(f"{printable(path)}: column {key!r}", str(column_type), text_columns)
+        raise _not_strings(subject, str(column_type), text_columns)
 
 
 def _is_text(column_type: Any) -> bool:

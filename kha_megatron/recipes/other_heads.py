@@ -117,7 +117,8 @@ def _gated_recipes() -> Iterator[Recipe]:
     for model, baseline in _GATED_BASELINES.items():
         for gate_name, gate in _GATES.items():
             name = f"gated/{model}-{gate_name}"
-            yield baseline.make_recipe(name, gate, **_PUBLISHED.get(name, {}))
+            published = _PUBLISHED.get(name, {})
+            yield baseline.make_recipe(name, gate, **published)
     for gate_name, gate in _MORE_GATES.items():
         yield _GATED_MOE.make_recipe(f"gated/15b-{gate_name}", gate)
 
@@ -250,7 +251,8 @@ def _moh_recipes() -> Iterator[Recipe]:
     for model, baseline in _MOH_BASELINES.items():
         for variant_name, variant in _MOH_VARIANTS.items():
             name = f"moh/{model}-{variant_name}"
-            yield baseline.make_recipe(name, variant, **_PUBLISHED.get(name, {}))
+            published = _PUBLISHED.get(name, {})
+            yield baseline.make_recipe(name, variant, **published)
     yield _llama_stage_1()
     yield _llama_stage_2()
 

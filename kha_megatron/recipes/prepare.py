@@ -82,11 +82,7 @@ class Slurm:
         Raises:
             ConfigError: If ``time`` is malformed.
         """
-        match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", self.time)
-        if match is None:
-            raise ConfigError(f"--time must be HH:MM:SS or DAYS-HH:MM:SS, got {self.time!r}.")
-        days, hours, minutes, seconds = map(int, match.groups(default="0"))
-        limit_minutes = days * _MINUTES_PER_DAY + hours * 60 + minutes + seconds / 60
+        limit_minutes = _parse_minutes(self.time)
         saving_minutes = math.ceil(limit_minutes * _MAX_SAVING_FRACTION)
         saving_minutes = min(_MAX_SAVING_MINUTES, saving_minutes)
         training_minutes = int(limit_minutes - saving_minutes)
@@ -94,6 +90,14 @@ class Slurm:
         if training_minutes >= 1:
             arguments["exit_duration_in_mins"] = training_minutes
         return arguments
+
+
+def _parse_minutes(time_limit: str) -> float:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", time_limit)
+    if match is None:
+        raise ConfigError(f"--time must be HH:MM:SS or DAYS-HH:MM:SS, got {time_limit!r}.")
+    days, hours, minutes, seconds = map(int, match.groups(default="0"))
+    return days * _MINUTES_PER_DAY + hours * 60 + minutes + seconds / 60
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,8 @@ def end_processes(launch_id: str, grace: float = _GRACE_SECONDS) -> None:
     """Send SIGTERM to torchrun (it forwards the signal), and SIGKILL after ``grace`` seconds."""
     deadline = time.monotonic() + grace
     parents = find_processes(launch_id)
-    launchers = [pid for pid, parent in parents.items() if parent not in parents]
-    _signal(launchers, signal.SIGTERM)
+    torchrun_pids = [pid for pid, parent in parents.items() if parent not in parents]
+    _signal(torchrun_pids, signal.SIGTERM)
     while find_processes(launch_id) and time.monotonic() < deadline:
         time.sleep(0.1)
     _signal(find_processes(launch_id), signal.SIGKILL)

@@ -284,9 +284,9 @@ def _query_accounting(job_id: str) -> dict[str, str]:
     The state is UNKNOWN if there is no answer, e.g. on clusters without accounting.
     """
     result = _run_slurm_command("sacct", "-n", "-X", "-P", "-j", job_id, "-o", "State,ExitCode")
-    _, _, last_line = result.stdout.strip().rpartition("\n")
-    description, _, exit_code = last_line.partition("|")
-    state, _, _ = description.partition(" ")  # e.g. of "CANCELLED by 1000"
+    _, _, last_line = result.stdout.strip().rpartition("\n")  # e.g. CANCELLED by 1000|0:15
+    state_and_user, _, exit_code = last_line.partition("|")
+    state, _, _ = state_and_user.partition(" ")
     return {"JobState": state or "UNKNOWN", "ExitCode": exit_code}
 
 

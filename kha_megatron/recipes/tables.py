@@ -155,18 +155,24 @@ def _table_1() -> Iterator[Recipe]:
 def _table_2() -> Iterator[Recipe]:
     """Each variant on each projection. The baseline is the one of Table 1 with 4 KV heads."""
     baseline = Baseline(description=_MAIN_DESCRIPTION, size=_MAIN_SIZE, schedule=SCHEDULE_75B)
-    published: dict[str, str | float] = _MAIN_SIZE.parameters | {"loss": _TABLE_1["baseline"][4]}
-    yield baseline.make_recipe("table2/baseline", VARIANTS["baseline"], **published)
+    yield baseline.make_recipe(
+        "table2/baseline",
+        VARIANTS["baseline"],
+        **_MAIN_SIZE.parameters,
+        loss=_TABLE_1["baseline"][4],
+    )
     for variant_name, losses in _TABLE_2.items():
         for letters, projections in _PROJECTIONS.items():
-            variant = HeadVariant(
-                f"{variant_name} on {', '.join(letters)}",
-                heads={f"kha_{projection}": variant_name for projection in projections},
-            )
+            heads = {f"kha_{projection}": variant_name for projection in projections}
+            description = f"{variant_name} on {', '.join(letters)}"
             published = {**_MAIN_SIZE.parameters}
             if letters in losses:
                 published["loss"] = losses[letters]
-            yield baseline.make_recipe(f"table2/{variant_name}-{letters}", variant, **published)
+            yield baseline.make_recipe(
+                f"table2/{variant_name}-{letters}",
+                HeadVariant(description, heads=heads),
+                **published,
+            )
 
 
 def _table_3() -> Iterator[Recipe]:
