@@ -250,7 +250,7 @@ def _hash_files(
     on_progress: "OnProgress",
 ) -> dict[str, str]:
     total_size = sum(sizes.values())
-    advance = _meter(on_progress, "hashing", total_size)
+    advance = _track_progress(on_progress, "hashing", total_size)
     digests = {}
     for name, size in sizes.items():
         digests[name] = hash_file(folder / name)
@@ -368,7 +368,7 @@ def prepare(
         reader,
         sources=sources,
         skipped=skipped,
-        advance=_meter(on_progress, "checking", sum(sizes.values())),
+        advance=_track_progress(on_progress, "checking", sum(sizes.values())),
     )
     source_names = [printable(source) for source in sources]
     if not text_files:
@@ -392,7 +392,7 @@ def prepare(
             _read_documents(text_files, reader),
             used_tokenizer,
             workers,
-            advance=_meter(on_progress, "tokenizing", text_bytes),
+            advance=_track_progress(on_progress, "tokenizing", text_bytes),
         )
         file_bytes = {}
         for file in sorted(staged.glob(f"{CORPUS}.*")):
@@ -448,18 +448,13 @@ def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def _meter(on_progress: OnProgress, stage: str, total: int) -> Callable:
+def _track_progress(on_progress: OnProgress, stage: str, total_bytes: int) -> Callable[..., None]:
     """Return an ``advance(bytes, files=1)`` callback that reports the progress of a stage."""
-    step = Progress(stage, total_bytes=total)
+    step = Progress(stage, total_bytes=total_bytes)
 
     def advance(size: int, files: int = 1) -> None:
         nonlocal step
-        step = Progress(
-            stage,
-            files=step.files + files,
-            bytes=step.bytes + size,
-            total_bytes=total,
-        )
+        step = step._replace(files=step.files + files, bytes=step.bytes + size)
         on_progress(step)
 
     return advance
@@ -484,7 +479,7 @@ class _TokenizerSample:
         self.reader = Reader(_TRAINER_LIMIT, json_key)
         self.fraction = min(1.0, max_bytes / total_bytes)
         self.on_progress = on_progress
-        self.advance = _meter(on_progress, "training tokenizer", total_bytes)
+        self.advance = _track_progress(on_progress, "training tokenizer", total_bytes)
         self.bytes = 0
         """Size of the text that has been sampled so far."""
         self.stop = threading.Event()
