@@ -777,6 +777,9 @@ class KHAModel(KHAPreTrainedModel, Glm4MoeModel):
         if config.zero_centered_norms:
             center_norms(self)
         plan = dict(type(config).base_model_tp_plan)
+        if "sparse" not in (config.mlp_layer_types or []):
+            # NeMo AutoModel ignores the whole plan if it does not support the style of one entry.
+            plan = {name: style for name, style in plan.items() if "experts" not in name}
         attention: Any = self.layers[0].self_attn
         for module, style in attention.tp_plan().items():
             plan[f"layers.*.self_attn.{module}"] = style

@@ -47,6 +47,12 @@ def build(name):
     return make_model(kha, **HEADS | sizes)
 
 
+def test_plan_of_dense_model_has_no_experts():
+    # NeMo AutoModel does not support the styles of experts.
+    assert not any("experts" in name for name in build("dense").config.base_model_tp_plan)
+    assert any("experts" in name for name in build("moe").config.base_model_tp_plan)
+
+
 SPLIT = {
     "gta": {"q_proj", "kv_proj", "o_proj"},
     "gta, no norm": {"q_proj", "kv_proj", "o_proj"},
