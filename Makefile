@@ -5,7 +5,7 @@ export VENV
 # Containers often set this variable. Every process would then recompile torch and Megatron, which takes 8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-fast test-all test-versions test-slurm test-serving test-bridge test-upstream release-check gpu-run gpu-check gpu-bench docs lint
+.PHONY: help setup quickstart test test-fast test-all test-versions test-slurm test-serving test-bridge test-automodel test-upstream release-check gpu-run gpu-check gpu-bench docs lint
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/:/' | column -t -s:
@@ -44,6 +44,9 @@ test-upstream: setup ## Test a source tree of Megatron-LM (MEGATRON=~/Megatron-L
 
 test-bridge: setup ## Test Megatron-Bridge with our models, in .venv-bridge
 	@tools/test_bridge.sh
+
+test-automodel: setup ## Fine-tune our models with NeMo AutoModel, in .venv-automodel
+	@tools/test_automodel.sh
 
 release-check: setup ## Install and use the wheel and the source distribution in new environments
 	@tools/release_check.sh
