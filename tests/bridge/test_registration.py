@@ -1,6 +1,10 @@
-"""Errors of `register_bridge()` without a supported Megatron-Bridge."""
+"""`register_bridge()`, and the modules that call it when they are imported."""
 
-from importlib import metadata
+import os
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +28,44 @@ def test_another_version(monkeypatch, version):
     monkeypatch.setattr(metadata, "version", lambda name: version)
     with pytest.raises(VersionError, match=f"megatron-bridge {version} is not supported"):
         bridge.register_bridge()
+
+
+def test_importing_a_module_registers(monkeypatch):
+    """Frameworks import the module by name and call nothing."""
+    name = "kha_megatron.bridge.register"
+    monkeypatch.setattr(metadata, "version", no_package)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(MissingDependencyError, match=r"pip install '\.\[bridge\]'"):
+        import_module(name)
+
+
+IMPORT_BY_NAME = """
+from tests import transformer_engine
+
+transformer_engine.install()
+from importlib import import_module
+import sys
+from megatron.bridge import AutoBridge
+from transformers import AutoConfig
+
+for name in sys.argv[2:]:
+    import_module(name)
+    auto = AutoBridge.from_hf_pretrained(sys.argv[1])
+    print(type(AutoConfig.from_pretrained(sys.argv[1])).__name__)
+    print(type(auto.to_megatron_provider(load_weights=False)).__name__)
+"""
+
+
+def test_auto_bridge_finds_the_registered_models(bridge_ranks, folders):
+    """In a new process, which has not imported anything else of this package."""
+    modules = ["kha_megatron.bridge.register"]
+    result = subprocess.run(
+        [sys.executable, "-c", IMPORT_BY_NAME, folders["dense"], *modules],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split()[-2:] == ["KHAModelConfig", "KHAModelProvider"]
