@@ -7,12 +7,16 @@ from kha_megatron.mcore.compat import bridge_imports
 __all__ = ["register_bridge"]
 
 
-def register_bridge(_arguments: Any = None) -> None:
+def register_bridge(_arguments: Any = None, *, hybrid: bool = False) -> None:
     """Register KHA models with Megatron-Bridge and transformers.
 
     You need to call this once before using ``AutoBridge``, and also before loading a
-    Megatron-Bridge checkpoint, since its ``run_config.yaml`` refers to our providers. The argument
-    is ignored. Some frameworks pass one to the functions that they call at the start.
+    Megatron-Bridge checkpoint, since its ``run_config.yaml`` refers to our providers. A positional
+    argument is ignored. Some frameworks pass one to the functions that they call at the start.
+
+    Args:
+        hybrid (bool): ``AutoBridge`` builds a ``HybridModel`` from each Hugging Face model instead
+            of a ``GPTModel``. Use this in frameworks that do not call ``to_hybrid()``.
 
     Example::
 
@@ -26,5 +30,8 @@ def register_bridge(_arguments: Any = None) -> None:
     with bridge_imports():
         import megatron.bridge  # noqa: F401
     # these modules register themselves
-    import kha_megatron.bridge.lora
-    import kha_megatron.bridge.model_bridge  # noqa: F401
+    import kha_megatron.bridge.lora  # noqa: F401
+    from kha_megatron.bridge.model_bridge import KHABridge
+
+    if hybrid:
+        KHABridge.builds_hybrid = True

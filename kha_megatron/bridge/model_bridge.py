@@ -16,7 +16,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from torch import Tensor
 
 from kha_megatron.bridge.mappings import HybridMappingRegistry, build_mappings
-from kha_megatron.bridge.provider import KHAModelProvider
+from kha_megatron.bridge.provider import KHAHybridModelProvider, KHAModelProvider
 from kha_megatron.bridge.provider_fields import (
     compare_fields,
     provider_to_hf_config,
@@ -36,9 +36,11 @@ class KHABridge(MegatronModelBridge):
     Reads the type of the Megatron model before the parameters are mapped.
     """
 
+    builds_hybrid = False
+    """Whether Hugging Face models become a ``HybridModel``. Set by :func:`register_bridge`."""
     _is_hybrid = False
 
-    def provider_bridge(self, hf_pretrained: Any) -> KHAModelProvider:
+    def provider_bridge(self, hf_pretrained: Any) -> KHAModelProvider | KHAHybridModelProvider:
         config = hf_pretrained.config
         dtype = self.dtype_from_hf(config, default=torch.float32)
         provider = KHAModelProvider(
@@ -53,7 +55,7 @@ class KHABridge(MegatronModelBridge):
             provider.moe_token_dispatcher_type = "alltoall"
             if provider.moe_router_score_function == "sigmoid":
                 provider.moe_router_load_balancing_type = "none"
-        return provider
+        return provider.to_hybrid() if self.builds_hybrid else provider
 
     @classmethod
     def megatron_to_hf_config(cls, provider: KHAModelProvider) -> dict[str, Any]:

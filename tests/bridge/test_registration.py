@@ -30,9 +30,10 @@ def test_another_version(monkeypatch, version):
         bridge.register_bridge()
 
 
-def test_importing_a_module_registers(monkeypatch):
+@pytest.mark.parametrize("module", ["register", "register_hybrid"])
+def test_importing_a_module_registers(monkeypatch, module):
     """Frameworks import the module by name and call nothing."""
-    name = "kha_megatron.bridge.register"
+    name = f"kha_megatron.bridge.{module}"
     monkeypatch.setattr(metadata, "version", no_package)
     monkeypatch.delitem(sys.modules, name, raising=False)
     with pytest.raises(MissingDependencyError, match=r"pip install '\.\[bridge\]'"):
@@ -58,7 +59,7 @@ for name in sys.argv[2:]:
 
 def test_auto_bridge_finds_the_registered_models(bridge_ranks, folders):
     """In a new process, which has not imported anything else of this package."""
-    modules = ["kha_megatron.bridge.register"]
+    modules = ["kha_megatron.bridge.register", "kha_megatron.bridge.register_hybrid"]
     result = subprocess.run(
         [sys.executable, "-c", IMPORT_BY_NAME, folders["dense"], *modules],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
@@ -68,4 +69,9 @@ def test_auto_bridge_finds_the_registered_models(bridge_ranks, folders):
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split()[-2:] == ["KHAModelConfig", "KHAModelProvider"]
+    assert result.stdout.split()[-4:] == [
+        "KHAModelConfig",
+        "KHAModelProvider",
+        "KHAModelConfig",
+        "KHAHybridModelProvider",
+    ]
