@@ -159,7 +159,10 @@ def initialize(layout: Layout) -> None:
 
 def train(case: Case, mutate: Callable[[], Any] | None = None) -> list[Result]:
     """Run a case on this rank. ``mutate`` returns a context manager that breaks something."""
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
     initialize(case.layout)
+    MTPLossLoggingHelper.tracker.clear()  # its size depends on the number of predictions
     with ExitStack() as stack:
         if mutate is not None:
             stack.enter_context(mutate())
