@@ -97,7 +97,7 @@ def attention_tables(statistics: AttentionStatistics) -> Iterator[Table]:
     if not names:
         return
     headings = [name.replace("/", "\n") for name in names]
-    table = console.number_table("layer", *headings, title="head mechanisms", names=0)
+    table = console.number_table("layer", *headings, title="head mechanisms", left_aligned=0)
     for layer, metrics in zip(statistics.layers, metrics_by_layer, strict=True):
         cells = [str(layer.layer)]
         for name in names:
@@ -117,7 +117,7 @@ def _sink_table(statistics: AttentionStatistics) -> Table:
         "token",
         "median",
         title=f"attention over {statistics.tokens} tokens",
-        names=0,
+        left_aligned=0,
     )
     for layer in statistics.layers:
         table.add_row(

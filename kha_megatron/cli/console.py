@@ -34,8 +34,8 @@ def print_json(content: Any) -> None:
     typer.echo(as_json(content))
 
 
-def number_table(*columns: str, title: str | None = None, names: int = 1) -> Table:
-    """Create a table for numbers: right-aligned, except for the first ``names`` columns."""
+def number_table(*columns: str, title: str | None = None, left_aligned: int = 1) -> Table:
+    """Create a table for numbers: right-aligned, except for the first ``left_aligned`` columns."""
     table = Table(
         title=title,
         title_justify="left",
@@ -43,9 +43,9 @@ def number_table(*columns: str, title: str | None = None, names: int = 1) -> Tab
         show_edge=False,
         pad_edge=False,
     )
-    for column in columns[:names]:
+    for column in columns[:left_aligned]:
         table.add_column(column, justify="left", no_wrap=True)
-    for column in columns[names:]:
+    for column in columns[left_aligned:]:
         table.add_column(column, justify="right", no_wrap=True)
     return table
 

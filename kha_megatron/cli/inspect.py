@@ -163,7 +163,7 @@ def _print_matrices(kha: HeadsConfig, diagnostics: list[dict[str, Any]]) -> None
             for heading in _HEADINGS.values():
                 columns.append(f"{matrix}\n{heading}")
         title = f"{projection} heads ({variant})"
-        table = console.number_table("\nlayer", *columns, title=title, names=0)
+        table = console.number_table("\nlayer", *columns, title=title, left_aligned=0)
         cells_by_layer: dict[int, list[str]] = {}
         for entry in diagnostics:
             if entry["projection"] != projection:

@@ -111,7 +111,7 @@ def _spike_table(detected: Sequence[Spike]) -> Table:
         "level",
         "height",
         "recovery",
-        names=0,
+        left_aligned=0,
     )
     for spike in detected:
         height = f"{spike.height:.3f}" if math.isfinite(spike.height) else "not finite"

@@ -125,19 +125,24 @@ def _run_here(iteration: Path, tokens: Tensor, rounded_to: torch.dtype) -> Outpu
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(0)
+
     checkpoint = MegatronCheckpoint.open(iteration)
     model = load_model_weights(build_model(checkpoint), checkpoint)
     for parameter in model.parameters():  # expert biases are buffers and stay float32
         parameter.data = parameter.data.to(rounded_to).float()
+    model.eval()
+
     length = tokens.shape[1]
     positions = torch.arange(length).expand_as(tokens)
-    is_masked = torch.ones(length, length, dtype=torch.bool).triu(1)
+    is_later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    causal_mask = is_later[None, None]  # for all sequences and heads
     layer_outputs = record_layers(model.decoder.layers)
     with torch.no_grad():
-        logits = model.eval()(tokens, positions, is_masked[None, None])
+        logits = model(tokens, positions, causal_mask)
     dist.destroy_process_group()
+
     if checkpoint.args.get("hybrid_layer_pattern"):
-        # attention and MLP are separate layers, only MLPs are the end of a decoder layer
+        # attention and MLP alternate as separate layers, and an MLP ends a decoder layer
         layer_outputs = layer_outputs[1::2]
     hidden_states = [output.transpose(0, 1).float() for output in layer_outputs]
     return Outputs(logits.float(), hidden_states)
@@ -184,8 +189,8 @@ def build_model(checkpoint: MegatronCheckpoint, overrides: Mapping[str, Any] | N
         builder_class = HybridModelBuilder
         args.hybrid_layer_pattern = _pattern_without_stages(args)
     config = model_config(args, HeadsConfig.from_entries_or_empty(checkpoint.args))
-    builder = builder_class(config)
     config.parallel_output = False
+    builder = builder_class(config)
     return builder.build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 

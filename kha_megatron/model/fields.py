@@ -129,7 +129,7 @@ class Field:
 class _Declaration:
     """Arguments of :func:`flag`. Names are None, or :data:`_DERIVED`, if they follow the field."""
 
-    flag: str | None
+    flag_name: str | None
     argument: str | None
     attribute: str | None
     hf: str | None
@@ -145,7 +145,7 @@ _DERIVED = ""
 
 def flag(
     default: Any = MISSING,
-    name: str | None = None,
+    flag_name: str | None = None,
     *,
     argument: str | None = None,
     attribute: str | None = _DERIVED,
@@ -162,7 +162,7 @@ def flag(
     ``attribute=None`` if ``TransformerConfig`` does not have the field.
     """
     declaration = _Declaration(
-        flag=name,
+        flag_name=flag_name,
         argument=argument,
         attribute=attribute,
         hf=hf,
@@ -190,7 +190,7 @@ def declared_fields(*owners: type) -> tuple[Field, ...]:
 
 def _build_field(dataclass_field: Any, declaration: _Declaration, hint: Any) -> Field:
     """Derive everything that was not declared from the name and the type hint of the field."""
-    flag_name = declaration.flag
+    flag_name = declaration.flag_name
     if flag_name is None:
         flag_name = as_flag(dataclass_field.name)
     argument = declaration.argument

@@ -61,14 +61,14 @@ def estimate_memory(rank: Rank) -> RankMemory:
         rank,
         dense=counts.dense - counts.kha,
         experts=counts.experts,
-        linear=counts.linear,
+        with_fp8_copies=counts.linear,
         activations=_estimate_base_activations(rank),
     )
     kha = _estimate_part(
         rank,
         dense=counts.kha,
         experts=0,
-        linear=counts.kha_rows,
+        with_fp8_copies=counts.kha_rows,
         activations=_estimate_kha_in_flight(rank),
     )
     return RankMemory(base, kha)
@@ -79,7 +79,7 @@ def _estimate_part(
     *,
     dense: int,
     experts: int,
-    linear: int,
+    with_fp8_copies: int,
     activations: float,
 ) -> Memory:
     """Estimate the memory of a part of the model.
@@ -87,7 +87,7 @@ def _estimate_part(
     Args:
         dense: Number of parameters outside experts.
         experts: Number of parameters of experts.
-        linear: How many of these parameters have copies in FP8, if training uses FP8.
+        with_fp8_copies: How many of these parameters have copies in FP8, if training uses FP8.
         activations: Bytes of activations.
     """
     setup = rank.setup
@@ -95,7 +95,7 @@ def _estimate_part(
     parameters = dense + experts
     weights = setup.element_size * parameters
     if setup.precision == "fp8":
-        weights += _FP8_COPIES_SIZE * linear
+        weights += _FP8_COPIES_SIZE * with_fp8_copies
     # number of ranks that share the optimizer state of a parameter
     dense_ranks = 1
     expert_ranks = 1
@@ -245,6 +245,7 @@ def _estimate_layer_activations(rank: Rank, layer: int) -> float:
 
 
 def _estimate_attention_activations(rank: Rank) -> float:
+    """Bytes that the norm, the projections and core attention of a layer save, without KHA."""
     model = rank.model
     query_heads = rank.heads.query_heads
     if model.multi_latent_attention:
@@ -254,13 +255,13 @@ def _estimate_attention_activations(rank: Rank) -> float:
         features = _count_head_features(rank)
         output_dim = model.head_dim
     output_features = query_heads * output_dim
-    token_bytes = features * rank.element_size
+    bytes_per_token = features * rank.element_size
     if rank.setup.precision == "fp8":
-        token_bytes += output_features * _FP8_SIZE  # input of the output projection
+        bytes_per_token += output_features * _FP8_SIZE  # input of the output projection
     if rank.setup.recompute != "selective":
-        token_bytes += query_heads * _FP32_SIZE  # log-sum-exp of flash attention
+        bytes_per_token += query_heads * _FP32_SIZE  # log-sum-exp of flash attention
     input_bytes = _estimate_input_activations(rank)
-    return input_bytes + rank.tokens * token_bytes
+    return input_bytes + rank.tokens * bytes_per_token
 
 
 def _estimate_input_activations(rank: Rank) -> float:

@@ -121,8 +121,10 @@ def add_kha_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParse
         flag = as_flag(name)
         if flag not in parser._option_string_actions:  # a patch adds --moe-router-bias-update-rms
             group.add_argument(flag, help=_TRAINING_HELP[name], **options)
-    parser.set_defaults(verify_integrity=True, eval_interval=1000)  # Megatron divides by its None
-    if parser.get_default("kha_stock"):  # a patched Megatron has added the group already
+    parser.set_defaults(verify_integrity=True)
+    parser.set_defaults(eval_interval=1000)  # Megatron divides by it, but its default is None
+    is_patched_megatron = parser.get_default("kha_stock")
+    if is_patched_megatron:  # it has added the group already
         parser.set_defaults(kha_stock=False)
         return parser
     return add_model_arguments(parser)

@@ -67,19 +67,19 @@ def make_saves_safe(ownership: Ownership | None) -> None:
     ) -> Any:
         if is_object_store(checkpoint_dir):  # it cannot rename directories
             return save(state, checkpoint_dir, *args, **kwargs)
-        final = Path(checkpoint_dir)
-        written = partial_save(final, _run_id())
+        final_dir = Path(checkpoint_dir)
+        partial_dir = partial_save(final_dir, _run_id())
 
         def finish() -> None:
             if dist.get_rank() == 0:
                 check_owner()
-                publish(written, final)
+                publish(partial_dir, final_dir)
 
         if dist.get_rank() == 0:
             check_owner()
-            clear_for_overwriting(final)
-            written.mkdir(parents=True, exist_ok=True)
-        async_request = save(state, str(written), *args, **kwargs)
+            clear_for_overwriting(final_dir)
+            partial_dir.mkdir(parents=True, exist_ok=True)
+        async_request = save(state, str(partial_dir), *args, **kwargs)
         if async_request is None:
             finish()
         else:  # --async-save
@@ -125,17 +125,18 @@ def _write_shards(
     dist.barrier()  # rank 0 has created the directory
     request = async_save(strategy, state, checkpoint_dir, *args, **kwargs)
     is_hashed = get_args().verify_integrity and not is_object_store(checkpoint_dir)
-    if request.async_fn is None or not is_hashed:  # without async_fn, it writes no shards
-        return request
-    write_shards = partial(write_and_hash, request.async_fn)
-    return request._replace(async_fn=write_shards)
+    writes_shards = request.async_fn is not None
+    if writes_shards and is_hashed:
+        return request._replace(async_fn=partial(write_and_hash, request.async_fn))
+    return request
 
 
 def check_optimizer_of_experts(models: list[torch.nn.Module], args: Namespace) -> None:
     """Check that Megatron can save the optimizer state of experts. Must be called on all ranks.
 
-    Experts that are not sharded like other parameters have an optimizer of their own. On rank 0,
-    which saves what is common to all ranks, it is empty if the first pipeline stage has no experts.
+    Experts that are not sharded like other parameters have an optimizer of their own. Rank 0 saves
+    what is common to all ranks, but its optimizer of experts is empty if the first pipeline stage
+    has none.
     Megatron then fails in its first save, or saves a checkpoint that it cannot load.
 
     Raises:
