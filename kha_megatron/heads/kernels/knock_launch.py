@@ -128,15 +128,7 @@ def _count_programs(row_count: int, tile: Tiling, device: torch.device) -> int:
 
 
 def _prepare_forward(variant: Variant, x: Rows, weight: Rows, y: Rows) -> Launch:
-    tiles = _split_into_tiles("forward", variant, weight.tensor, [x, y])
-    arguments = (
-        *tiles.arguments_for(x),
-        weight.tensor,
-        *tiles.arguments_for(y),
-        tiles.row_count,
-    )
-    grid = (_count_programs(tiles.row_count, tiles.tiling, weight.tensor.device),)
-    return Launch(kernels.knock_forward_kernel, grid, arguments, tiles.options)
+    return _prepare_rowwise(kernels.knock_forward_kernel, "forward", variant, [x], weight, y)
 
 
 def _prepare_backward_input(
@@ -146,16 +138,28 @@ def _prepare_backward_input(
     weight: Rows,
     dx: Rows,
 ) -> Launch:
-    tiles = _split_into_tiles("backward_input", variant, weight.tensor, [x, dy, dx])
-    arguments = (
-        *tiles.arguments_for(x),
-        *tiles.arguments_for(dy),
-        weight.tensor,
-        *tiles.arguments_for(dx),
-        tiles.row_count,
-    )
+    function = kernels.knock_backward_input_kernel
+    return _prepare_rowwise(function, "backward_input", variant, [x, dy], weight, dx)
+
+
+def _prepare_rowwise(
+    function: Any,
+    kernel: Kernel,
+    variant: Variant,
+    inputs: Sequence[Rows],
+    weight: Rows,
+    output: Rows,
+) -> Launch:
+    """Prepare a kernel whose output has the same rows as its inputs."""
+    tiles = _split_into_tiles(kernel, variant, weight.tensor, [*inputs, output])
+    arguments: list[Any] = []
+    for operand in inputs:
+        arguments += tiles.arguments_for(operand)
+    arguments.append(weight.tensor)
+    arguments += tiles.arguments_for(output)
+    arguments.append(tiles.row_count)
     grid = (_count_programs(tiles.row_count, tiles.tiling, weight.tensor.device),)
-    return Launch(kernels.knock_backward_input_kernel, grid, arguments, tiles.options)
+    return Launch(function, grid, arguments, tiles.options)
 
 
 def _prepare_backward_weight(
