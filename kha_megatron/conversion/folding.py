@@ -372,7 +372,7 @@ def _find_obstacle_to_padding(
     facts = HeadFacts(scales_queries=pads_keys)
     for mechanism in folded_model.kha.mechanisms:
         reason = mechanism.unsupported_reason(facts)
-        if reason is not None:
+        if reason:
             return reason
     changed_parameters = set(folded_model.head_tensors) - set(model.head_tensors)
     if changed_parameters:
