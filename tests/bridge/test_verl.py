@@ -5,7 +5,7 @@ tests::
 
     uv pip install --python .venv-bridge/bin/python --no-deps verl==0.9.1
     uv pip install --python .venv-bridge/bin/python ray 'tensordict<=0.10' codetiming
-    make test-bridge ARGS=tests/bridge/test_verl.py
+    .venv-bridge/bin/python -m pytest tests/bridge/test_verl.py
 """
 
 import sys
