@@ -45,6 +45,7 @@ from kha_megatron.hf.modeling_kha import (
     KHAModule,
     Module,
     apply_rotary,
+    apply_rotary_pos_emb,
     pop_cache,
     update_paged_cache,
 )
@@ -558,9 +559,7 @@ class KHABaseAttention(KHAHeads):
             key = self.k_norm(key)
         query = query.transpose(1, 2)
         key = key.transpose(1, 2)
-        query = apply_rotary(query, *position_embeddings)
-        key = apply_rotary(key, *position_embeddings)
-        return query, key
+        return apply_rotary_pos_emb(query, key, *position_embeddings)
 
     def expand_heads(
         self,
@@ -607,12 +606,13 @@ class KHAHeadsAttention(KHABaseAttention, Glm4MoeAttention):
         query = self.q_proj(hidden_states).view(hidden_shape)
         key = self.k_proj(hidden_states).view(hidden_shape)
         value = self.v_proj(hidden_states).view(value_shape)
+        query, key, value = self.knock(query, key, value)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
-            query=self.q_knock(query),
-            key=self.k_knock(key),
-            value=self.v_knock(value),
+            query=query,
+            key=key,
+            value=value,
         )
         query, key = self.normalize_and_rotate(
             query,
@@ -657,12 +657,14 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         value_shape = (*hidden_states.shape[:-1], -1, self.value_features)
         value = self.v_proj(hidden_states).view(value_shape)
+        if self.v_knock is not None:
+            value = self.v_knock(value)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
             query=input_projections[f"{self.mechanism_name}_query"],
             key=input_projections[f"{self.mechanism_name}_key"],
-            value=self.v_knock(value),
+            value=value,
         )
         query, key = self.normalize_and_rotate(
             query,
@@ -731,9 +733,11 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         hidden_shape = (*input_shape, -1, self.head_dim)
         tied_shape = (*input_shape, -1, self.value_features)
         query = self.q_proj(hidden_states).view(hidden_shape)
-        query = self.q_knock(query)
+        if self.q_knock is not None:
+            query = self.q_knock(query)
         tied = self.kv_proj(hidden_states).view(tied_shape)
-        tied = self.v_knock(tied)
+        if self.v_knock is not None:
+            tied = self.v_knock(tied)
         rotary = self.k_rope_proj(hidden_states).unsqueeze(1)
         if self.use_qk_norm:
             query = self.q_norm(query)
@@ -858,7 +862,8 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             rotary_key,
             *position_embeddings,
         )
-        plain_query = self.q_knock(plain_query)
+        if self.q_knock is not None:
+            plain_query = self.q_knock(plain_query)
         query = torch.cat([plain_query, rotary_query], dim=-1)
         latent = self.kv_a_layernorm(latent)
         return query, latent, rotary_key
@@ -897,8 +902,10 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
         heads = expanded.unflatten(-1, (-1, sum(dims)))
         heads = heads.transpose(1, 2)
         plain_key, value = heads.split(dims, dim=-1)
-        plain_key = self.k_knock(plain_key)
-        value = self.v_knock(value)
+        if self.k_knock is not None:
+            plain_key = self.k_knock(plain_key)
+        if self.v_knock is not None:
+            value = self.v_knock(value)
         num_heads = plain_key.shape[1]
         rotary_key = k_rot.expand(-1, num_heads, -1, -1)
         key = torch.cat([plain_key, rotary_key], dim=-1)

@@ -247,14 +247,12 @@ class KHAFoldedKnock(nn.Module):
         return self.down_proj(hidden)
 
 
-def apply_rotary(
+def rotate_features(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
     """Applies RoPE to the first features of each head, depending on the size of `cos`."""
-    cos = cos.unsqueeze(1)
-    sin = sin.unsqueeze(1)
     rotary_dim = cos.shape[-1]
     # Do not use `torch.cat` here. It changes the strides, so fused attention may round differently.
     if rotary_dim == x.shape[-1]:
@@ -263,6 +261,29 @@ def apply_rotary(
     x_pass = x[..., rotary_dim:]
     x_embed = x_rot * cos + rotate_half(x_rot) * sin
     return torch.cat([x_embed, x_pass], dim=-1)
+
+
+def apply_rotary(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> Tensor:
+    """Applies RoPE to queries or keys of shape `(batch_size, num_heads, seq_len, head_dim)`."""
+    return rotate_features(x, cos.unsqueeze(1), sin.unsqueeze(1))
+
+
+def apply_rotary_pos_emb(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Same as `apply_rotary` for queries and keys, with two views less."""
+    cos = cos.unsqueeze(1)
+    sin = sin.unsqueeze(1)
+    query = rotate_features(query, cos, sin)
+    key = rotate_features(key, cos, sin)
+    return query, key
 
 
 # transformers 5.24 renamed `past_key_values` to `cache` in all layers.
@@ -340,7 +361,7 @@ class KHAModule(Module):
         value_dim: int,
     ) -> None:
         """
-        Create `q_knock`, `k_knock` and `v_knock` (`nn.Identity` where KHA is disabled).
+        Create `q_knock`, `k_knock` and `v_knock` (`None` where KHA is disabled).
 
         `value_features` is the number of features that the value projection returns for each head.
         """
@@ -383,10 +404,25 @@ class KHAModule(Module):
         variant: str | None,
         dim: int,
         config: KHAModelConfig,
-    ) -> nn.Module:
+    ) -> nn.Module | None:
         if variant is None:
-            return nn.Identity()
+            return None
         return KHAKnock(variant, dim, config.kha_init)
+
+    def knock(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply KHA to tensors of shape `(..., num_heads, head_dim)`."""
+        if self.q_knock is not None:
+            query = self.q_knock(query)
+        if self.k_knock is not None:
+            key = self.k_knock(key)
+        if self.v_knock is not None:
+            value = self.v_knock(value)
+        return query, key, value
 
     def tp_plan(self) -> dict[str, str]:
         """Tensor-parallel plan for the submodules. `KHAModel` adds it to the config."""
@@ -426,17 +462,14 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         query = self.q_proj(hidden_states).view(hidden_shape)
         key = self.k_proj(hidden_states).view(hidden_shape)
         value = self.v_proj(hidden_states).view(value_shape)
-        query = self.q_knock(query)
-        key = self.k_knock(key)
-        value = self.v_knock(value)
+        query, key, value = self.knock(query, key, value)
         if self.use_qk_norm:
             query = self.q_norm(query)
             key = self.k_norm(key)
         query = query.transpose(1, 2)
         key = key.transpose(1, 2)
         value = value.transpose(1, 2)
-        query = apply_rotary(query, *position_embeddings)
-        key = apply_rotary(key, *position_embeddings)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         key, value = update_paged_cache(

@@ -105,12 +105,13 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         query = query.unflatten(-1, (-1, self.head_dim))
         key = key.unflatten(-1, (-1, self.head_dim))
         value = value.unflatten(-1, (-1, self.value_features))
+        query, key, value = self.knock(query, key, value)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
-            query=self.q_knock(query),
-            key=self.k_knock(key),
-            value=self.v_knock(value),
+            query=query,
+            key=key,
+            value=value,
         )
         if self.use_qk_norm:
             query = self.q_norm(query.contiguous())

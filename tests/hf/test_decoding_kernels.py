@@ -48,6 +48,15 @@ def test_kernels_per_layer_over_stock(name, tmp_path):
     assert sum(differences.values()) == added, differences
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize("settings", [{}, FOLDED | {"kha_value": "mlp"}], ids=["baseline", "mlp"])
+def test_views_per_layer_are_those_of_stock(settings):
+    def build(layers):
+        return make_model(**settings, num_hidden_layers=layers, tie_word_embeddings=True)
+
+    assert count_layer(build, views=True) == count_layer(build_stock, views=True)
+
+
 OTHER_HEADS = {
     "moh": ({"kha_moh": {"share": 0.75}}, FOLDED),
     "talking": ({"kha_talking": {}}, FOLDED),
