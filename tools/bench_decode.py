@@ -2,8 +2,8 @@
 
 The baseline is a stock model with random weights. `kha-megatron convert` makes the others from it.
 `mlp` is a kha model with KHA-MLP on the values, and `mlp-folded` the same with the matrices folded
-into the projections, if `convert fold` supports it. `linear` has linear matrices on q, k and v, and
-`folded` is `linear` with its matrices folded, a stock model again.
+into the projections. `linear` has linear matrices on q, k and v, and `folded` is `linear` with its
+matrices folded, a stock model again.
 
 Each turn generates the given number of tokens greedily for every sequence of the batch. The caches
 `dynamic` and `static` use generate(). With a static cache transformers compiles the model (on a CPU
@@ -18,7 +18,7 @@ import itertools
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from bench import positive
@@ -28,13 +28,14 @@ from transformers import AutoModelForCausalLM, CompileConfig, Qwen3Config, Stati
 
 import kha_megatron.hf  # noqa: F401, registers the architecture
 from kha_megatron.conversion import to_hf
-from kha_megatron.errors import KHAError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.recipes.paper import MODEL_SIZES, VOCAB_SIZE, ModelSize
 
 STEP = "step"
 CACHES = ("dynamic", "static", STEP)
 SMALL = ModelSize(layers=4, hidden=512, ffn=1536)
+TINY = ModelSize(layers=16, hidden=32, ffn=64)
+"""So small that launching operators takes all the time, as in eager decoding on a GPU."""
 BASELINE = "baseline"
 FOLDED = {"folded": "linear", "mlp-folded": "mlp"}
 """Contenders that are made by folding another one."""
@@ -60,23 +61,29 @@ DEFAULTS = {
         "repetitions": 5,
     },
 }
-HEADER = ["batch", "cache", "model", "class", "tokens/s", "time over baseline", "cache bytes"]
-HEADER += ["target"]
+HEADER = ["batch", "cache", "model", "class", "tokens/s", "time over baseline"]
+HEADER += ["weight bytes over baseline", "cache bytes", "target"]
 
 
-class Models(NamedTuple):
-    """Models by contender, and why others are missing."""
-
-    models: dict[str, Any]
-    skipped: dict[str, str]
-
-
-def make_models(args: argparse.Namespace, folder: Path) -> Models:
-    """Save and convert the models in ``folder`` and return them on the device."""
+def make_models(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Save and convert the models in ``folder`` and return them by contender, on the device."""
     dtype = getattr(torch, args.dtype)
-    shape = SMALL
+    heads = {  # of the paper's models
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    }
     vocabulary = 4096
-    if args.shape != "small":
+    if args.shape == "tiny":
+        shape = TINY
+        heads = {
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        }
+    elif args.shape == "small":
+        shape = SMALL
+    else:
         shape = MODEL_SIZES[args.shape]
         vocabulary = VOCAB_SIZE
     config = Qwen3Config(
@@ -84,33 +91,25 @@ def make_models(args: argparse.Namespace, folder: Path) -> Models:
         hidden_size=shape.hidden,
         intermediate_size=shape.ffn,
         num_hidden_layers=shape.layers,
-        num_attention_heads=32,  # of the paper's models
-        num_key_value_heads=4,
-        head_dim=128,
         tie_word_embeddings=True,
+        **heads,
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder / BASELINE)
     for name in {FOLDED.get(model, model) for model in args.models}:
         kha = HeadsConfig.from_preset(f"kha_{name}")
         to_hf.plan_export(folder / BASELINE, upcycle=kha).write(folder / name)
-    skipped = {}
     for name, source in FOLDED.items():
         if name in args.models:
-            try:
-                to_hf.plan_export(folder / source, fold=True).write(folder / name)
-            except KHAError as error:
-                skipped[name] = f"not available: {error}"
+            to_hf.plan_export(folder / source, fold=True).write(folder / name)
     models = {}
     for name in (BASELINE, *args.models):
-        if name in skipped:
-            continue
         model = AutoModelForCausalLM.from_pretrained(folder / name, dtype=dtype)
         for parameter in model.parameters():
             # products with weights in mapped files are up to a tenth slower on a CPU
             parameter.data = parameter.data.clone()
         models[name] = model.eval().to(args.device)
-    return Models(models, skipped)
+    return models
 
 
 def generate(model: Any, prompt: torch.Tensor, new: int, cache: str) -> int:
@@ -184,9 +183,14 @@ class StepDecoder:
         return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.cache.layers)
 
 
-def measure(find: Callable[[], Models], batch: int, cache: str, args: Any) -> dict[str, Any]:
-    """Return tokens per second and cache bytes of every model. ``find`` makes the models once."""
-    models, skipped = find()
+def measure(
+    find_models: Callable[[], dict[str, Any]], batch: int, cache: str, args: Any
+) -> dict[str, Any]:
+    """Return tokens per second, weight bytes and cache bytes of every model.
+
+    ``find_models`` makes the models in its first call.
+    """
+    models = find_models()
     generator = torch.Generator().manual_seed(batch)
     vocabulary = models[BASELINE].config.vocab_size
     prompt = torch.randint(vocabulary, (batch, args.prompt), generator=generator)
@@ -202,6 +206,9 @@ def measure(find: Callable[[], Models], batch: int, cache: str, args: Any) -> di
         else:
             calls[name] = functools.partial(generate, model, prompt, args.new, cache)
             cache_bytes[name] = calls[name]()
+    weight_bytes = {}
+    for name, model in models.items():
+        weight_bytes[name] = sum(parameter.nbytes for parameter in model.parameters())
     device = torch.device(args.device)
     # CUDA graphs are recorded in the first two calls
     times = interleaved(calls, device, repetitions=args.repetitions, warm_up=2)
@@ -211,8 +218,8 @@ def measure(find: Callable[[], Models], batch: int, cache: str, args: Any) -> di
         "classes": {name: type(model).__name__ for name, model in models.items()},
         "tokens_per_second": spreads(times, lambda seconds: batch * args.new / seconds),
         "over_baseline": {name: ratios(t, times[BASELINE]) for name, t in times.items()},
+        "weight_bytes": weight_bytes,
         "cache_bytes": cache_bytes,
-        "skipped": skipped,
     }
 
 
@@ -220,6 +227,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
     lines = []
     for name, speed in result["tokens_per_second"].items():
         ratio = result["over_baseline"][name]
+        weight_bytes = result["weight_bytes"][name] / result["weight_bytes"][BASELINE]
         cache_bytes = result["cache_bytes"][name]
         target = ratio.verdict(AT_MOST[name]) if name in AT_MOST else ""
         if target and cache_bytes != result["cache_bytes"][BASELINE]:
@@ -232,6 +240,7 @@ def rows(result: dict[str, Any]) -> list[list[str]]:
                 result["classes"][name],
                 speed.text(1),
                 ratio.text(4),
+                f"{weight_bytes:.4f}",
                 f"{cache_bytes:,}",
                 target,
             ]
@@ -243,7 +252,7 @@ def options(add: Callable[..., Any]) -> None:
     dense = [name for name, shape in MODEL_SIZES.items() if not shape.experts]
     add(
         "--shape",
-        choices=["small", *dense],
+        choices=["tiny", "small", *dense],
         help="default: dense-1.7b; on a CPU: small",
     )
     add(
@@ -274,7 +283,7 @@ def cells(args: argparse.Namespace, device: torch.device) -> Cells:
     """Yield the name of each batch size and cache, and a function that measures it."""
 
     @functools.cache
-    def models() -> Models:
+    def models() -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="kha-decode-") as folder:
             return make_models(args, Path(folder))
 

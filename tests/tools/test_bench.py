@@ -170,6 +170,11 @@ def test_folded_models_decode_as_the_baseline(tmp_path):
     assert result["over_baseline"].keys() == classes.keys()
     # keys and values of 4 heads in 4 layers, float32; the last token is not run
     assert set(result["cache_bytes"].values()) == {4 * 2 * 4 * 128 * 4 * 2 * (4 + 3 - 1)}
+    weight_bytes = result["weight_bytes"]
+    assert weight_bytes["folded"] == weight_bytes["baseline"]
+    # 4 layers with 3 matrices, or with twice the rows of v_proj
+    assert weight_bytes["mlp"] - weight_bytes["baseline"] == 4 * 3 * 128 * 128 * 4
+    assert weight_bytes["mlp-folded"] - weight_bytes["baseline"] == 4 * 512 * 512 * 4
 
 
 def test_contenders_take_turns_in_changing_order():
