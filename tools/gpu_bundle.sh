@@ -5,16 +5,16 @@
 #   TE=1 tools/gpu_bundle.sh OUT              Transformer Engine as well
 #   ARCH=90 tools/gpu_bundle.sh OUT           Transformer Engine and an NCCL that places several ranks
 #                                             on one GPU, both with code for compute capability 9.0 only
-#   THERE=freeze.txt tools/gpu_bundle.sh OUT  without what that machine has, by its `pip freeze`,
-#                                             and any other name that you add to that file, such as
-#                                             ray, which local runs do not import
+#   THERE=freeze.txt tools/gpu_bundle.sh OUT  without what that machine has, by its `pip freeze`
 #
 # Needs no GPU. PyTorch, Triton and the CUDA libraries are never packed: they belong to that machine
-# and its driver. TE=1 builds Transformer Engine's torch extension against PyTorch $TORCH (2.11.0),
-# which must be that machine's too: g++, the CUDA toolkit's headers ($CUDA_HOME, else
-# /usr/local/cuda) and about twenty minutes of one core, 2 GB of memory for each of MAX_JOBS (1).
-# With TE_WHEELS, the wheels that an earlier TE=1 left in that directory are used again. ARCH needs
-# readelf and strip (binutils), zip and unzip.
+# and its driver. Neither is Ray, which NeMo-Run requires but does not import for local runs.
+#
+# TE=1 builds Transformer Engine's torch extension against PyTorch $TORCH (2.11.0), which must be that
+# machine's too. It needs g++, the CUDA toolkit's headers ($CUDA_HOME, else /usr/local/cuda), about
+# twenty minutes of one core, and 2 GB of memory for each of MAX_JOBS (1). With TE_WHEELS, the wheels
+# that an earlier TE=1 left in that directory are used again. ARCH needs readelf and strip (binutils),
+# zip and unzip.
 #
 # On the GPU machine, with its own Python 3.12, PyTorch and pip:
 #
@@ -47,9 +47,10 @@ git describe --always >"$tree/COMMIT"
 "$uv" build --quiet --wheel --out-dir "$tree/wheelhouse" "$tree"
 
 echo "Collecting the wheels of its dependencies"
+echo "ray ; sys_platform == 'none'" >"$work/without-ray.txt"
 "$uv" pip compile --quiet --no-header --no-annotate --python-version 3.12 \
-  --constraint constraints.txt --extra megatron --extra launch --extra plots --extra test pyproject.toml \
-  >"$work/all.txt"
+  --constraint constraints.txt --override "$work/without-ray.txt" \
+  --extra megatron --extra launch --extra plots --extra test pyproject.toml >"$work/all.txt"
 names() { sed -n 's/^\([A-Za-z0-9._-]*\).*/\1/p' "$1" | tr 'A-Z_.' 'a-z--' | sort -u; }
 grep -vE '^(torch==|triton==|nvidia-|cuda-|transformer-engine)' "$work/all.txt" >"$tree/requirements.txt"
 if [ -n "$there" ]; then
