@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import AutoModel
 from transformers import initialization as init
@@ -91,9 +90,6 @@ class KHAKnock(nn.Module):
     """
     The knocking-heads transformation of queries, keys or values (equations 5-7 and 9 in the paper,
     and Table 2 for the gate). It is the identity at initialization unless `init="random"`.
-
-    Without gradients, KHA-MLP multiplies by `up_proj` and `gate_proj` at once. Their weights are
-    next to each other in memory after the model was loaded or moved, which saves a copy.
     """
 
     def __init__(
@@ -126,100 +122,11 @@ class KHAKnock(nn.Module):
         if self.variant == "gate":
             gate = torch.sigmoid(self.gate_proj(x))
             return 2 * x * gate
-        if not torch.is_grad_enabled() and self._can_skip_modules():
-            return self._forward_stacked(x)
         up = self.up_proj(x)
         gate = self.gate_proj(x)
         up_and_gate = torch.cat([up, gate], dim=-1)
         hidden = F.glu(up_and_gate, dim=-1)
         return self.down_proj(2 * hidden)
-
-    def _can_skip_modules(self) -> bool:
-        """Whether the weights can be used without calling the linear layers."""
-        if torch.compiler.is_compiling():  # The compiler fuses operations by itself.
-            return False
-        for module in (self.up_proj, self.gate_proj, self.down_proj):
-            if type(module) is not HeadSharedLinear:
-                return False  # PEFT and servers replace linear layers
-            weight = module.weight
-            if weight.is_meta or isinstance(weight, DTensor):
-                return False  # offloaded or sharded
-        return True
-
-    def _forward_stacked(self, x: Tensor) -> Tensor:
-        """
-        Same as `forward` with three kernels (four if the weights have to be copied).
-
-        The results can only differ in the order of summation.
-        """
-        head_dim = x.shape[-1]
-        flat = x.reshape(-1, head_dim)
-        stacked = self._stacked_weight()
-        up_and_gate = flat @ stacked.T
-        hidden = F.glu(up_and_gate, dim=-1)
-        down = self.down_proj.weight
-        ignored = down[0]  # because beta is zero
-        output = torch.addmm(
-            ignored,
-            hidden,
-            down.T,
-            beta=0,
-            alpha=2,
-        )
-        return output.view_as(x)
-
-    def _stacked_weight(self) -> Tensor:
-        """Get `up_proj.weight` and `gate_proj.weight` as one tensor (a view if possible)."""
-        up = self.up_proj.weight
-        gate = self.gate_proj.weight
-        up_storage = up.untyped_storage().data_ptr()
-        gate_storage = gate.untyped_storage().data_ptr()
-        end_of_up = up.data_ptr() + up.nbytes
-        is_adjacent = up_storage == gate_storage and gate.data_ptr() == end_of_up
-        if not is_adjacent:
-            return torch.cat([up, gate])
-        features = len(up)
-        stacked_shape = (2 * features, features)
-        return up.as_strided(stacked_shape, (features, 1))
-
-    def stack_weights(self) -> None:
-        """
-        Move `up_proj.weight` and `gate_proj.weight` next to each other in memory.
-
-        Only call this if their memory has just been allocated, because other objects, e.g.
-        optimizers, can have references to it.
-        """
-        if self.variant != "mlp" or not self._can_skip_modules():
-            return
-        up = self.up_proj.weight
-        gate = self.gate_proj.weight
-        is_same_kind = (up.dtype, up.device) == (gate.dtype, gate.device)
-        if torch.is_inference_mode_enabled() or not is_same_kind:
-            return
-        for weight in (up, gate):
-            if weight.untyped_storage().nbytes() != weight.nbytes:
-                return  # part of another tensor, e.g. stacked already
-        features = len(up)
-        stacked = torch.cat([up.data, gate.data])
-        up.data = stacked[:features]
-        gate.data = stacked[features:]
-
-    def _apply(
-        self,
-        fn: Any,
-        recurse: bool = True,
-    ) -> "KHAKnock":
-        # This is called by `.to` and similar methods.
-        if self.variant != "mlp":
-            return super()._apply(fn, recurse)
-        old_weight = self.up_proj.weight
-        old_device = old_weight.device
-        old_dtype = old_weight.dtype
-        super()._apply(fn, recurse)
-        new_weight = self.up_proj.weight
-        if new_weight.device != old_device or new_weight.dtype != old_dtype:
-            self.stack_weights()  # their memory has just been allocated
-        return self
 
 
 class KHAFoldedKnock(nn.Module):
@@ -721,16 +628,6 @@ class KHAPreTrainedModel(Glm4MoePreTrainedModel):
         # class of `config` comes from another copy of `configuration_kha`.
         AutoModel.register(type(config), KHAModel, exist_ok=True)
         super().__init__(config)
-
-    @classmethod
-    @wraps(Glm4MoePreTrainedModel.from_pretrained)
-    def from_pretrained(cls, *args, **kwargs):
-        loaded = super().from_pretrained(*args, **kwargs)
-        model = loaded[0] if isinstance(loaded, tuple) else loaded
-        for module in model.modules():
-            if isinstance(module, KHAKnock):
-                module.stack_weights()
-        return loaded
 
     def _check_config(self, config: KHAModelConfig) -> None:
         """Validate the config. Disables SDPA, FlashAttention etc. if the model needs eager."""

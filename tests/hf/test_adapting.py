@@ -32,9 +32,7 @@ def test_resizing_the_vocabulary_keeps_the_logits(tied, rows, tmp_path):
 @pytest.mark.versions
 def test_lora_trains_and_merges_on_projections_and_shared_matrices(tmp_path):
     peft = pytest.importorskip("peft", reason="needs peft: make setup installs it")
-    # KHA-MLP multiplies by two matrices at once unless they have adapters. With 10 columns, the
-    # CPU's matrix product would round differently.
-    model = make_model(MIXED, head_dim=16)
+    model = make_model(MIXED)
     model.save_pretrained(tmp_path / "base")
     ids = tokens()
     with torch.no_grad():
@@ -82,3 +80,19 @@ def test_lora_trains_and_merges_on_projections_and_shared_matrices(tmp_path):
             rtol=1e-4,
             atol=1e-4,
         )
+
+
+def test_hooks_of_all_matrices_run_without_gradients():
+    model = make_model(MIXED)
+    called = set()
+
+    def record(name):
+        return lambda module, inputs, output: called.add(name)
+
+    matrices = [name for name, _ in model.named_modules() if "_knock." in name]
+    assert len(matrices) == 3 * 5
+    for name in matrices:
+        model.get_submodule(name).register_forward_hook(record(name))
+    with torch.no_grad():
+        model(tokens())
+    assert called == set(matrices)

@@ -68,3 +68,21 @@ def test_an_additional_layer_on_disk_is_reported(tmp_path):
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
     _, info = KHAForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert info["unexpected_keys"] == {"model.layers.46.input_layernorm.weight"}
+
+
+@pytest.mark.versions
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_accelerate_saves_all_tensors(dtype, tmp_path):
+    """Of several tensors in the same memory, it would save only one."""
+    accelerate = pytest.importorskip(
+        "accelerate", reason="needs accelerate: make setup installs it"
+    )
+    make_model({"key": "mlp", "value": "mlp"}).save_pretrained(tmp_path / "first")
+    model = load(tmp_path / "first").to(dtype)
+    addresses = [parameter.untyped_storage().data_ptr() for parameter in model.parameters()]
+    assert len(set(addresses)) == len(addresses)
+    accelerate.Accelerator(cpu=True).save_model(model, tmp_path / "again")
+    stored = load_file(tmp_path / "again" / "model.safetensors")
+    assert stored.keys() == model.state_dict().keys()
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(stored[key], tensor), key
