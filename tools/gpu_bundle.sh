@@ -95,7 +95,7 @@ if [ -n "${TE:-}$arch" ]; then
 fi
 
 prune() { # only libraries with GPU code
-  if readelf -SW "$1" | grep -q '\.nv_fatbin'; then
+  if [[ $(readelf -SW "$1") == *.nv_fatbin* ]]; then
     python3 "$root/tools/prune_cuda.py" "$1" "$arch"
     strip --strip-all "$1"
   fi
