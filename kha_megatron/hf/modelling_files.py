@@ -6,6 +6,7 @@ that the model does not use are left out. The file of a mechanism from outside t
 copied as well.
 """
 
+import hashlib
 import re
 import sys
 from collections.abc import Collection
@@ -32,6 +33,7 @@ _PACKAGE = "kha_megatron"
 _MODELING = "kha_megatron.hf.modeling_kha"
 _ATTENTION = "kha_megatron.hf.attention_kha"
 _REGISTRY = "kha_megatron.hf.mechanisms_kha"
+_CONFIGURATION_FILE = "configuration_kha.py"
 
 
 def write_modelling_files(directory: str | Path, config: Any) -> dict[str, str]:
@@ -58,7 +60,17 @@ def modelling_files(config: Any) -> dict[str, str]:
         first_line = f"# {_describe_origin(module)}"
         code = _IMPORT.sub(_make_relative, source)
         files[file_name] = f"{first_line}\n{code}"
+    # transformers shares a config class between models in directories of the same name if its file
+    # is the same, and then builds all of them with the modeling code of the first one.
+    files[_CONFIGURATION_FILE] += f"# Hash of all modeling files: {_hash_files(files)}\n"
     return files
+
+
+def _hash_files(files: dict[str, str]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(files):
+        digest.update(f"{name}\n{files[name]}".encode())
+    return digest.hexdigest()
 
 
 def _make_relative(absolute_import: re.Match[str]) -> str:

@@ -129,6 +129,44 @@ def test_exported_code_gives_the_same_tied_attention(tmp_path):
     check_stranger(model, directory, result)
 
 
+TWO_MODELS = (
+    HIDE_PACKAGE
+    + """
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+torch.set_num_threads(1)
+for directory in sys.argv[1:]:
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    ids = load_file(directory + "/ids.safetensors")["ids"]
+    with torch.no_grad():
+        save_file({"logits": model(ids).logits}, directory + "/seen.safetensors")
+"""
+)
+
+
+def test_models_in_directories_of_the_same_name_run_their_own_code(tmp_path):
+    """In one process, as with checkpoints of two runs."""
+    models = {}
+    for run in ("plain", "talking"):
+        directory = tmp_path / run / "final"
+        settings = {"kha_talking": {}} if run == "talking" else {}
+        models[directory] = make_model(MIXED, initializer_range=0.5, **settings)
+        models[directory].save_pretrained(directory)
+        save_file({"ids": tokens()}, directory / "ids.safetensors")
+    subprocess.run(
+        [sys.executable, "-c", TWO_MODELS, *models],
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "HF_MODULES_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"},
+    )
+    for directory, model in models.items():
+        with torch.no_grad():
+            expected = model(load_file(directory / "ids.safetensors")["ids"]).logits
+        seen = load_file(directory / "seen.safetensors")["logits"]
+        torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_a_model_saved_by_exported_code_is_complete(stranger):
     model, directory, again, _ = stranger
     names = [{file.name for file in path.glob("*.py")} for path in (again, directory)]
