@@ -114,11 +114,29 @@ class KHAHeads(KHAModule):
             raise ValueError(
                 f"kha_key={config.kha_key!r} is not supported with GTA. Use kha_value."
             )
+        cls.check_own_projections(config)
         facts = head_facts(config)
         for mechanism in build_mechanisms(config):
             reason = mechanism.unsupported_reason(facts)
             if reason:
                 raise ValueError(reason)
+
+    @staticmethod
+    def check_own_projections(config: KHAModelConfig) -> None:
+        """Check that nothing else changes a projection that a mechanism computes on its own."""
+        mechanisms = build_mechanisms(config)
+        for owner in mechanisms:
+            if owner.own_projections and config.attention_bias:
+                raise ValueError(f"The projections of {owner} do not support `attention_bias`.")
+            for projection in owner.own_projections:
+                settings = [mechanism.setting_of(projection) for mechanism in mechanisms]
+                if getattr(config, f"kha_{projection}") is not None:
+                    settings.append(f"kha_{projection}")
+                for setting in filter(None, settings):
+                    raise ValueError(
+                        f"{setting} is not supported with {owner}, because all heads share the "
+                        f"same {projection}. Please remove {setting}."
+                    )
 
     @classmethod
     def requires_eager(cls, config: KHAModelConfig) -> bool:

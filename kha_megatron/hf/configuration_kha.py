@@ -237,7 +237,23 @@ class KHAModelConfig(PreTrainedConfig):
             )
         if self.zero_centered_norms and is_gla:
             raise ValueError("GLA does not support `zero_centered_norms`.")
+        if is_latent and self.num_key_value_heads != self.num_attention_heads:
+            raise ValueError(
+                f"MLA and GLA require num_key_value_heads={self.num_attention_heads}, as many as "
+                f"query heads, got {self.num_key_value_heads}."
+            )
+        self._check_multiple("num_attention_heads", self.num_key_value_heads)
+        if is_gla:
+            self._check_multiple("num_attention_heads", self.kha_latent_heads)
+            self._check_multiple("kv_lora_rank", self.kha_latent_heads)
+        if self.kha_attention == "gta":
+            self._check_multiple("head_dim", 4)  # RoPE rotates pairs of the first half
         self._check_folding()
+
+    def _check_multiple(self, name: str, divisor: int | None) -> None:
+        value = getattr(self, name)
+        if not divisor or value % divisor:
+            raise ValueError(f"`{name}` must be a multiple of {divisor}, got {value}.")
 
     def _check_folding(self) -> None:
         if self.kha_folded is None:
@@ -267,8 +283,18 @@ class KHAModelConfig(PreTrainedConfig):
             raise ValueError(
                 f"Invalid `mlp_layer_types` for a model with {layers} layers: {mlp_types}."
             )
+        if "sparse" not in mlp_types:
+            return
+        if self.moe_intermediate_size < 1:
+            raise ValueError("Models with experts require `moe_intermediate_size`.")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"`num_experts_per_tok` must be between 1 and num_experts={self.num_experts}, got "
+                f"{self.num_experts_per_tok}."
+            )
         if self.n_group == 1:
             return
+        self._check_multiple("num_experts", self.n_group)
         group_size = self.num_experts // self.n_group
         minimum = self.topk_group
         maximum = self.topk_group * group_size

@@ -5,6 +5,7 @@ import pytest
 from tests.hf.conftest import LATENT, MOE, ROUTED, make_config, make_model
 
 GTA = {"kha_attention": "gta", "head_dim": 12}
+COLLABORATIVE = {"kha_collaborative": {"dim": 14}}
 GROUPS = MOE | {"num_experts": 6, "n_group": 3, "topk_group": 2}
 
 
@@ -44,6 +45,26 @@ GROUPS = MOE | {"num_experts": 6, "n_group": 3, "topk_group": 2}
         ({"kha_unknown": {}}, "Unknown fields kha_unknown"),
         (LATENT | {"kha_moh": ROUTED}, "moh"),
         ({"kha_collaborative": {"dim": 8}}, r"collaborative.dim \(8\) must be"),
+        (COLLABORATIVE | {"kha_query": "mlp"}, "^kha_query is not supported with collaborative"),
+        (
+            COLLABORATIVE | {"kha_gate": {"key": "element"}},
+            "^gate.key is not supported with collaborative",
+        ),
+        (COLLABORATIVE | {"attention_bias": True}, "do not support `attention_bias`"),
+        ({"num_key_value_heads": 4}, "`num_attention_heads` must be a multiple of 4, got 6"),
+        (LATENT | {"num_key_value_heads": 3}, "require num_key_value_heads=6.*got 3"),
+        (
+            LATENT | {"kha_attention": "gla", "kha_latent_heads": 4},
+            "`num_attention_heads` must be a multiple of 4, got 6",
+        ),
+        (
+            LATENT | {"kha_attention": "gla", "kv_lora_rank": 9},
+            "`kv_lora_rank` must be a multiple of 2, got 9",
+        ),
+        (GTA | {"head_dim": 10}, "`head_dim` must be a multiple of 4, got 10"),
+        (MOE | {"num_experts_per_tok": 6}, "between 1 and num_experts=5, got 6"),
+        (MOE | {"moe_intermediate_size": 0}, "require `moe_intermediate_size`"),
+        (GROUPS | {"num_experts": 7}, "`num_experts` must be a multiple of 3, got 7"),
     ],
 )
 def test_contradictory_settings_are_refused(settings, message):
