@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig
 
 from kha_megatron.conversion.hf_families import FAMILIES, PUBLISHED_GATED_ATTENTION, Family
@@ -365,7 +366,13 @@ def to_hf_config(model: ModelConfig, model_type: str) -> PreTrainedConfig:
         config = _build_config(model, model_type)
         raw = json.loads(config.to_json_string())
         reparsed = from_hf_config(raw | names_in_transformers_4(raw))
-    except (CheckpointError, ArithmeticError, TypeError, ValueError) as error:
+    except (
+        CheckpointError,
+        ArithmeticError,
+        TypeError,
+        ValueError,
+        StrictDataclassError,  # raised by configs of transformers
+    ) as error:
         raise CheckpointError(
             f"The model cannot be exported as {model_type}: {in_one_line(error)}"
         ) from error

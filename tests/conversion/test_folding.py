@@ -350,6 +350,22 @@ def test_what_cannot_be_folded(tmp_path, capsys):
         to_hf.plan_export(tmp_path / "stock", fold=True)
 
 
+def test_architectures_that_refuse_a_config_are_skipped(tmp_path):
+    """transformers refuses a Llama config if the hidden size is no multiple of the heads."""
+    sizes = {"hidden_size": 40, "num_attention_heads": 6, "num_key_value_heads": 3}
+    config = KHAModelConfig(**SIZES | sizes, kha_query="linear", use_qk_norm=False)
+    model = make(config)
+    model.save_pretrained(tmp_path / "kha")
+    with pytest.raises(CheckpointError, match="cannot be exported as llama: .*hidden size"):
+        to_hf.plan_export(tmp_path / "kha", fold=True, architecture="llama")
+    to_hf.plan_export(tmp_path / "kha", fold=True).write(tmp_path / "folded")
+    folded = load(tmp_path / "folded")
+    assert folded.config.model_type != "kha"
+    with torch.no_grad():
+        expected = model(tokens()).logits
+        torch.testing.assert_close(folded(tokens()).logits, expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["quickstart", "output gate"])
 def test_the_card_counts_folded_parameters(folders, name):
     config, kha_folded = CASES[name]
