@@ -356,7 +356,7 @@ def test_architectures_that_refuse_a_config_are_skipped(tmp_path):
     config = KHAModelConfig(**SIZES | sizes, kha_query="linear", use_qk_norm=False)
     model = make(config)
     model.save_pretrained(tmp_path / "kha")
-    with pytest.raises(CheckpointError, match="cannot be exported as llama: .*hidden size"):
+    with pytest.raises(CheckpointError, match=r"cannot be exported as llama: .*hidden size"):
         to_hf.plan_export(tmp_path / "kha", fold=True, architecture="llama")
     to_hf.plan_export(tmp_path / "kha", fold=True).write(tmp_path / "folded")
     folded = load(tmp_path / "folded")
