@@ -69,7 +69,7 @@ def from_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
                 arguments[name] = deepcopy(value)  # transformers modifies its arguments
         config = family.config_class(**arguments)
         check_fields(family, raw, config)
-        return _to_model_config(family, config)
+        model = _to_model_config(family, config)
     except KHAError:
         raise
     except Exception as error:  # bad types can raise almost anything
@@ -77,6 +77,9 @@ def from_hf_config(raw: Mapping[str, Any]) -> ModelConfig:
             f"config.json is not a valid {family.config_class.__name__} ({type(error).__name__}: "
             f"{in_one_line(error)})."
         ) from error
+    if model.kha.own_projections and model.add_qkv_bias:
+        raise CheckpointError(f"The projections of {model.kha} do not support attention_bias=True.")
+    return model
 
 
 def _check_sizes(family: Family, raw: Mapping[str, Any]) -> None:

@@ -432,6 +432,10 @@ def check_config(
             f"--qk-clip does not support {kha}, because it requires the rows of Megatron's QKV "
             "weight and linear matrices. Remove --qk-clip."
         )
+    if kha.own_projections and (config.add_bias_linear or config.add_qkv_bias):
+        raise ConfigError(
+            f"The projections of {kha} have no biases. Remove --add-qkv-bias and --add-bias-linear."
+        )
     if kha.attention == "gla" and config.qk_layernorm and config.normalization != "RMSNorm":
         raise ConfigError(
             f"attention=gla does not support normalization={config.normalization}. Use RMSNorm."

@@ -211,11 +211,6 @@ class ModelConfig:
         object.__setattr__(self, "kha", kha)
         object.__setattr__(self, "attention_output_gate", has_stock_gate)
         kha.check(self.head_facts)
-        if kha.own_projections and (self.add_bias_linear or self.add_qkv_bias):
-            raise ConfigError(
-                f"The projections of {kha} have no biases. Remove --add-qkv-bias and "
-                "--add-bias-linear, or attention_bias from config.json."
-            )
 
     def _check_layer_frequency(self) -> None:
         frequency = self.moe_layer_freq

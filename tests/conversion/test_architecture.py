@@ -37,7 +37,11 @@ YARN = PLAIN_ROPE | {"rotary_scaling_factor": 4.0, "mscale_all_dim": 1.0}
 @pytest.mark.parametrize(
     ("changes", "heads", "message"),
     [
-        ({"rotary_percent": 1.0}, {"attention": "gta"}, "partial_rotary_factor must be 0.5 .*1.0"),
+        (
+            {"rotary_percent": 1.0, "kv_channels": 8},
+            {"attention": "gta"},
+            "partial_rotary_factor must be 0.5 .*1.0",
+        ),
         (SCALED_HYBRID, {}, "use_rope_scaling=True.*stock hybrid models ignore it"),
         ({}, {"attention": "gla"}, "multi-latent-attention"),
         (LATENT, {"value": "mlp"}, "supports only linear KHA, got value=mlp"),

@@ -17,8 +17,9 @@ from kha_megatron.conversion.hf_configs import (
 from kha_megatron.errors import CheckpointError
 from kha_megatron.heads import Gate
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.hf import KHAModelConfig
 from kha_megatron.model.megatron import model_from_checkpoint, to_arguments
-from tests.conversion.models import CONFIGS, YARN, edit_config, edit_tensors, make
+from tests.conversion.models import CONFIGS, SIZES, YARN, edit_config, edit_tensors, make
 
 REFUSED = {
     "qwen3": {
@@ -241,3 +242,9 @@ def test_quantised_tensors_are_refused(tmp_path):
             CheckpointError, match=r"model\.norm\.weight has unsupported dtype torch\.float8_e4m3fn"
         ):
             plan(tmp_path / "hf")
+
+
+def test_biases_with_collaborative_heads_are_refused():
+    config = KHAModelConfig(**SIZES, attention_bias=True, kha_collaborative={"dim": 16})
+    with pytest.raises(CheckpointError, match="collaborative.* do not support attention_bias=True"):
+        from_hf_config(json.loads(config.to_json_string()))
