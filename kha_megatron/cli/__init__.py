@@ -1,5 +1,6 @@
 """The ``kha-megatron`` command line."""
 
+import os
 import sys
 
 import typer
@@ -51,6 +52,12 @@ app.command()(spikes)
 app.command()(generate)
 
 
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+"""Variables of another job, if a command is started by one of its ranks."""
+
+
 def main() -> None:
     """Entry point of the ``kha-megatron`` script."""
+    for name in _RANK_VARIABLES:
+        os.environ.pop(name, None)
     sys.exit(run_app(app))

@@ -24,7 +24,7 @@ def check_with_megatron(job: Job) -> None:
     """
     if job.recipe.entry != _TRAINING:
         return
-    if find_spec("torch") is None or find_spec("megatron.training") is None:
+    if not _has_megatron():
         announce("Megatron is not installed here. Its arguments are checked when the job starts.")
         return
     first_argument = job.command.index(_TRAINING) + 1
@@ -39,6 +39,12 @@ def check_with_megatron(job: Job) -> None:
     if exit_code == 2 and not is_in_container:
         raise ConfigError(mistake)
     announce(f"WARNING: Megatron's check of the arguments failed: {mistake}")
+
+
+def _has_megatron() -> bool:
+    # find_spec raises ModuleNotFoundError if the parent of a module is missing
+    modules = ("torch", "megatron", "megatron.training")
+    return all(find_spec(module) is not None for module in modules)
 
 
 def _run_check(words: list[str], environment: dict[str, str]) -> tuple[int, str]:

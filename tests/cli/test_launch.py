@@ -121,6 +121,53 @@ def test_misspelled_argument_is_refused(mode, nemorun_home, tmp_path, request): 
     assert not (tmp_path / "run").exists()
 
 
+WITHOUT_MEGATRON = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] == "megatron":
+            return None
+        return super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+from kha_megatron.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("mode", [["--dry-run"], ["--executor=slurm", "--time=01:00:00"]])
+def test_megatron_is_not_needed_to_prepare_a_job(mode, nemorun_home, tmp_path):  # noqa: F811
+    words = ["launch", "laptop/dense", "--output", str(tmp_path / "run"), *mode]
+    words += ["--", "--mock-data", "--trian-iters", "5"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MEGATRON, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Megatron is not installed here. Its arguments are checked when the job" in done.stderr
+    if "--dry-run" in mode:
+        assert done.returncode == 0, done.stderr
+        assert "--trian-iters 5" in done.stdout
+    else:
+        assert "Could not submit the job to Slurm" in done.stderr
+
+
+@pytest.mark.usefixtures("nemorun_home")
+def test_variables_of_another_job_are_ignored(request, monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "x")
+    kha_megatron = request.getfixturevalue("run")
+    words = ["launch", "laptop/dense", "--nproc", "2", "--dry-run"]
+    code, _, stderr = kha_megatron(*words)
+    assert code == 0, stderr
+    assert "No training data given" in stderr  # printed by the first rank only
+    assert "WARNING" not in stderr
+
+
 @pytest.mark.usefixtures("forked_megatron_check")
 def test_missing_scheduler_exits_with_1(nemorun_home, tmp_path):  # noqa: F811
     words = ["--account", "a", "--time", "01:00:00", "--output", str(tmp_path / "out"), "--json"]
