@@ -178,6 +178,7 @@ def build_setup(run: Run) -> Setup:
         batch=batch,
         precision=_get_precision(run),
         recompute=_get_recompute(run),
+        gradient_size=_get_gradient_size(run),
         distributed_optimizer=training.use_distributed_optimizer,
     )
 
@@ -190,11 +191,38 @@ def _get_precision(run: Run) -> Precision:
     return "fp16" if run.training.fp16 else "fp32"
 
 
+def _get_gradient_size(run: Run) -> int:
+    """Return the bytes per gradient, see ``validate_args`` in Megatron.
+
+    Gradients are accumulated in float32 by default, except with ``--fp16``.
+    """
+    training = run.training
+    if training.bf16:
+        has_bf16_main_gradients = run.arguments.get("--main-grads-dtype") == ("bf16",)
+        is_half = "--grad-reduce-in-bf16" in run.arguments or has_bf16_main_gradients
+    else:
+        is_half = training.fp16 and "--accumulate-allreduce-grads-in-fp32" not in run.arguments
+    return 2 if is_half else 4
+
+
 def _get_recompute(run: Run) -> Recompute:
     granularity = run.training.recompute_granularity
-    if granularity != "selective":
-        return granularity or "none"
+    if "--recompute-activations" in run.arguments:
+        granularity = "selective"
+    if granularity == "full":
+        _check_recomputes_single_layers(run)
+        return "full"
     modules = run.arguments.get("--recompute-modules", (_CORE_ATTENTION,))
-    if _CORE_ATTENTION in modules:
+    if granularity == "selective" and _CORE_ATTENTION in modules:
         return "selective"
     return "none"
+
+
+def _check_recomputes_single_layers(run: Run) -> None:
+    """Raise ConfigError unless all layers are recomputed one at a time."""
+    for flag, modelled in (("--recompute-method", "uniform"), ("--recompute-num-layers", "1")):
+        value = " ".join(run.arguments.get(flag, (modelled,)))
+        if value != modelled:
+            raise ConfigError(
+                f"Cannot estimate the memory of {flag} {value}, only of {_RECOMPUTE_FLAGS['full']}."
+            )

@@ -6,9 +6,12 @@ Bytes per parameter:
 precision   weight  gradient  Adam (sharded with ZeRO-1)
 ==========  ======  ========  ==========================
 fp32        4       4         8
-bf16, fp16  2       4         12
-fp8         2 + 2   4         12
+bf16, fp16  2       4 or 2    12
+fp8         2 + 2   4 or 2    12
 ==========  ======  ========  ==========================
+
+Gradients take 2 bytes with ``--fp16`` (unless they are accumulated in float32) and with
+``--grad-reduce-in-bf16``.
 
 For activations, we extend section 4 of https://arxiv.org/abs/2205.05198 to GQA, gated MLPs and MoE.
 This assumes Transformer Engine with flash attention, no dropout, and balanced experts. Temporary
@@ -16,13 +19,14 @@ buffers, fragmentation and the CUDA context are not included, so leave some head
 other than those of KHA have not been compared with real models yet.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice, repeat
 from typing import NamedTuple
 
+from kha_megatron.model.layout import Layout
 from kha_megatron.plan.rank import Precision, Rank
 
-_GRADIENT_SIZE = 4
-"""Bytes per gradient: Megatron accumulates gradients in float32 (see the table above)."""
 _FP8_COPIES_SIZE = 2
 """Bytes per weight of a linear layer, in addition to the weight itself."""
 _FP8_SIZE = 1
@@ -105,7 +109,7 @@ def _estimate_part(
     local_states = dense / dense_ranks + experts / expert_ranks
     return Memory(
         weights=weights,
-        gradients=_GRADIENT_SIZE * parameters,
+        gradients=setup.gradient_size * parameters,
         optimizer=_optimizer_size(setup.precision) * local_states,
         activations=activations,
     )
@@ -119,48 +123,49 @@ def _optimizer_size(precision: Precision) -> int:
     return moments_size + _FP32_SIZE
 
 
-def count_in_flight(
-    pp: int,
-    vpp: int | None,
-    microbatches: int,
-    stage: int,
-) -> int:
+def count_in_flight(layout: Layout, microbatches: int, stage: int) -> int:
     """Count the forward passes of (virtual) stages whose backward pass has not started yet.
 
     This is the maximum on a pipeline rank. Megatron runs this many minus one as warmup, see
     ``get_pp_rank_microbatches``.
     """
-    later_stages = pp - stage - 1
-    if not vpp:
+    later_stages = layout.pp - stage - 1
+    if not layout.vpp:
         warm_up = later_stages
         return min(microbatches, warm_up + 1)
-    later_virtual_stages = vpp - 1
-    warm_up = 2 * later_stages + later_virtual_stages * pp
-    forward_passes = microbatches * vpp
+    later_virtual_stages = layout.vpp - 1
+    warm_up = 2 * later_stages + later_virtual_stages * _microbatch_group(layout)
+    forward_passes = microbatches * layout.vpp
     return min(forward_passes, warm_up + 1)
+
+
+def _microbatch_group(layout: Layout) -> int:
+    """Return how many microbatches a virtual stage processes before the next one runs."""
+    return layout.microbatch_group or layout.pp
+
+
+def order_forward_passes(layout: Layout, microbatches: int) -> Iterator[int]:
+    """Yield the virtual stage of each forward pass on a rank, see ``get_schedule_table``."""
+    group = _microbatch_group(layout)
+    for first_microbatch in range(0, microbatches, group):
+        remaining_microbatches = microbatches - first_microbatch
+        for virtual_stage in range(layout.vpp or 1):
+            yield from repeat(virtual_stage, min(group, remaining_microbatches))
 
 
 def _list_layers_in_flight(rank: Rank) -> list[int]:
     """Return the layers of all forward passes in flight.
 
-    A layer occurs once for each microbatch whose activations are in memory. In the interleaved
-    schedule, a virtual stage processes ``pp`` microbatches before the next virtual stage runs. For
-    example, the first of two ranks with the virtual stages ``[[0], [2]]`` has up to five forward
-    passes in flight: two in layer 0, two in layer 2, and again one in layer 0.
+    A layer occurs once for each microbatch whose activations are in memory. For example, the first
+    of two ranks with the virtual stages ``[[0], [2]]`` has up to five forward passes in flight: two
+    in layer 0, two in layer 2, and again one in layer 0.
     """
-    layout = rank.layout
-    in_flight = count_in_flight(
-        pp=layout.pp,
-        vpp=layout.vpp,
-        microbatches=rank.microbatches,
-        stage=rank.stage,
-    )
-    virtual_stages = rank.virtual_stages  # only one without interleaving
+    microbatches = rank.microbatches
+    in_flight = count_in_flight(rank.layout, microbatches, rank.stage)
+    forward_passes = order_forward_passes(rank.layout, microbatches)
     layers = []
-    for forward_pass in range(in_flight):
-        microbatch_group = forward_pass // layout.pp
-        virtual_stage = microbatch_group % len(virtual_stages)
-        layers += virtual_stages[virtual_stage]
+    for virtual_stage in islice(forward_passes, in_flight):
+        layers += rank.virtual_stages[virtual_stage]
     return layers
 
 

@@ -22,6 +22,8 @@ class Setup:
     batch: Batch
     precision: Precision = "bf16"
     recompute: Recompute = "none"
+    gradient_size: int = 4
+    """Bytes per gradient."""
     distributed_optimizer: bool = True
 
     @property

@@ -139,9 +139,54 @@ def test_a_recipe_that_cannot_be_counted_is_refused():
             estimate(name, "--tensor-model-parallel-size 2")
 
 
-def test_half_precisions_need_the_same_memory():
-    setup = build_setup(get_recipe("dense-0.6b").run)
-    half = estimate("dense-0.6b", "--fp16")
-    assert half.setup == replace(setup, precision="fp16")
-    assert half.total_memory == estimate("dense-0.6b").total_memory
-    assert build_setup(get_recipe("dense-0.6b").run.updated(bf16=False)).precision == "fp32"
+def test_half_precisions_differ_in_their_gradients():
+    """Megatron accumulates gradients of fp16 in fp16, see ``validate_args``."""
+    bf16 = estimate("dense-0.6b")
+    fp16 = estimate("dense-0.6b", "--fp16")
+    assert fp16.setup == replace(bf16.setup, precision="fp16", gradient_size=2)
+    assert bf16.memory == replace(fp16.memory, gradients=2 * fp16.memory.gradients)
+    for words, size in (
+        ("--fp16 --accumulate-allreduce-grads-in-fp32", 4),
+        ("--grad-reduce-in-bf16", 2),
+        ("--main-grads-dtype bf16", 2),
+        ("--main-grads-dtype fp32", 4),
+        ("--fp8-format hybrid", 4),
+    ):
+        assert estimate("dense-0.6b", words).setup.gradient_size == size, words
+    single = get_recipe("dense-0.6b").run.updated(["--grad-reduce-in-bf16"], bf16=False)
+    assert build_setup(single).precision == "fp32"
+    assert build_setup(single).gradient_size == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "recompute"),
+    [
+        ("--recompute-activations", "selective"),
+        ("--recompute-activations --recompute-granularity full", "selective"),
+        ("--recompute-granularity selective --recompute-modules mlp", "none"),
+        (
+            "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+            "full",
+        ),
+        ("--recompute-granularity full --recompute-method block", "--recompute-method block"),
+        ("--recompute-granularity full --recompute-num-layers 6", "--recompute-num-layers 6"),
+    ],
+)
+def test_only_modelled_recomputation_is_estimated(words, recompute):
+    if recompute.startswith("--"):
+        with pytest.raises(ConfigError, match=f"Cannot estimate the memory of {recompute}, only"):
+            estimate("dense-0.6b", words)
+    else:
+        assert estimate("dense-0.6b", words).setup.recompute == recompute
+
+
+def test_microbatch_groups_of_virtual_stages_need_memory():
+    words = "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 3"
+    default = estimate("dense-3.9b", words)
+    equal = estimate("dense-3.9b", f"{words} --microbatch-group-size-per-virtual-pipeline-stage 4")
+    larger = estimate(
+        "dense-3.9b", f"{words} --microbatch-group-size-per-virtual-pipeline-stage 16"
+    )
+    assert equal.memory == default.memory
+    kha_activations = larger.kha_memory.activations / default.kha_memory.activations
+    assert kha_activations == pytest.approx(39 / 15)  # forward passes in flight

@@ -23,6 +23,7 @@ from kha_megatron.plan.memory import (
     count_in_flight,
     estimate_kha_activations,
     estimate_memory,
+    order_forward_passes,
 )
 from kha_megatron.plan.rank import Rank, Setup
 from tests.plan.built import EXPERTS, MIXED, OTHERS, built
@@ -326,16 +327,45 @@ def test_what_autograd_keeps_for_attention(ranks, kha, overrides):
     assert found == planned
 
 
+class Pipeline:
+    """What Megatron's schedule reads of a ``P2PCommunicator`` and its process group."""
+
+    def __init__(self, layout, stage):
+        self.virtual_pipeline_model_parallel_size = layout.vpp
+        self.pp_group = self
+        self.size = lambda: layout.pp
+        self.rank = lambda: stage
+
+
 @pytest.mark.parametrize(
-    ("pp", "vpp", "stage", "microbatches", "expected"),
+    ("pp", "vpp", "group", "microbatches", "expected"),
     [
-        (1, None, 0, 8, 1),
-        (4, None, 0, 8, 4),
-        (4, None, 3, 8, 1),
-        (4, None, 0, 2, 2),
-        (4, 3, 0, 8, 15),  # Korthikanti: 1 + (p - 1) / (p v) times p v passes
-        (4, 3, 3, 8, 9),
+        (4, None, None, 8, 4),
+        (4, None, None, 2, 2),
+        (4, 3, None, 8, 15),  # Korthikanti: 1 + (p - 1) / (p v) times p v passes
+        (4, 3, 16, 32, 39),
+        (4, 3, 16, 24, 39),  # the second group is shorter
+        (4, 3, 16, 4, 12),  # and so is the only one
     ],
 )
-def test_passes_in_flight(pp, vpp, stage, microbatches, expected):
-    assert count_in_flight(pp, vpp, microbatches, stage) == expected
+def test_passes_in_flight_are_those_of_megatron(pp, vpp, group, microbatches, expected):
+    from megatron.core.pipeline_parallel import schedules
+
+    layout = Layout(pp=pp, vpp=vpp, microbatch_group=group)
+    assert count_in_flight(layout, microbatches, 0) == expected
+    chunks = vpp or 1
+    for stage in range(pp):
+        _, _, warm_up, remaining = schedules.get_pp_rank_microbatches(
+            microbatches,
+            chunks,
+            group or pp,
+            p2p_communicator=Pipeline(layout, stage),
+        )
+        in_flight = warm_up + min(remaining, 1)
+        assert count_in_flight(layout, microbatches, stage) == in_flight
+    table = schedules.get_schedule_table(microbatches, chunks, group or pp)
+    assert list(order_forward_passes(layout, microbatches)) == [chunk for _, chunk in table]
+
+
+def test_a_single_stage_has_one_pass_in_flight():
+    assert count_in_flight(Layout(), 8, 0) == 1
