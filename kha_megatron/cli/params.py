@@ -10,6 +10,7 @@ from rich.table import Table
 from kha_megatron import recipes
 from kha_megatron.cli import console
 from kha_megatron.cli.options import AsJSON, HeadsFrom, MegatronArguments, RecipeName
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.plan.counts import (
@@ -20,7 +21,9 @@ from kha_megatron.plan.counts import (
     count_model,
     format_like_paper,
     get_countable_model,
+    get_sequence_length,
 )
+from kha_megatron.recipes import Recipe
 
 
 def params(
@@ -42,14 +45,13 @@ def params(
     """
     original = recipes.get_recipe(recipe)
     chosen = original.updated(megatron or [])
-    model = get_countable_model(chosen.run.model)
-    original_model = get_countable_model(original.run.model)
+    model = get_countable_model(chosen.run.model, chosen.run.arguments)
     counts = count_model(model)
     counts_without_kha = count_model(model.without_heads())
-    flops = compute_flops(model, chosen.run.arguments["seq_length"])
+    flops = compute_flops(model, get_sequence_length(chosen.run.arguments))
     kha_share = flops.share_of_layers
     # arguments after -- can change the size of the recipe's model, but not that of the paper's
-    has_paper_size = counts_without_kha == count_model(original_model.without_heads())
+    has_paper_size = counts_without_kha == _count_without_kha(original)
     paper_counts = {}
     if has_paper_size:
         paper_counts = _compare_with_paper(chosen.paper, counts)
@@ -80,6 +82,15 @@ def params(
         console.out.print(f"FLOPs: KHA adds {kha_share:.2%} to the layers{remark}")
     if chosen.note:
         console.out.print(f"Note: {chosen.note}", markup=False)
+
+
+def _count_without_kha(recipe: Recipe) -> Counts | None:
+    """Count the model of a recipe without its head mechanisms. None if that is not possible."""
+    try:
+        model = get_countable_model(recipe.run.model, recipe.run.arguments)
+    except ConfigError:
+        return None
+    return count_model(model.without_heads())
 
 
 def _folds_away(kha: HeadsConfig) -> bool:
@@ -165,8 +176,8 @@ def count_flops(
       kha-megatron flops equation12
     """
     chosen = recipes.get_recipe(recipe).updated(megatron or [])
-    model = get_countable_model(chosen.run.model)
-    length = seq or chosen.run.arguments["seq_length"]
+    model = get_countable_model(chosen.run.model, chosen.run.arguments)
+    length = seq or get_sequence_length(chosen.run.arguments)
     flops = compute_flops(model, length)
     if as_json:
         terms = asdict(flops)

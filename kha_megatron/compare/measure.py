@@ -21,6 +21,7 @@ from kha_megatron.plan.counts import (
     compute_flops,
     count_model,
     get_countable_model,
+    get_sequence_length,
 )
 
 Entry = dict[str, Any]
@@ -54,10 +55,10 @@ def compute_cost(
     if model is not None:
         unfused = run.kha.unfused_reason(model.head_sizes)
     try:
-        model = get_countable_model(model)
+        model = get_countable_model(model, run.arguments)
+        length = get_sequence_length(run.arguments)
     except ConfigError as error:
         return {"unfused": unfused, "uncounted": str(error)}
-    length = run.arguments["seq_length"]
     counts = count_model(model)
     flops = compute_flops(model, length)
     skippable = flops.skippable_projections + flops.skippable_scores

@@ -10,6 +10,7 @@ padding rows of the QKV projection.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
+from typing import Any
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Costs, Projection
@@ -26,6 +27,7 @@ class Attention:
     """Size and cost of one attention layer, excluding KHA."""
 
     weights: int  # of linear layers; each one is a multiply-add per token
+    biases: int  # of the QKV projection
     norms: int  # parameters of norms
     pair_multiply_adds: int  # per query-key pair, in the scores and the weighted sum of values
     cache: int  # KV cache elements per token
@@ -60,11 +62,13 @@ def count_attention(model: ModelConfig) -> Attention:
         normed_key_dim = replacing_rows.get("key", head_dim)
         normed_dims = normed_query_dim + normed_key_dim
         norms = normed_dims * model.norm_parameters
-    input_weights = model.hidden_size * sum(rows.values())
+    input_rows = sum(rows.values())
+    input_weights = model.hidden_size * input_rows
     output_weights = model.hidden_size * query_rows
     cached_keys = rows["key"] + replacing_rows.get("key", 0)
     return Attention(
         weights=input_weights + output_weights,
+        biases=input_rows if model.add_qkv_bias else 0,
         norms=norms,
         pair_multiply_adds=2 * query_rows,
         cache=cached_keys + rows["value"],
@@ -112,6 +116,7 @@ def count_latent_attention(model: ModelConfig) -> Attention:
         norms = normed_dims * model.norm_parameters
     return Attention(
         weights=query_weights + kv_down_weights + kv_up_weights + output_weights,
+        biases=0,  # --add-qkv-bias has no effect
         norms=norms,
         pair_multiply_adds=heads * (query_dim + value_dim),
         cache=cached_dim,
@@ -160,7 +165,8 @@ def count_parameters(
     kha = kha_rows + len(layers) * kha_tensors_of_layer
 
     moe_layers = _count_moe_layers(model, layers)
-    dense = local_linear + kha
+    biases = len(layers) * count_attention(model).biases
+    dense = local_linear + biases // layout.tp + kha
     dense += moe_layers * _count_router_weights(model)
     dense += _count_norms(
         model,
@@ -202,7 +208,10 @@ def _count_expert_weights(model: ModelConfig, layers: Sequence[int]) -> int:
 
 
 def _count_router_weights(model: ModelConfig) -> int:
-    return model.experts * model.hidden_size
+    """Count the weights of the router and of the gate of the shared experts."""
+    has_gate = model.moe_shared_expert_gate and model.shared_width
+    outputs = model.experts + 1 if has_gate else model.experts
+    return outputs * model.hidden_size
 
 
 def _count_mtp_projection(model: ModelConfig) -> int:
@@ -238,10 +247,11 @@ def _count_kha_rows(model: ModelConfig, tp: int) -> int:
     """Count the parameters that KHA adds to the QKV projection of one layer, including padding."""
     sizes = model.head_sizes
     padding_rows = count_padding_rows(model)
-    parameters = model.hidden_size * padding_rows
+    weights = model.hidden_size * padding_rows
     for rows in model.kha.rows(sizes):
-        parameters += rows.size(sizes)
-    return parameters // tp
+        weights += rows.size(sizes)
+    biases = weights // model.hidden_size if model.add_qkv_bias else 0
+    return (weights + biases) // tp
 
 
 def _count_kha_tensors(model: ModelConfig, tp: int) -> int:
@@ -351,17 +361,51 @@ class Flops:
         return self.kha / self.attention
 
 
-def get_countable_model(model: ModelConfig | None) -> ModelConfig:
-    """Make sure that this module supports the model. Raises ConfigError if it does not."""
+_ARGUMENTS_NOT_COUNTED: Mapping[str, tuple[str, ...]] = {
+    "--experimental-attention-variant": (),
+    "--moe-latent-size": (),
+    "--mtp-use-repeated-layer": (),
+    "--softmax-type": ("vanilla", "off-by-one"),
+}
+"""Arguments that change the number of parameters, and their values that do not."""
+_UNCOUNTED_POSITIONS = "learned_absolute"
+
+
+def get_countable_model(model: ModelConfig | None, arguments: Mapping[str, Any]) -> ModelConfig:
+    """Make sure that this module supports the model. Raises ConfigError if it does not.
+
+    Args:
+        arguments: Megatron's arguments, by name or, if we do not know them, by flag.
+    """
     if model is None:
         raise ConfigError("Cannot count the parameters of a model without --num-layers.")
     if model.num_layers is None:
         raise ConfigError(
             "Cannot count a model with other layers than pairs of attention and MLP (such as *-*E)."
         )
+    if not model.vocab_size and not model.padded_vocab_size:
+        raise ConfigError("Cannot count a model without a vocabulary size. Add --vocab-size.")
     if model.add_bias_linear:
         raise ConfigError("Cannot count a model with linear layers with biases.")
+    if model.position_embedding_type == _UNCOUNTED_POSITIONS:
+        raise ConfigError(
+            f"Cannot count a model with --position-embedding-type {_UNCOUNTED_POSITIONS}. Add "
+            "--position-embedding-type rope."
+        )
+    for flag, counted_values in _ARGUMENTS_NOT_COUNTED.items():
+        value = " ".join(arguments.get(flag, ()))
+        if flag in arguments and value not in counted_values:
+            argument = f"{flag} {value}".rstrip()
+            raise ConfigError(f"Cannot count a model with {argument}. Remove {flag}.")
     return model
+
+
+def get_sequence_length(arguments: Mapping[str, Any]) -> int:
+    """Return the sequence length in Megatron's arguments. Raises ConfigError without one."""
+    length = arguments.get("seq_length")
+    if not length:
+        raise ConfigError("Cannot count the FLOPs of a run without --seq-length.")
+    return length
 
 
 def count_model(model: ModelConfig) -> Counts:

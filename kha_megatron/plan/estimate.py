@@ -164,7 +164,7 @@ def build_setup(run: Run) -> Setup:
     Raises:
         ConfigError: If the run is not supported.
     """
-    model = get_countable_model(run.model)
+    model = get_countable_model(run.model, run.arguments)
     training = run.training
     batch = run.batch
     if model.mtp_num_layers:

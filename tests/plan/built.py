@@ -11,15 +11,16 @@ from kha_megatron.model.layout import Layout
 from kha_megatron.model.megatron import model_from_config
 
 MIXED = HeadsConfig(Knock(query="linear", key="gate", value="mlp"))
+GATES = HeadsConfig(
+    Knock(value="mlp"),
+    Gate(output="head", value="element", key="element", query="shared", dense="element"),
+)
 OTHERS = (
     HeadsConfig.from_preset("kha_linear+moh_75"),
     HeadsConfig.from_preset("talking"),
     HeadsConfig(Knock(value="mlp"), CollaborativeHeads(dim=14)),
     HeadsConfig.from_preset("gate_output"),
-    HeadsConfig(
-        Knock(value="mlp"),
-        Gate(output="head", value="element", key="element", query="shared", dense="element"),
-    ),
+    GATES,
     HeadsConfig(Gate(output="head", value="shared", reads_input=False)),
 )
 """Mechanisms beside the knock, whose tensors, rows and FLOPs the counts must know."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.model.config import ModelConfig
 from kha_megatron.model.megatron import model_from_config
@@ -13,15 +14,18 @@ from kha_megatron.plan.counts import (
     count_latent_attention,
     count_model,
     format_like_paper,
+    get_countable_model,
+    get_sequence_length,
 )
 from kha_megatron.recipes import get_recipe
 from kha_megatron.recipes.other_heads import MOH
 from kha_megatron.recipes.paper import PAPER
 from kha_megatron.recipes.tables import TABLES
-from tests.plan.built import EXPERTS, MIXED, OTHERS
+from tests.plan.built import EXPERTS, GATES, MIXED, OTHERS
 
 LATENT = {"multi_latent_attention": True}
 LINEAR = HeadsConfig.from_preset("kha_linear")
+BIASES_AND_GATE = EXPERTS | {"add_qkv_bias": True, "moe_shared_expert_gate": True}
 
 
 @pytest.mark.fast
@@ -136,6 +140,9 @@ def ran(kha, settings, predictions):
         (MIXED, EXPERTS, 1),
         (LINEAR, LATENT, 2),
         (HeadsConfig(), LATENT | {"q_lora_rank": None, "qk_layernorm": False}, 0),
+        (HeadsConfig(), LATENT | {"add_qkv_bias": True}, 0),
+        (MIXED, BIASES_AND_GATE, 1),
+        (GATES, BIASES_AND_GATE, 0),
     ],
 )
 def test_flops_and_parameters_of_real_models(kha, settings, predictions, ranks):
@@ -173,3 +180,39 @@ def test_tied_and_grouped_latent_by_their_definition():
     assert whole.weights - groups.weights == 5 * 6 * (8 + 6)
     assert groups.cache == whole.cache == 14
     assert groups.pair_multiply_adds == whole.pair_multiply_adds
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--softmax-type learnable", "with --softmax-type learnable. Remove --softmax-type."),
+        ("--softmax-type off-by-one", None),
+        ("--moe-latent-size 32", "with --moe-latent-size 32. Remove --moe-latent-size."),
+        (
+            "--mtp-num-layers 2 --mtp-use-repeated-layer",
+            "with --mtp-use-repeated-layer. Remove --mtp-use-repeated-layer.",
+        ),
+        (
+            "--position-embedding-type learned_absolute",
+            "with --position-embedding-type learned_absolute. Add",
+        ),
+        ("--experimental-attention-variant dsa", "with --experimental-attention-variant dsa."),
+    ],
+)
+def test_models_with_other_parameters_are_refused(words, message):
+    run = get_recipe("laptop/dense").run.updated(words.split())
+    if message is None:
+        assert get_countable_model(run.model, run.arguments) == run.model
+        return
+    with pytest.raises(ConfigError, match=f"^Cannot count a model {message}"):
+        get_countable_model(run.model, run.arguments)
+
+
+def test_a_run_without_sizes_is_refused():
+    run = replace(get_recipe("dense-0.6b").run, vocab_size=None)
+    with pytest.raises(ConfigError, match=r"without a vocabulary size\. Add --vocab-size"):
+        get_countable_model(run.model, run.arguments)
+    run = run.updated(["--vocab-size", "1000"])
+    assert get_countable_model(run.model, run.arguments).vocab_size == 1000
+    with pytest.raises(ConfigError, match="of a run without --seq-length"):
+        get_sequence_length(run.updated(seq_length=None).arguments)

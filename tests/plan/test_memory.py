@@ -126,6 +126,8 @@ def parameter_counts(layout, overrides):
     """Return the parameters of this rank for each of several mechanisms, and the planned number."""
     counts = []
     for kha in OTHERS:
+        if kha.own_projections and overrides.get("add_qkv_bias"):
+            continue  # refused
         chunks, _, model, stage = built(layout, kha, **overrides)
         parameters = 0
         for chunk in chunks:
@@ -135,10 +137,12 @@ def parameter_counts(layout, overrides):
     return counts
 
 
-def test_other_heads_are_counted_with_fewer_groups_than_ranks(ranks):
+@pytest.mark.parametrize("biases", [{}, {"add_qkv_bias": True}])
+def test_other_heads_are_counted_with_fewer_groups_than_ranks(ranks, biases):
     """Counts rows of ``linear_qkv`` with their padding, and projections of a mechanism's own."""
     layout = Layout(tp=4, sequence_parallel=True, world_size=4)
-    for rank in ranks(parameter_counts, 4, layout, {"num_query_groups": 2}):
+    overrides = {"num_query_groups": 2} | biases
+    for rank in ranks(parameter_counts, 4, layout, overrides):
         for kha, parameters, planned in rank:
             assert planned == parameters, kha
 
