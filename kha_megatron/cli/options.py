@@ -1,13 +1,16 @@
 """Arguments and options shared by several commands."""
 
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from kha_megatron.announcements import announce
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads.config import PRESETS
+from kha_megatron.model.run import list_unknown_flags
 
 
 def recipe_names() -> list[tuple[str, str]]:
@@ -79,6 +82,23 @@ Workers = Annotated[
     typer.Option(min=1, max=1024, help="Number of threads (default: number of CPU cores)."),
 ]
 AsJSON = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def warn_about_unused(words: Sequence[str], used: Collection[str] = ()) -> None:
+    """Log a warning for Megatron arguments without an effect on a command that does not train.
+
+    They can be misspelled, which only Megatron knows.
+
+    Args:
+        used: Flags that are not in our table of arguments, but have an effect.
+    """
+    unused = [flag for flag in list_unknown_flags(words) if flag not in used]
+    if unused:
+        announce(
+            f"WARNING: No effect on this command: {', '.join(unused)}. To check the spelling with "
+            "Megatron, run `kha-megatron launch --dry-run` with the same arguments."
+        )
+
 
 _BYTES_PER_UNIT = {
     "": 1,

@@ -1,6 +1,6 @@
 """``kha-megatron params`` and ``kha-megatron flops``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Annotated
 
@@ -9,11 +9,19 @@ from rich.table import Table
 
 from kha_megatron import recipes
 from kha_megatron.cli import console
-from kha_megatron.cli.options import AsJSON, HeadsFrom, MegatronArguments, RecipeName
+from kha_megatron.cli.options import (
+    AsJSON,
+    HeadsFrom,
+    MegatronArguments,
+    RecipeName,
+    warn_about_unused,
+)
 from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.config import HeadsConfig
+from kha_megatron.model.rules import check_arguments
 from kha_megatron.plan.counts import (
+    ARGUMENTS_NOT_COUNTED,
     TRAINING_FACTOR,
     Counts,
     Flops,
@@ -44,7 +52,7 @@ def params(
       kha-megatron params dense-0.6b -- --hybrid-layer-pattern '*-*-*-*-/*-'
     """
     original = recipes.get_recipe(recipe)
-    chosen = original.updated(megatron or [])
+    chosen = _update(original, megatron or [])
     model = get_countable_model(chosen.run.model, chosen.run.arguments)
     counts = count_model(model)
     counts_without_kha = count_model(model.without_heads())
@@ -82,6 +90,14 @@ def params(
         console.out.print(f"FLOPs: KHA adds {kha_share:.2%} to the layers{remark}")
     if chosen.note:
         console.out.print(f"Note: {chosen.note}", markup=False)
+
+
+def _update(recipe: Recipe, words: Sequence[str]) -> Recipe:
+    """Return the recipe with the user's arguments. Raises ConfigError for an impossible model."""
+    warn_about_unused(words, used=ARGUMENTS_NOT_COUNTED)
+    updated = recipe.updated(words)
+    check_arguments(updated.run.arguments, None, updated.run.kha)
+    return updated
 
 
 def _count_without_kha(recipe: Recipe) -> Counts | None:
@@ -175,7 +191,7 @@ def count_flops(
       kha-megatron flops moe-a0.8b-6.6b --seq 4096
       kha-megatron flops equation12
     """
-    chosen = recipes.get_recipe(recipe).updated(megatron or [])
+    chosen = _update(recipes.get_recipe(recipe), megatron or [])
     model = get_countable_model(chosen.run.model, chosen.run.arguments)
     length = seq or get_sequence_length(chosen.run.arguments)
     flops = compute_flops(model, length)

@@ -16,10 +16,12 @@ from kha_megatron.cli.options import (
     MegatronArguments,
     RecipeName,
     parse_size,
+    warn_about_unused,
 )
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.layout import Layout
-from kha_megatron.plan.estimate import USABLE_MEMORY, Estimate, estimate_run
+from kha_megatron.plan.counts import ARGUMENTS_NOT_COUNTED
+from kha_megatron.plan.estimate import ESTIMATED_ARGUMENTS, USABLE_MEMORY, Estimate, estimate_run
 from kha_megatron.plan.memory import Memory
 from kha_megatron.recipes import Recipe
 from kha_megatron.recipes.prepare import fit_micro_batch
@@ -61,6 +63,7 @@ def plan(
     """
     bytes_per_gpu = parse_size("--gpu-memory", gpu_memory)
     overrides = megatron or []
+    warn_about_unused(overrides, used=(*ARGUMENTS_NOT_COUNTED, *ESTIMATED_ARGUMENTS))
     if _is_pattern(recipe):
         _plan_all(recipe, overrides, gpus, bytes_per_gpu, as_json=as_json)
         return

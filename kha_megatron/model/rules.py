@@ -45,7 +45,11 @@ def check_arguments(
     layout = Layout.from_arguments(arguments, world_size)
     batch = Batch.from_arguments(arguments)
     check_layout(model, layout, batch)
+    if not arguments.get("kv_channels"):  # derived from the hidden size, as in Megatron
+        heads = {"attention heads": model.num_attention_heads}
+        _DividedSize("--hidden-size", model.hidden_size, heads).check()
     _check_query_norm(model)
+    _check_selected_experts(model)
     training = Training(**read_arguments(Training, arguments))
     _check_optimizer(model, training)
     if training.cross_entropy_loss_fusion and not training.bf16:
@@ -64,6 +68,14 @@ def _check_query_norm(model: ModelConfig) -> None:
             "--qk-layernorm normalizes compressed queries in local layers with "
             "--multi-latent-attention, but there are none. Add --q-lora-rank, or remove "
             "--qk-layernorm."
+        )
+
+
+def _check_selected_experts(model: ModelConfig) -> None:
+    if model.experts and model.moe_router_topk > model.experts:
+        raise ConfigError(
+            f"--moe-router-topk {model.moe_router_topk} selects more experts than --num-experts "
+            f"{model.experts}. Pass at most {model.experts}."
         )
 
 

@@ -273,6 +273,11 @@ def parse_arguments(words: Sequence[str]) -> dict[str, Argument]:
     return arguments
 
 
+def list_unknown_flags(words: Sequence[str]) -> list[str]:
+    """Return the flags of a command line that are not in :data:`TABLE`."""
+    return [flag_name for flag_name in parse(words) if flag_name not in _fields_by_flag()]
+
+
 def _find_excluded(
     old: Mapping[str, Argument],
     new: Mapping[str, Argument],

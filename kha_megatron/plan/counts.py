@@ -361,7 +361,7 @@ class Flops:
         return self.kha / self.attention
 
 
-_ARGUMENTS_NOT_COUNTED: Mapping[str, tuple[str, ...]] = {
+ARGUMENTS_NOT_COUNTED: Mapping[str, tuple[str, ...]] = {
     "--experimental-attention-variant": (),
     "--moe-latent-size": (),
     "--mtp-use-repeated-layer": (),
@@ -392,11 +392,13 @@ def get_countable_model(model: ModelConfig | None, arguments: Mapping[str, Any])
             f"Cannot count a model with --position-embedding-type {_UNCOUNTED_POSITIONS}. Add "
             "--position-embedding-type rope."
         )
-    for flag, counted_values in _ARGUMENTS_NOT_COUNTED.items():
+    for flag, counted_values in ARGUMENTS_NOT_COUNTED.items():
         value = " ".join(arguments.get(flag, ()))
         if flag in arguments and value not in counted_values:
             argument = f"{flag} {value}".rstrip()
             raise ConfigError(f"Cannot count a model with {argument}. Remove {flag}.")
+    if arguments.get("heterogeneous_layers_config_path"):
+        raise ConfigError("Cannot count a model with --heterogeneous-layers-config-path.")
     return model
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from kha_megatron.errors import ConfigError
 from kha_megatron.model.layout import Layout
-from kha_megatron.model.rules import check_layout
+from kha_megatron.model.rules import check_arguments, check_layout
 from kha_megatron.model.run import Run
 from kha_megatron.plan.counts import Counts, Flops, compute_flops, count_model, get_countable_model
 from kha_megatron.plan.memory import Memory, estimate_memory
@@ -16,6 +16,17 @@ USABLE_MEMORY = 0.9
 
 _CORE_ATTENTION = "core_attn"
 """Default of ``--recompute-modules``, with ``--recompute-granularity selective``."""
+
+ESTIMATED_ARGUMENTS = (
+    "--accumulate-allreduce-grads-in-fp32",
+    "--grad-reduce-in-bf16",
+    "--main-grads-dtype",
+    "--recompute-activations",
+    "--recompute-method",
+    "--recompute-modules",
+    "--recompute-num-layers",
+)
+"""Arguments that change the estimate although we have no field for them."""
 
 _RECOMPUTE_FLAGS: Mapping[Recompute, str] = {
     "selective": "--recompute-granularity selective --recompute-modules core_attn",
@@ -135,6 +146,7 @@ def estimate_run(run: Run, gpus: int) -> Estimate:
             "--tensor-model-parallel-size."
         )
     check_layout(setup.model, layout, setup.batch)
+    check_arguments(run.arguments, gpus, run.kha)
     return _estimate(setup, layout)
 
 

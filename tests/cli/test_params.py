@@ -106,3 +106,28 @@ def test_folding_and_the_note_of_a_recipe_are_printed(run):
         epsilon = recipe.run.flags.get("--norm-epsilon", ("1e-05",))
         expected = "1e-06" if recipe.note else "1e-05"
         assert epsilon == (expected,), recipe.name
+
+
+def test_misspelled_and_impossible_arguments_are_reported(run):
+    unknown = ["--num-layers-x", "3", "--recompute-activations", "--softmax-type", "vanilla"]
+    for command, unused in (
+        ("params", "--num-layers-x, --recompute-activations"),
+        ("flops", "--num-layers-x, --recompute-activations"),
+        ("plan", "--num-layers-x"),
+    ):
+        code, _, stderr = run(command, "laptop/moe", "--", *unknown)
+        assert code == 0
+        assert f"WARNING: No effect on this command: {unused}. To check" in stderr
+        for words, message in (
+            ("--num-query-groups 3", "--num-attention-heads (8) must be divisible by 3"),
+            ("--moe-router-topk 99", "--moe-router-topk 99 selects more experts than --num-exp"),
+        ):
+            code, stdout, stderr = run(command, "laptop/moe", "--", *words.split())
+            assert code == 2
+            assert stdout == ""
+            assert f"error: {message}" in stderr
+
+
+def test_known_arguments_cause_no_warning(run):
+    words = ["--lr", "1", "--recompute-activations", "--grad-reduce-in-bf16", "--bf16"]
+    assert "WARNING" not in run("plan", "laptop/dense", "--", *words)[2]

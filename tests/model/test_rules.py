@@ -177,6 +177,19 @@ def test_muon_must_not_split_a_projection_with_other_rows(name):
     check_arguments(asked, None, HeadsConfig(Gate(dense="element")))
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kv_channels": None, "num_attention_heads": 7}, r"--hidden-size \(96\) .* by 7 \(7 att"),
+        ({"num_experts": 4, "moe_router_topk": 5}, "--moe-router-topk 5 selects more .* at most 4"),
+    ],
+)
+def test_impossible_models_are_refused(settings, message):
+    check_arguments(SIZES | settings | {"num_attention_heads": 4, "moe_router_topk": 4}, None)
+    with pytest.raises(ConfigError, match=message):
+        check_arguments(SIZES | settings, None)
+
+
 def test_local_layers_cannot_normalize_queries_that_are_not_compressed():
     asked = SIZES | {"multi_latent_attention": True, "qk_layernorm": True, "q_lora_rank": 8}
     local = {"transformer_impl": "local"}

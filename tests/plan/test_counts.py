@@ -197,6 +197,7 @@ def test_tied_and_grouped_latent_by_their_definition():
             "with --position-embedding-type learned_absolute. Add",
         ),
         ("--experimental-attention-variant dsa", "with --experimental-attention-variant dsa."),
+        ("--heterogeneous-layers-config-path x", "with --heterogeneous-layers-config-path."),
     ],
 )
 def test_models_with_other_parameters_are_refused(words, message):
