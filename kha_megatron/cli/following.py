@@ -103,15 +103,16 @@ def run_job(job: Job, *, dry_run: bool, detach: bool, as_json: bool) -> None:
             else:
                 result = recipes.submit(job, detach=detach, on_step=on_step)
     except KeyboardInterrupt:
-        message = "Interrupted."
-        if job.slurm is not None:
-            message += " Jobs that were already submitted are not canceled."
-        console.log.print(message)
-        _print_how_to_resume(job)
+        if job.slurm is None:
+            console.log.print("Interrupted.")
+            _print_how_to_resume(job)
+        else:
+            console.log.print("Interrupted. Jobs that were already submitted are not canceled.")
         raise typer.Exit(130) from None
     print_result(result)
     was_refused = result.failure is not None and result.failure.exit_code == _REFUSED
-    if not was_refused:
+    has_ended = result.status != "submitted"
+    if has_ended and not was_refused:
         _print_how_to_resume(job)
     if as_json:
         content = {"succeeded": result.succeeded, "output": job.output}

@@ -178,6 +178,7 @@ def prepare_job(
     if device:
         values["device"] = device
     if slurm is not None:
+        _check_mounts(slurm)
         values |= slurm.arguments()
         ranks = slurm.nodes * slurm.gpus
     elif ranks is None:
@@ -228,6 +229,16 @@ def prepare_job(
         slurm=slurm,
         resume=resume or user_load is not None,
     )
+
+
+def _check_mounts(slurm: Slurm) -> None:
+    for mount in slurm.mounts:
+        if slurm.image is None:
+            raise ConfigError(f"--mount {mount} has no effect without --container-image.")
+        # an optional third part contains flags such as ro
+        parts = mount.split(":")
+        if len(parts) not in (2, 3) or not all(parts):
+            raise ConfigError(f"--mount must have the format HOST:CONTAINER, got {mount!r}.")
 
 
 def _check_resuming(

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kha_megatron import recipes
 from kha_megatron.cli import app, following
 from kha_megatron.data import prepare
-from kha_megatron.recipes import Failure, LaunchResult, Step
+from kha_megatron.recipes import Failure, LaunchResult, Step, SubmitResult, megatron_check
 from tests.checkpoint.saved import save
 from tests.recipes.conftest import data, forked_megatron_check, nemorun_home  # noqa: F401
 from tests.training.conftest import corpus  # noqa: F401
@@ -214,6 +214,23 @@ def test_failed_rank_is_quoted_and_sets_the_exit_code(code, tmp_path, monkeypatc
     assert printed["succeeded"] is False
     assert printed["failure"]["rank"] == 1
     assert printed["last_step"]["loss"] == 7.25
+
+
+@pytest.mark.parametrize("status", ["submitted", "failed"])
+def test_only_jobs_that_ended_can_be_resumed(status, tmp_path, monkeypatch):
+    save(tmp_path / "out" / "checkpoints", 2, {})
+
+    def submit(job, *, detach, on_step):
+        return SubmitResult(status=status, jobs=("42",), seconds=1.0, folder="experiment")
+
+    monkeypatch.setattr(recipes, "submit", submit)
+    monkeypatch.setattr(recipes.prepare, "_check_same_run", lambda path, run: None)
+    monkeypatch.setattr(megatron_check, "_run_check", lambda words, environment: (0, ""))
+    words = ["launch", "laptop/dense", "--executor=slurm", "--time=01:00:00", "--detach"]
+    words += ["--resume", "--output", str(tmp_path / "out"), "--", "--mock-data"]
+    done = run(*words, code=int(status == "failed"))
+    assert f"Status: {status}, jobs: 42" in done.stderr
+    assert ("To continue, run:" in done.stderr) is (status == "failed")
 
 
 @pytest.mark.versions

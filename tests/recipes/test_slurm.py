@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -249,6 +250,17 @@ def test_step_that_fails_is_requeued(log, job, options, calls, tmp_path):
         (Slurm(time="4h"), {}, "--time must be HH:MM:SS"),
         (CONTAINER, {"output": Path("runs/one")}, "--output must be an absolute path .*, got"),
         (CONTAINER, {"words": ["--load", "/other"]}, "--load /other is not supported here"),
+        (
+            replace(PLAIN, mounts=("/a:/b",)),
+            {},
+            "--mount /a:/b has no effect without --container-i",
+        ),
+        (replace(CONTAINER, mounts=("/a",)), {}, "--mount must have the format HOST:.*, got '/a'"),
+        (
+            replace(CONTAINER, mounts=("/a:",)),
+            {},
+            "--mount must have the format HOST:.*, got '/a:'",
+        ),
         (PLAIN, {"output": Path("/tmp/one")}, "/tmp/one/ch.* because every node has its own /tmp"),
     ],
 )
