@@ -216,7 +216,7 @@ def _from_packages() -> tuple[_Registered, ...]:
         package = entry.dist.name if entry.dist else entry.value
         try:
             mechanism_type = entry.load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(
                 f"The head mechanism {entry.name} of {package} cannot be imported "
                 f"({in_one_line(error)}). Update or uninstall {package}."
@@ -252,6 +252,9 @@ def _import_file(path: str) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
+    except SystemExit as error:
+        del sys.modules[module_name]
+        raise ConfigError(f"--heads-from {path} must not call sys.exit().") from error
     except Exception as error:
         del sys.modules[module_name]
         raise ConfigError(f"--heads-from {path} failed: {in_one_line(error)}.") from error

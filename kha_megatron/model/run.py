@@ -20,7 +20,7 @@ from kha_megatron.errors import ConfigError
 from kha_megatron.heads import Knock
 from kha_megatron.heads.config import INIT_SEED, LATENT_HEADS, HeadsConfig
 from kha_megatron.model.config import ModelConfig
-from kha_megatron.model.fields import Field, declared_fields, flag, read_arguments
+from kha_megatron.model.fields import Field, as_flag, declared_fields, flag, read_arguments
 from kha_megatron.model.layout import Batch, Layout
 from kha_megatron.model.megatron import model_from_arguments
 from kha_megatron.model.pattern import PATTERN_ARGUMENT, check_no_gpt_arguments
@@ -253,7 +253,12 @@ def as_arguments(**values: Any) -> dict[str, Argument]:
     """Convert typed values to arguments by name. Omits those without a flag (``swiglu=False``)."""
     arguments = {}
     for name, value in values.items():
-        field = _fields_by_argument()[name]
+        field = _fields_by_argument().get(name)
+        if field is None:
+            raise ConfigError(
+                f"Unknown argument {name}={value!r}. Pass other arguments of Megatron as words, "
+                f"e.g. updated(['{as_flag(name)}', ...])."
+            )
         words = field.format_words(value)
         if words is not None:
             arguments[name] = Argument(flag=field.flag, words=words, value=value)

@@ -76,7 +76,7 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[module_name]
         reason = f"{type(error).__name__}: {in_one_line(error)}"
         raise ConfigError(f"Could not execute {path}: {reason}") from error

@@ -83,6 +83,10 @@ def test_a_package_registers_its_mechanism(tmp_path, monkeypatch):
         (('"toy"', '"init"'), "'init' in .* already in use"),
         (("(Mechanism)", ""), "contains no subclass of Mechanism"),
         (("import Mapping", "import Nothing"), "failed: cannot import name 'Nothing'"),
+        (
+            ("@dataclass", "raise SystemExit(0)\n@dataclass"),
+            r"own\.py must not call sys\.exit\(\)",
+        ),
     ],
 )
 def test_invalid_files_raise_an_error_and_register_nothing(change, message, tmp_path):

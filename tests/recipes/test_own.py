@@ -63,6 +63,12 @@ def test_every_command_takes_it(file, run, nemorun_home):
         ("DEEP = 1", "DEEP", "does not contain any kha_megatron.recipes.Recipe"),
         ("DEEP = (", "DEEP", "Could not execute .*: SyntaxError: .* line 1"),
         ("import nosuch", "DEEP", "Could not execute .*: ModuleNotFoundError: .*nosuch"),
+        ("import sys; sys.exit(3)", "DEEP", "Could not execute .*: SystemExit: 3"),
+        (
+            f"{FILE}DEEP.updated(nosuch=3)",
+            "DEEP",
+            r"Unknown argument nosuch=3\. .*'--nosuch'",
+        ),
     ],
 )
 def test_errors_are_one_line(file, source, variable, message):
@@ -73,6 +79,34 @@ def test_errors_are_one_line(file, source, variable, message):
     with pytest.raises(ConfigError, match=message) as refused:
         get_recipe(f"{file}:{variable}")
     assert "\n" not in str(refused.value)
+
+
+INCOMPLETE = """
+from kha_megatron.model.run import Run
+from kha_megatron.recipes import Recipe
+
+SIZES = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "add_bias_linear": False}
+SIZES |= {"position_embedding_type": "rope"}
+NO_VOCABULARY = Recipe(
+    name="own", description="", run=Run.from_values(seq_length=8, **SIZES), ranks=1
+)
+NO_LENGTH = Recipe(
+    name="own", description="", run=Run.from_values(vocab_size=100, **SIZES), ranks=1
+)
+"""
+
+
+@pytest.mark.parametrize("command", ["params", "flops"])
+def test_missing_sizes_are_named(command, file, run):
+    file.write_text(INCOMPLETE)
+    for name, flag, remedy in (
+        ("NO_VOCABULARY", "--vocab-size", "Cannot count a model without a vocabulary size. Add"),
+        ("NO_LENGTH", "--seq-length", "Cannot count the FLOPs of a run without"),
+    ):
+        code, stdout, stderr = run(command, f"{file}:{name}")
+        assert (code, stdout, stderr) == (2, "", f"error: {remedy} {flag}.\n")
+        code, _, stderr = run(command, f"{file}:{name}", "--", flag, "16")
+        assert code == 0, stderr
 
 
 def test_file_without_a_name_is_refused(file):
