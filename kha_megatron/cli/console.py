@@ -11,8 +11,9 @@ from rich.table import Table
 
 from kha_megatron.checkpoint.staging import as_json
 
-out = Console(highlight=False, soft_wrap=True)
-log = Console(stderr=True, highlight=False, soft_wrap=True)
+# paths may contain codes of emojis such as :b:
+out = Console(highlight=False, soft_wrap=True, emoji=False)
+log = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 _CONTROL_CODES = {*range(32), *range(127, 160)} - {ord("\t"), ord("\n")}
 _REPLACEMENTS = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
@@ -26,7 +27,7 @@ def replace_control_characters(text: str) -> str:
 def error(message: str) -> None:
     """Print an error message to stderr, on a single line."""
     line = replace_control_characters(" ".join(message.splitlines()))
-    log.print(f"[bold red]error:[/] {escape(line)}", emoji=False)
+    log.print(f"[bold red]error:[/] {escape(line)}")
 
 
 def print_json(content: Any) -> None:

@@ -136,7 +136,7 @@ def print_result(result: LaunchResult | SubmitResult) -> None:
     """Report how a run ended. For failures, includes the last lines of the rank's log."""
     if result.failure is not None:
         for line in result.failure.lines:
-            console.log.print(f"  {line}", markup=False, emoji=False)
+            console.log.print(f"  {line}", markup=False)
     if isinstance(result, SubmitResult):
         _print_submission(result)
     elif result.succeeded:
@@ -170,7 +170,6 @@ def _print_how_to_resume(job: Job) -> None:
         f"The last checkpoint is at iteration {iteration} of {job.run.training.train_iters}. "
         f"To continue, run: {shlex.join(command)}",
         markup=False,
-        emoji=False,
     )
 
 

@@ -35,7 +35,7 @@ def list_recipes(
     for recipe in chosen:
         loss = recipe.paper.get("loss", "")
         line = f"{recipe.name:32} {loss:>6}  {recipe.description}"
-        console.out.print(line, markup=False, emoji=False)
+        console.out.print(line, markup=False)
 
 
 @recipes_app.command("show")
@@ -62,7 +62,7 @@ def show_recipe(
     lines.append("")
     for flag, values in chosen.run.flags.items():
         lines.append(shlex.join([flag, *values]))
-    console.out.print("\n".join(lines), markup=False, emoji=False)
+    console.out.print("\n".join(lines), markup=False)
 
 
 def recipe_data(recipe: Recipe) -> dict[str, Any]:

@@ -71,6 +71,9 @@ def run_app(app: typer.Typer) -> int:
         _discard_output()
         return 1
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and _has_deleted_directory():
+            console.error("The current directory has been deleted. Change to another directory.")
+            return 2
         if error.filename is not None:
             console.error(f"{error.filename}: {error.strerror}")
             return 2
@@ -86,6 +89,14 @@ def run_app(app: typer.Typer) -> int:
             raise
         console.error(f"The tokenizers library failed: {in_one_line(error)[:200]}.")
         return 2
+
+
+def _has_deleted_directory() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _discard_output() -> None:

@@ -12,6 +12,7 @@ import pytest
 from typer.main import get_command
 
 from kha_megatron import cli
+from kha_megatron.cli import console
 from kha_megatron.data import prepare
 from tests.cli.commands import leaves
 
@@ -119,6 +120,25 @@ def test_bad_input_is_refused(refused, line, message, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_deleted_directory_is_one_error(refused, tmp_path, monkeypatch):
+    directory = tmp_path / "deleted"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    directory.rmdir()
+    message = "The current directory has been deleted. Change to another directory."
+    assert message in refused(["launch", "quickstart", "--dry-run", "--", "--mock-data"])
+
+
+def test_codes_of_emojis_in_a_path_are_printed(capsys):
+    console.out.print("c m:b:p", markup=False)
+    console.out.print(console.number_table(":b:"))
+    console.log.print("c m:b:p", markup=False)
+    console.error("c m:b:p")
+    out, err = capsys.readouterr()
+    assert out.startswith("c m:b:p\n:b:")
+    assert err == "c m:b:p\nerror: c m:b:p\n"
+
+
 def test_an_internal_error_writes_a_report(monkeypatch, capsys, tmp_path):
     def broken(*_):
         raise RuntimeError("deep\ninside")
@@ -192,6 +212,7 @@ def test_a_panic_of_a_library_is_one_error(monkeypatch, capsys):
 WORKING = """
 import sys, time
 from kha_megatron import cli
+from kha_megatron.cli import console
 from kha_megatron.checkpoint.staging import staged_folder
 
 def work(path, *_):

@@ -4,6 +4,10 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+from kha_megatron.errors import ConfigError
+
 
 def _random_fork():
     import torch
@@ -84,3 +88,30 @@ def test_installation_refuses_before_it_changes_anything_and_happens_once():
     assert "CUDA is available. Use --device cuda" in on_a_gpu_machine
     assert "must be called before the first `import megatron`" in too_late
     assert done.stderr.count("Megatron-Core runs on the CPU with gloo") == 1
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads"), [("3", 3), ("2,1", 2), (" 4 , 2", 4), ("all", 0), ("0", 0), (",1", 0)]
+)
+def test_threads_are_those_of_the_outermost_region(setting, threads, monkeypatch):
+    from kha_megatron.mcore.cpu import runtime
+
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    if threads:
+        assert runtime._read_num_threads() == threads
+        return
+    with pytest.raises(ConfigError, match=f"OMP_NUM_THREADS must be a number .*, got {setting}"):
+        runtime._read_num_threads()
+
+
+def test_without_a_setting_torch_chooses_the_threads(monkeypatch):
+    import torch
+
+    from kha_megatron.mcore.cpu import runtime
+
+    for setting in ("", None):
+        if setting is None:
+            monkeypatch.delenv("OMP_NUM_THREADS")
+        else:
+            monkeypatch.setenv("OMP_NUM_THREADS", setting)
+        assert runtime._read_num_threads() == torch.get_num_threads()

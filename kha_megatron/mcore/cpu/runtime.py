@@ -5,6 +5,7 @@ Functions are patched individually, since a ``TorchFunctionMode`` would slow dow
 
 import logging
 import os
+import re
 import sys
 import time
 from collections import defaultdict
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from kha_megatron.announcements import announce
-from kha_megatron.errors import ConfigError
+from kha_megatron.errors import ConfigError, show_value
 from kha_megatron.mcore.cpu import collectives
 from kha_megatron.mcore.patching import patch
 
@@ -69,6 +70,7 @@ def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
         raise ConfigError("CUDA is available. Use --device cuda, or install(despite_cuda=True).")
     if "megatron.core" in sys.modules:
         raise ConfigError("cpu.install() must be called before the first `import megatron`.")
+    num_threads = _read_num_threads()
     if not quiet:
         announce("Megatron-Core runs on the CPU with gloo, which is slower than on a GPU.")
     modules: dict[str, Any] = sys.modules
@@ -84,7 +86,24 @@ def install(*, despite_cuda: bool = False, quiet: bool = False) -> None:
     _patch_device_mesh()
     _patch_data_loader()
     _installed = True
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    torch.set_num_threads(num_threads)
+
+
+def _read_num_threads() -> int:
+    """Return the number of threads in ``OMP_NUM_THREADS``, or torch's number without one.
+
+    OpenMP also accepts a list. The first number is that of the outermost parallel region.
+    """
+    setting = os.environ.get("OMP_NUM_THREADS")
+    if not setting:
+        return torch.get_num_threads()
+    threads = setting.partition(",")[0].strip()
+    if not re.fullmatch("[1-9][0-9]{0,5}", threads):
+        raise ConfigError(
+            "The environment variable OMP_NUM_THREADS must be a number or a list of numbers such "
+            f"as 4,1, got {show_value(setting)}."
+        )
+    return int(threads)
 
 
 def _is_cuda(device: Any) -> bool:
