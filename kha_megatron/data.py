@@ -772,6 +772,19 @@ def _prefixes(blend: Sequence[str]) -> Sequence[str]:
     return blend[1::2]
 
 
+def list_data_files(arguments: Mapping[str, Any]) -> list[Path]:
+    """Return the indices, token files and tokenizer that a run reads from this machine."""
+    paths = []
+    for flag in BLENDS:
+        blend = arguments.get(_argument_name(flag)) or ()
+        for prefix in _prefixes(blend):
+            paths += [Path(f"{prefix}.idx"), Path(f"{prefix}.bin")]
+    tokenizer = arguments.get("tokenizer_model")
+    if tokenizer:
+        paths += [Path(tokenizer), Path(tokenizer, "tokenizer.json")]
+    return [path for path in paths if path.is_file()]
+
+
 def count_documents(prefix: str | Path) -> int:
     try:
         with open(f"{prefix}.idx", "rb", opener=open_regular) as stream:

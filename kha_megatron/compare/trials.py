@@ -6,7 +6,7 @@ to the identity without using random numbers), so it makes sense to compare thei
 A trial's directory is ``OUTPUT/runs/VARIANT-seedN``. In addition to checkpoints and TensorBoard
 files it contains:
 
-- ``run.json``: Megatron arguments, written when the trial starts
+- ``run.json``: Megatron arguments and data files, written when the trial starts
 - ``result.json``: losses and diagnostics, written when it finishes
 """
 
@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kha_megatron.checkpoint.integrity import hash_file
 from kha_megatron.checkpoint.ownership import has_files, owned
 from kha_megatron.checkpoint.staging import write_json
 from kha_megatron.checkpoint.tracker import iteration_of, newest
@@ -30,6 +31,7 @@ from kha_megatron.compare.pretrained import (
 )
 from kha_megatron.compare.statistics import select_last
 from kha_megatron.compare.variants import NULL, SETTINGS, ModelVariant
+from kha_megatron.data import list_data_files
 from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.run import Run, parse
 from kha_megatron.recipes import Job, Recipe, prepare_job
@@ -72,6 +74,8 @@ class Trial:
     """Flags of Megatron that override the recipe."""
     job_options: Mapping[str, Any]
     """Options of :func:`prepare_job`: data, ranks and device."""
+    data_files: Mapping[str, str]
+    """Sizes and hashes of the training data and the tokenizer by path."""
     folder: Path
     iterations: int
     has_held_out_loss: bool
@@ -160,6 +164,7 @@ def plan_comparison(
         reference_checkpoint = initial_checkpoints[variants[0].name]
         run = run.updated(reference_checkpoint.words())  # with the dtype of the model
 
+    data_files = _describe_data(recipe.run_for(overrides, data=job_options.get("data")))
     shared_flags = [*overrides, *_logging_flags(run)]
     if has_held_out_loss:
         shared_flags += _evaluation_flags(run, held_out_sequences)
@@ -178,6 +183,7 @@ def plan_comparison(
                 recipe=recipe.with_heads(kha),
                 overrides=tuple(flags),
                 job_options=job_options,
+                data_files=data_files,
                 folder=output / RUNS / f"{variant.name}-seed{seed}",
                 iterations=iterations,
                 has_held_out_loss=has_held_out_loss,
@@ -282,12 +288,36 @@ def _perturbation(run: Run) -> float:
     return _PERTURBATION_FP32
 
 
+def _describe_data(run: Run) -> dict[str, str]:
+    """Return the sizes of the data files of a run by path, and hashes of all but the tokens.
+
+    The index contains the length of each document, so it differs for other tokens.
+    """
+    descriptions = {}
+    for file in list_data_files(run.arguments):
+        description = f"{file.stat().st_size} bytes"
+        if file.suffix != ".bin":
+            description += f", SHA-256 {hash_file(file)}"
+        descriptions[str(file)] = description
+    return descriptions
+
+
+def _check_same_data(trial: Trial, old_files: Mapping[str, str]) -> None:
+    for file in sorted(old_files.keys() | trial.data_files.keys()):
+        if old_files.get(file) != trial.data_files.get(file):
+            raise OutputError(
+                f"{trial.folder} was started with other data ({file} has changed). Please choose "
+                "another --output or delete this directory."
+            )
+
+
 def _check_same_arguments(trial: Trial) -> None:
-    """Make sure a trial is not resumed with different arguments."""
+    """Make sure a trial is not resumed with different arguments or data."""
     file = trial.folder / RUN
     if not file.exists():
         return
-    old_flags = json.loads(file.read_bytes())["arguments"]
+    content = json.loads(file.read_bytes())
+    old_flags = content["arguments"]
     new_flags = {}
     for flag, values in trial.config.flags.items():
         new_flags[flag] = list(values)
@@ -299,6 +329,8 @@ def _check_same_arguments(trial: Trial) -> None:
                 f"{trial.folder} was started with other arguments ({flag}: {old}, now {new}). "
                 "Please choose another --output or delete this directory."
             )
+    if "data_files" in content:  # not recorded by earlier versions
+        _check_same_data(trial, content["data_files"])
 
 
 def _show_flag(flags: Mapping[str, list[str]], flag: str) -> str:
@@ -335,7 +367,11 @@ def start_trial(trial: Trial) -> Job:
         **trial.job_options,
     )
     trial.folder.mkdir(parents=True, exist_ok=True)
-    content = {"starts": previous_starts + 1, "arguments": trial.config.flags}
+    content = {
+        "starts": previous_starts + 1,
+        "arguments": trial.config.flags,
+        "data_files": trial.data_files,
+    }
     write_json(run_file, content)
     return job
 

@@ -15,6 +15,7 @@ from kha_megatron.errors import ConfigError, DataError, OutputError
 from kha_megatron.model.run import parse
 from kha_megatron.recipes import get_recipe
 from tests.checkpoint.saved import save
+from tests.recipes.conftest import data  # noqa: F401
 
 MOCK = ["--mock-data", "--train-iters", "40"]
 
@@ -187,6 +188,42 @@ def test_changed_arguments_of_a_started_run_are_refused(interrupted):
     planned(output, seeds=4, variants="baseline,kha_linear,random-init")  # only more
     with pytest.raises(OutputError, match=r"started with other arguments \(--lr: 0.002, now 1\)"):
         planned(output, [*MOCK, "--lr", "1"])
+
+
+def test_changed_data_of_a_started_run_is_refused(tmp_path, data):  # noqa: F811
+    output = tmp_path / "out"
+
+    def plan():
+        return planned(output, ["--train-iters", "40", "--split", "4,1,0"], data=data).trials
+
+    (trial, *_) = plan()
+    start_trial(trial)
+    record = trial.folder / RUN
+    assert json.loads(record.read_text())["data_files"].keys() == {
+        str(data / "corpus.bin"),
+        str(data / "corpus.idx"),
+        str(data / "tokenizer" / "tokenizer.json"),
+    }
+    plan()
+    for name in ("corpus.bin", "corpus.idx", "tokenizer/tokenizer.json"):
+        file = data / name
+        original = file.read_bytes()
+        if file.suffix == ".bin":
+            file.write_bytes(original + b"x")
+        else:  # a file of the same size
+            file.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+        with pytest.raises(
+            OutputError, match=rf"with other data \(.*{name} has changed\)\. Please"
+        ):
+            plan()
+        file.write_bytes(original)
+    (data / "corpus.bin").unlink()
+    with pytest.raises(OutputError, match=r"corpus\.bin has changed"):
+        plan()
+    content = json.loads(record.read_text())
+    del content["data_files"]  # as in earlier versions
+    write_json(record, content)
+    plan()
 
 
 def test_a_run_that_still_trains_is_not_started_again(interrupted):
