@@ -55,6 +55,7 @@ _ALLOWED_CLASSES = (
     planner.TensorWriteData,
     planner.WriteItem,
     planner.WriteItemType,
+    filesystem._StoragePrefix,  # since the second save with --ckpt-assume-constant-structure
 )
 
 

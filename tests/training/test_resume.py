@@ -432,6 +432,16 @@ def test_optimizers_that_cannot_load_the_state_are_refused(
         check_same_optimizer(one_iteration, recorded, recorded | changes)
 
 
+def test_each_checkpoint_of_a_constant_structure_can_be_loaded(tmp_path):
+    """From the second save on, ``.metadata`` contains another class."""
+    words = [*WORDS, "--train-iters", "2", "--save", str(tmp_path), "--save-interval", "1"]
+    run = start([*words, "--ckpt-assume-constant-structure"])
+    assert run.codes == [0], run.output[-4000:]
+    for iteration in (1, 2):
+        saved = find_start(arguments(tmp_path, ckpt_step=iteration))
+        assert saved.arguments["consumed_train_samples"] == 6 * iteration
+
+
 def test_buffers_of_a_gpt_model_are_not_loaded_into_a_hybrid_model(one_iteration):
     recorded = MegatronCheckpoint.open(one_iteration).args | DISTRIBUTED
     gpt_model = recorded | {"hybrid_layer_pattern": None}
