@@ -26,9 +26,11 @@ _UNSUPPORTED = (
     "sft",
     "fim_data",
     "dataloader_inter_document_masking",
+    "freeze_all_layers",
     "hybrid_context_parallel",
     "inprocess_restart",
     "logits_load_dir",
+    "logits_save_dir",
     "rampup_batch_size",
     "yaml_cfg",
 )
@@ -315,10 +317,42 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--kha-fold-linear does not support FSDP. Remove one of them.")
     if args.init_model_with_meta_device and not args.use_megatron_fsdp:
         raise ConfigError("--init-model-with-meta-device requires --use-megatron-fsdp.")
-    if args.reset_attention_mask and args.transformer_impl == "transformer_engine":
-        raise ConfigError("--reset-attention-mask requires --transformer-impl local.")
+    _check_attention_mask(args)
     check_optimizer_package(args.optimizer)
     check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))
+
+
+def _check_attention_mask(args: argparse.Namespace) -> None:
+    if not args.reset_attention_mask:
+        return
+    if args.transformer_impl == "transformer_engine":
+        raise ConfigError("--reset-attention-mask requires --transformer-impl local.")
+    if not args.create_attention_mask_in_dataloader:
+        raise ConfigError(
+            "--reset-attention-mask has no effect with "
+            "--no-create-attention-mask-in-dataloader. Remove one of them."
+        )
+
+
+def check_middle_stages(args: argparse.Namespace) -> None:
+    """Check that no option needs data on pipeline stages that are neither first nor last.
+
+    Args:
+        args: Megatron's validated arguments.
+
+    Raises:
+        ConfigError: If documents could attend to each other, or Megatron would end in a traceback.
+    """
+    virtual_stages = args.virtual_pipeline_model_parallel_size or 1
+    num_stages = args.pipeline_model_parallel_size * virtual_stages
+    if num_stages <= 2:
+        return
+    for name in ("reset_attention_mask", "iterations_to_skip"):
+        if getattr(args, name):
+            raise ConfigError(
+                f"{as_flag(name)} supports at most 2 pipeline stages, got {num_stages}, because "
+                "only the first and the last one read data. Remove it, or use fewer stages."
+            )
 
 
 def check_restored_sizes(args: argparse.Namespace, kha: HeadsConfig) -> None:

@@ -46,7 +46,11 @@ def _find_contradiction(args: argparse.Namespace) -> str | None:
     from megatron.training.argument_utils import core_transformer_config_from_args
     from megatron.training.arguments import validate_args
 
-    from kha_megatron.training.arguments import check_options, set_layer_pattern
+    from kha_megatron.training.arguments import (
+        check_middle_stages,
+        check_options,
+        set_layer_pattern,
+    )
 
     try:
         check_options(args)
@@ -54,6 +58,7 @@ def _find_contradiction(args: argparse.Namespace) -> str | None:
         if not args.use_checkpoint_args:
             with contextlib.redirect_stdout(io.StringIO()):
                 validate_args(args, {"tokenizer_type": "NullTokenizer"})
+                check_middle_stages(args)
                 if not HAVE_TE:
                     vars(args).update(_NEEDS_ENGINE)
                 core_transformer_config_from_args(args)  # checks its fields

@@ -48,6 +48,7 @@ from kha_megatron.mcore.step_folding import fold_once_per_step
 from kha_megatron.training.arguments import (
     add_kha_arguments,
     check_args,
+    check_middle_stages,
     check_restored_sizes,
     set_layer_pattern,
 )
@@ -190,6 +191,9 @@ def _validate(
     patches.change_arguments(complete)
     defaults = {"tokenizer_type": "NullTokenizer"} if parsed_args.mock_data else {}
     args = parse_and_validate_args(add_kha_arguments, args_defaults=defaults)
+    check_middle_stages(args)
+    # masks that are just causal are not part of the data
+    args.create_attention_mask_in_dataloader = args.reset_attention_mask
     if start.is_pretrained:  # Megatron would continue with the optimizer of a GPTModel
         args.no_load_optim = True
     return args
@@ -311,7 +315,7 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        create_attention_mask=_masks_are_data(args),
+        create_attention_mask=args.create_attention_mask_in_dataloader,
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
@@ -333,12 +337,7 @@ def _build_datasets(num_samples: list[int], vp_stage: int | None = None) -> Any:
 _build_datasets.is_distributed = True  # type: ignore[attr-defined]  # all ranks call it
 
 
-def _masks_are_data(args: argparse.Namespace) -> bool:
-    """Whether attention masks depend on the text, i.e. are not just causal."""
-    return args.create_attention_mask_in_dataloader and args.reset_attention_mask
-
-
-def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
+def _get_batch(data_iterator: Any, vp_stage: int | None, micro_batch_size: int) -> list[Any]:
     """Get this rank's tokens, labels, loss mask, attention mask and position ids."""
     if not is_first_or_last_pipeline_stage(vp_stage):
         return [None] * len(_BATCH_KEYS)
@@ -354,12 +353,12 @@ def _get_batch(data_iterator: Any, vp_stage: int | None) -> list[Any]:
         batch,
         has_cu_seqlens=False,
         is_hybrid_cp=False,
-        create_attention_mask_in_dataloader=_masks_are_data(args),
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
         broadcast_group=mpu.get_tensor_model_parallel_group(),
         cp_size=args.context_parallel_size,
         tp_rank=mpu.get_tensor_model_parallel_rank(),
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=bool(args.mtp_num_layers) and mpu.is_pipeline_last_stage(),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -424,8 +423,11 @@ def _check_loss(loss: Tensor) -> None:
 def _forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
+    args = get_args()
+    micro_batch_size = args.micro_batch_size if model.training else args.eval_micro_batch_size
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    tokens, labels, loss_mask, attention_mask, position_ids = _get_batch(data_iterator, vp_stage)
+    batch = _get_batch(data_iterator, vp_stage, micro_batch_size)
+    tokens, labels, loss_mask, attention_mask, position_ids = batch
     timers("batch-generator").stop()
     # with --overlap-moe-expert-parallel-comm, Megatron runs the forward pass itself
     forward = model.build_schedule_plan if return_schedule_plan else model

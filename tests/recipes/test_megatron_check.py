@@ -29,6 +29,7 @@ WRONG = {
     "--save-retain-interval 7": "Megatron requires: args.save_retain_interval % args.save_interval",
     "--spec a b": "--spec is not supported by this entry point",
     "--init-model-with-meta-device": "requires --use-megatron-fsdp",
+    "--iterations-to-skip 5 --pipeline-model-parallel-size 4": "supports at most 2 pipeline stages",
     "--squared-relu": "Megatron requires: ",
     "--recompute-granularity full": "recompute_granularity: full so recompute_method must be",
 }

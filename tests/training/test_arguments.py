@@ -55,6 +55,7 @@ def checked(ranks):
 
 TIED = ["--kha-attention", "gta", "--kv-channels", "8", "--rotary-percent", "0.5"]
 LINEAR = ["--kha-preset", "kha_linear"]
+RESET = ["--reset-attention-mask", "--transformer-impl", "local"]
 
 
 def test_head_arguments_are_parsed(checked):
@@ -90,6 +91,9 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         ([*MLP, "--optimizer", "soap", "--use-distributed-optimizer"], "soap requires --bf16"),
         ([*MLP, "--tensor-parallel-num-weight-shards", "4"], "weight-shards 4 is not supported"),
         ([*MLP, "--reset-attention-mask"], "requires --transformer-impl local"),
+        ([*MLP, *RESET, "--no-create-attention-mask-in-dataloader"], "has no effect with --no-cr"),
+        ([*MLP, "--freeze-all-layers"], "--freeze-all-layers is not supported"),
+        ([*MLP, "--logits-save-dir", "logits"], "--logits-save-dir is not supported"),
         (
             [*MLP, "--num-experts", "4", "--moe-router-bias-update-rms"],
             "requires --moe-router-enable-expert-bias",

@@ -89,6 +89,40 @@ def test_experts_train_with_tensor_and_sequence_parallelism_and_are_logged(corpu
     assert "mfu" not in logged
 
 
+SKIP = ["--iterations-to-skip", "2"]
+RESET = ["--reset-attention-mask"]
+VIRTUAL = ["--pipeline-model-parallel-size", "2", "--num-virtual-stages-per-pipeline-rank", "2"]
+MOCK = ["--mock-data", "--vocab-size", "90", "--kha-preset", "kha_mlp", "--train-iters", "3"]
+
+
+@pytest.mark.parametrize("words", [SKIP, RESET])
+def test_options_that_need_data_on_middle_stages_are_refused(words):
+    run = start([*CPU, *MODEL, *TRAINING, *MOCK, *VIRTUAL, *words], 2)
+    assert run.codes == [2, 2], run.output[-4000:]
+    (error,) = run.errors
+    assert f"{words[0]} supports at most 2 pipeline stages, got 4" in error
+
+
+def test_iterations_are_skipped_with_tensor_parallelism(tmp_path):
+    words = [*SKIP, "--tensor-model-parallel-size", "2", "--tensorboard-dir", str(tmp_path)]
+    run = start([*CPU, *MODEL, *TRAINING, *MOCK, *words], 2)
+    assert run.codes == [0, 0], run.output[-4000:]
+    assert losses(tmp_path).keys() == {1, 3}
+
+
+def test_the_batch_size_of_evaluation_does_not_change_its_loss(tmp_path):
+    words = ["--tensor-model-parallel-size", "2", "--eval-iters", "1", "--eval-interval", "2"]
+    words += ["--split", "50,50,0"]
+    validation_losses = []
+    for size in ("3", "1"):
+        folder = tmp_path / size
+        more = ["--eval-micro-batch-size", size, "--tensorboard-dir", str(folder)]
+        run = start([*CPU, *MODEL, *TRAINING, *MOCK, *words, *more], 2)
+        assert run.codes == [0, 0], run.output[-4000:]
+        validation_losses.append(scalars(folder)["lm loss validation"][2])
+    assert validation_losses[1] == pytest.approx(validation_losses[0], rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
