@@ -59,5 +59,6 @@ def report_expert_load(layers: list[int], loads: Tensor, biases: Tensor) -> None
         moe_layer = len(violations)
         for name, value in zip(_NAMES, metrics, strict=True):
             values[f"expert-load/{name}-layer-{moe_layer}"] = value
-    values["expert-load/violation"] = sum(violations) / len(violations)
+    if violations:  # multi-token prediction may be the only part with experts
+        values["expert-load/violation"] = sum(violations) / len(violations)
     write_scalars(values, iteration)

@@ -115,11 +115,22 @@ def choose_start(args: Namespace) -> Start:
     is_tracker_repaired = repair_tracker(args)
     warn_of_a_fresh_start(args)
     start = replace(find_start(args), is_tracker_repaired=is_tracker_repaired)
+    _check_checkpoint_exists(start, args)
     kha = choose_kha(start, args)
     check_attention(vars(args), kha)
     if not is_upcycled(start, args, kha):
         check_same_kha(start, args, kha)
     return start
+
+
+def _check_checkpoint_exists(start: Start, args: Namespace) -> None:
+    if start.path is not None or start.is_remote or args.non_persistent_ckpt_type == "local":
+        return
+    if args.exit_on_missing_checkpoint and args.load is not None:
+        raise CheckpointError(
+            f"{args.load} contains no checkpoint. Choose another directory for --load, or remove "
+            "--exit-on-missing-checkpoint to start from scratch."
+        )
 
 
 def find_start(args: Namespace) -> Start:

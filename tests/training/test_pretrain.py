@@ -123,6 +123,16 @@ def test_the_batch_size_of_evaluation_does_not_change_its_loss(tmp_path):
     assert validation_losses[1] == pytest.approx(validation_losses[0], rel=1e-5)
 
 
+def test_experts_that_only_predict_further_tokens_are_trained(tmp_path):
+    model = [word for word in MODEL if word not in ("--num-layers", str(LAYERS))]
+    words = ["--hybrid-layer-pattern", "*-*-/*E", "--num-experts", "4", "--moe-router-topk", "2"]
+    words += ["--moe-ffn-hidden-size", "24", "--moe-router-load-balancing-type", "none"]
+    words += ["--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"]
+    run = start([*CPU, *model, *TRAINING, *MOCK, *words, "--tensorboard-dir", str(tmp_path)])
+    assert run.codes == [0], run.output[-4000:]
+    assert losses(tmp_path).keys() == {1, 2, 3}
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

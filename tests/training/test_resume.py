@@ -527,6 +527,17 @@ def test_a_non_persistent_checkpoint_is_checked(saved, tmp_path):
     check(run, KHA, **words)
 
 
+def test_a_missing_checkpoint_can_be_an_error(tmp_path):
+    """Megatron would exit with code 0."""
+    words = [*WORDS, "--load", str(tmp_path), "--exit-on-missing-checkpoint"]
+    run = start(words)
+    assert run.codes == [2], run.output[-4000:]
+    assert run.errors == [
+        f"error: {tmp_path} contains no checkpoint. Choose another directory for --load, or "
+        "remove --exit-on-missing-checkpoint to start from scratch."
+    ]
+
+
 @pytest.mark.parametrize("name", ["optim", "rng"])
 def test_a_state_that_was_not_saved_is_not_loaded(name):
     saved = Start(path="run/iter_0000001", arguments={f"no_save_{name}": True})
