@@ -324,6 +324,55 @@ def let_distributed_optimizer_resume() -> None:
             state["step"] = state["step"].detach().clone()
 
 
+@functools.cache  # once per process
+def save_all_optimizer_states() -> None:
+    """Save optimizer state before the first step as well, and let SGD resume.
+
+    Megatron creates missing state when loading, but not when saving. If all steps so far were
+    skipped, e.g. because of a large loss scale, the checkpoint has no state, and loading ends in a
+    KeyError. For SGD, Megatron does not create any state, and loading ends in a TypeError.
+    DistributedOptimizer is not affected, see :func:`let_distributed_optimizer_resume`.
+
+    Upstream: no issue known.
+    Remove: when Megatron creates missing state in both cases, also for SGD.
+    """
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+
+    for optimizer_class in (FP32Optimizer, Float16OptimizerWithFloat16Params):
+
+        @patch(optimizer_class, "sharded_state_dict")
+        def create_and_build(
+            build: Any, self: Any, model_state: Any, is_loading: bool = False, **kwargs: Any
+        ) -> Any:
+            if self.init_state_fn is None:
+                self.init_state_fn = _create_momentum
+            is_missing = self.optimizer is not None and not self.optimizer.state
+            if is_missing and not is_loading:
+                _create_state(self)
+            return build(self, model_state, is_loading, **kwargs)
+
+
+def _create_state(optimizer: Any) -> None:
+    """Create the state of all parameters that have none. ``optimizer`` is one of Megatron's."""
+    import torch
+
+    if isinstance(optimizer.optimizer, torch.optim.Adam):
+        _create_adam_state(optimizer.optimizer)  # Megatron's function creates no step
+    else:
+        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
+
+
+def _create_momentum(sgd: Any, config: Any = None) -> None:
+    """Create the momentum of all parameters that have none."""
+    import torch
+
+    for group in sgd.param_groups:
+        if not group["momentum"]:
+            continue
+        for param in group["params"]:
+            sgd.state[param].setdefault("momentum_buffer", torch.zeros_like(param))
+
+
 def _create_adam_state(adam: Any) -> None:
     """Create the state of all parameters that have none, as the first step would do."""
     import torch
@@ -404,6 +453,8 @@ def let_adams_exchange_states() -> None:
         for group_or_state in groups + states:
             if "step" in group_or_state:
                 steps.append(group_or_state.pop("step"))
+        if states and not steps:
+            steps.append(0)  # Megatron does not save a step of 0
         if steps:
             step = float(steps[0])
             if uses_torch_adam:

@@ -1,6 +1,7 @@
 """Command-line arguments for training with KHA."""
 
 import argparse
+import math
 import os
 from importlib.util import find_spec
 from typing import Any
@@ -302,6 +303,21 @@ def check_options(args: argparse.Namespace) -> None:
             "--ckpt-format torch is not supported, because it loads checkpoints with a different "
             "KHA configuration without an error. Use torch_dist."
         )
+    if args.ckpt_format == "torch_dcp":
+        raise ConfigError(
+            "--ckpt-format torch_dcp is not supported, because Megatron cannot load its own "
+            "checkpoints in this format. Use torch_dist."
+        )
+    if args.save and (args.save_interval or 0) <= 0:
+        raise ConfigError(
+            "--save requires a positive --save-interval, i.e. the number of iterations between "
+            "checkpoints."
+        )
+    if not math.isfinite(args.kha_perturb_embedding):
+        raise ConfigError(
+            f"--kha-perturb-embedding must be finite, got {args.kha_perturb_embedding}. Use 1e-6 "
+            "for float32 and 4e-3 for bfloat16."
+        )
     for name in ("save_interval_in_mins", "kha_log_interval"):
         value = getattr(args, name)
         if value is not None and value < 0:
@@ -319,6 +335,7 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError("--init-model-with-meta-device requires --use-megatron-fsdp.")
     _check_attention_mask(args)
     check_optimizer_package(args.optimizer)
+    _check_optimizer(args)
     check_arguments(vars(args), args.world_size, parse_kha_config(vars(args)))
 
 
@@ -331,6 +348,25 @@ def _check_attention_mask(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--reset-attention-mask has no effect with "
             "--no-create-attention-mask-in-dataloader. Remove one of them."
+        )
+
+
+def _check_optimizer(args: argparse.Namespace) -> None:
+    """Refuse optimizers with which Megatron ends in a traceback."""
+    if args.optimizer == "adaptive_muon":
+        raise ConfigError(
+            "--optimizer adaptive_muon is not supported, because Megatron does not pass its scale "
+            "mode to emerging-optimizers. Use --optimizer muon."
+        )
+    if args.optimizer == "soap" and args.save and not args.no_save_optim:
+        raise ConfigError(
+            "Megatron cannot save the state of --optimizer soap. Add --no-save-optim, or use "
+            "another optimizer."
+        )
+    is_distributed = args.use_distributed_optimizer and not args.optimizer_cpu_offload
+    if args.optimizer == "sgd" and is_distributed:
+        raise ConfigError(
+            "--use-distributed-optimizer does not support --optimizer sgd. Remove one of them."
         )
 
 

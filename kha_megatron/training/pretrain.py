@@ -135,6 +135,7 @@ def _patch_megatron() -> None:
     """Apply the patches that do not depend on arguments. Each one explains itself."""
     patches.use_shipped_dataset_helpers()
     patches.let_distributed_optimizer_resume()
+    patches.save_all_optimizer_states()
     patches.load_latent_gpt_checkpoints()
     patches.fix_saved_padding()
     patches.share_embedding_with_mtp()

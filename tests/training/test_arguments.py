@@ -55,6 +55,7 @@ def checked(ranks):
 
 TIED = ["--kha-attention", "gta", "--kv-channels", "8", "--rotary-percent", "0.5"]
 LINEAR = ["--kha-preset", "kha_linear"]
+SOAP = ["--optimizer", "soap", "--save-interval", "2"]
 RESET = ["--reset-attention-mask", "--transformer-impl", "local"]
 
 
@@ -87,6 +88,13 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         ([], "Pass --kha-preset"),
         ([*MLP, "--spec", "a", "b"], "--spec is not supported"),
         ([*MLP, "--ckpt-format", "torch"], "Use torch_dist"),
+        ([*MLP, "--ckpt-format", "torch_dcp"], "Megatron cannot load its own"),
+        ([*MLP, "--save", "run", "--save-interval", "0"], "--save requires"),
+        ([*MLP, "--kha-perturb-embedding", "nan"], "must be finite, got nan"),
+        ([*MLP, "--kha-perturb-embedding", "inf"], "must be finite, got inf"),
+        ([*MLP, "--optimizer", "adaptive_muon"], "adaptive_muon is not supported"),
+        ([*MLP, *SOAP, "--save", "run"], "cannot save the state of --optimizer soap"),
+        ([*MLP, "--optimizer", "sgd", "--use-distributed-optimizer"], "does not support --opt"),
         ([*MLP, "--optimizer", "dist_muon"], "dist_muon requires --bf16"),
         ([*MLP, "--optimizer", "soap", "--use-distributed-optimizer"], "soap requires --bf16"),
         ([*MLP, "--tensor-parallel-num-weight-shards", "4"], "weight-shards 4 is not supported"),
@@ -174,6 +182,7 @@ def test_runs_that_can_train_are_accepted(checked, corpus):
         [*corpus, "--use-checkpoint-args", "--ffn-hidden-size", "3"],
         [*corpus, "--decrease-batch-size-if-needed", "--global-batch-size", "25"],
         [*corpus, "--optimizer", "dist_muon", "--bf16"],
+        [*corpus, *SOAP, "--save", "run", "--no-save-optim"],
         [*corpus, "--use-rope-scaling", "--rope-low-freq-factor", "2"],
         [*corpus, "--tensor-model-parallel-size", "4", "--tensor-parallel-num-weight-shards", "4"],
     ]

@@ -527,6 +527,25 @@ def test_a_non_persistent_checkpoint_is_checked(saved, tmp_path):
     check(run, KHA, **words)
 
 
+SKIPPED_STEPS = ["--fp16", "--initial-loss-scale", "4194304", "--hysteresis", "1"]
+
+
+@pytest.mark.parametrize("words", [["--optimizer", "sgd"], SKIPPED_STEPS])
+def test_optimizers_without_state_at_the_first_save_resume(words, tmp_path):
+    words = [*WORDS, "--train-iters", "6", *words]
+    uninterrupted = tmp_path / "uninterrupted"
+    save = ["--save", str(uninterrupted), "--save-interval", "2"]
+    run = start([*words, *save, "--tensorboard-dir", str(uninterrupted)])
+    assert run.codes == [0], run.output[-4000:]
+    resumed = tmp_path / "resumed"
+    load = ["--load", str(uninterrupted), "--ckpt-step", "2"]
+    run = start([*words, *load, "--tensorboard-dir", str(resumed)])
+    assert run.codes == [0], run.output[-4000:]
+    expected = losses(uninterrupted)
+    assert losses(resumed) == {iteration: expected[iteration] for iteration in (3, 4, 5, 6)}
+    assert expected[6] != expected[5]
+
+
 def test_a_missing_checkpoint_can_be_an_error(tmp_path):
     """Megatron would exit with code 0."""
     words = [*WORDS, "--load", str(tmp_path), "--exit-on-missing-checkpoint"]
