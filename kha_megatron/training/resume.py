@@ -58,6 +58,46 @@ _ROPE_SCALING = tuple(f"rope_{name}" for name in LLAMA3_ROPE)
 _RESTORED_ROPE = ("position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved")
 """Arguments for RoPE that ``--use-checkpoint-args`` restores."""
 
+_OUTPUT_ARGUMENTS = (
+    "activation_func_clamp_value",
+    "apply_residual_connection_post_layernorm",
+    "glu_linear_offset",
+    "layernorm_epsilon",
+    "mup_attn_scale_power",
+    "mup_base_head_dim",
+    "mup_base_hidden_size",
+    "mup_embedding_mult",
+    "mup_output_mult",
+    "no_rope_freq",
+    "openai_gelu",
+    "qk_l2_norm",
+    "quick_geglu",
+    "softmax_type",
+    "squared_relu",
+    "swiglu",
+    "use_mup",
+    "window_attn_skip_freq",
+    "window_size",
+)
+"""Arguments that change the outputs of a model, but none of its tensors."""
+
+_EXPERT_OUTPUT_ARGUMENTS = (
+    "moe_apply_probs_on_input",
+    "moe_expert_capacity_factor",
+    "moe_mlp_glu_interleave_size",
+    "moe_router_group_topk",
+    "moe_router_num_groups",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_topk",
+    "moe_router_topk_scaling_factor",
+    "moe_shared_expert_glu_interleave_size",
+)
+"""The same for models with experts."""
+
+_RENAMED_FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
+"""Flags of arguments with another name."""
+
 _OPTIONAL_STATES = {"optim": "optimizer state", "rng": "states of random number generators"}
 """What ``--no-save-NAME`` leaves out of checkpoints."""
 
@@ -315,6 +355,7 @@ def check_same_state(start: Start, args: Namespace) -> None:
         return
     check_same_tensors(Path(start.path), start.arguments, vars(args))
     _check_saved_states(start, args)
+    _warn_of_changed_outputs(start, args)
     if _loads_optimizer(start, args):
         check_same_optimizer(Path(start.path), start.arguments, vars(args))
 
@@ -329,6 +370,28 @@ def _check_saved_states(start: Start, args: Namespace) -> None:
                 f"{start.path} was saved with --no-save-{name} and contains no {state}. Add "
                 f"--no-load-{name}, or --finetune to start a new run with its weights."
             )
+
+
+def _warn_of_changed_outputs(start: Start, args: Namespace) -> None:
+    """Warn about arguments with which the weights of the checkpoint give other outputs."""
+    names: tuple[str, ...] = _OUTPUT_ARGUMENTS
+    if getattr(args, "num_experts", None):
+        names += _EXPERT_OUTPUT_ARGUMENTS
+    for name in names:
+        saved_value = _as_list(start.arguments.get(name))
+        value = _as_list(getattr(args, name, saved_value))
+        is_recorded = name in start.arguments
+        if is_recorded and value != saved_value and (value or saved_value):
+            flag = _RENAMED_FLAGS.get(name, as_flag(name))
+            announce(
+                f"WARNING: {flag} is {value}, but {start.path} was trained with "
+                f"{show_value(saved_value)}. This changes the outputs of the model."
+            )
+
+
+def _as_list(value: Any) -> Any:
+    """Convert tuples to lists, as JSON does."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _loads_optimizer(start: Start, args: Namespace) -> bool:

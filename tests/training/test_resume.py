@@ -546,6 +546,33 @@ def test_optimizers_without_state_at_the_first_save_resume(words, tmp_path):
     assert expected[6] != expected[5]
 
 
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({}, None),
+        ({"quick_geglu": None}, None),
+        ({"moe_router_topk": 3}, None),  # without experts
+        ({"layernorm_epsilon": 0.01}, "--norm-epsilon is 0.01, but {} was trained with 1e-05."),
+        ({"window_size": (2, 0)}, "--window-size is [2, 0], but {} was trained with None."),
+        ({"softmax_type": "off-by-one"}, "--softmax-type is off-by-one, but {} was trained with"),
+        (
+            {"num_experts": 4, "moe_router_topk": 3},
+            "--moe-router-topk is 3, but {} was trained with 2.",
+        ),
+    ],
+)
+def test_other_outputs_are_announced(one_iteration, changes, warning, capsys):
+    recorded = MegatronCheckpoint.open(one_iteration).args
+    start_of_run = find_start(arguments(one_iteration.parent))
+    check_same_state(start_of_run, Namespace(**recorded | changes))
+    announced = capsys.readouterr().err
+    if warning is None:
+        assert "WARNING" not in announced
+        return
+    assert announced.count("WARNING") == 1
+    assert warning.format(one_iteration) in announced
+
+
 def test_a_missing_checkpoint_can_be_an_error(tmp_path):
     """Megatron would exit with code 0."""
     words = [*WORDS, "--load", str(tmp_path), "--exit-on-missing-checkpoint"]
