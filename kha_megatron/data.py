@@ -50,6 +50,9 @@ _FORMAT = 1
 BLENDS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
 """Megatron arguments that take dataset prefixes."""
 
+_FILE_FLAGS = ("--data-args-path", "--per-split-data-args-path", "--per-dataset-sequences-path")
+"""Megatron arguments that take a file."""
+
 SPLIT_NAMES = ("training", "validation", "test")
 """The sets that ``--split`` has weights for, in this order."""
 COMMON_SPLITS = ("969,30,1", "99,1,0")
@@ -663,8 +666,13 @@ def check_data(arguments: Mapping[str, Any], *, read_files: bool = True) -> None
     """
     if lacks_vocabulary(arguments):
         raise DataError("--mock-data requires --vocab-size.")
-    if arguments.get("mock_data"):
-        return
+    if not arguments.get("mock_data"):
+        _check_datasets(arguments, read_files=read_files)
+    if read_files:
+        _check_paths(arguments)
+
+
+def _check_datasets(arguments: Mapping[str, Any], *, read_files: bool) -> None:
     if lacks_data(arguments):
         raise DataError(
             "No training data given. Pass --data-path PREFIX or --mock-data, or --data DIR to "
@@ -682,6 +690,21 @@ def check_data(arguments: Mapping[str, Any], *, read_files: bool = True) -> None
             _check_tokenizer(Path(prefix), arguments)
             if flag == "--data-path":
                 check_split(split, documents, prefix)
+
+
+def _check_paths(arguments: Mapping[str, Any]) -> None:
+    """Raise DataError if a file does not exist that an argument names."""
+    for flag in _FILE_FLAGS:
+        path = arguments.get(_argument_name(flag))
+        if path and "://" not in path and not Path(path).is_file():
+            raise DataError(f"{flag} {path} is not a file. Pass an existing file.")
+    tokenizer = Path(arguments.get("tokenizer_model") or "")
+    # a relative path can also be the name of a model on the Hugging Face Hub
+    if tokenizer.is_absolute() and not tokenizer.exists():
+        raise DataError(
+            f"--tokenizer-model {tokenizer} does not exist. Pass the directory or file of a "
+            "tokenizer, or its name on the Hugging Face Hub."
+        )
 
 
 def _check_tokenizer(prefix: Path, arguments: Mapping[str, Any]) -> None:

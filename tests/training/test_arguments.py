@@ -55,6 +55,7 @@ def checked(ranks):
 
 TIED = ["--kha-attention", "gta", "--kv-channels", "8", "--rotary-percent", "0.5"]
 LINEAR = ["--kha-preset", "kha_linear"]
+FILES = ["--per-dataset-sequences-path", "--data-args-path", "--per-split-data-args-path"]
 SOAP = ["--optimizer", "soap", "--save-interval", "2"]
 RESET = ["--reset-attention-mask", "--transformer-impl", "local"]
 
@@ -118,6 +119,8 @@ def test_runs_that_cannot_train_are_refused(checked, corpus, tmp_path):
         *(([*MOCK, *words], ConfigError, message) for words, message in config_errors),
         ([*MLP, *corpus[2:]], DataError, "training data given"),
         ([*MLP, *corpus[2:], *data], DataError, f"{missing}.idx"),
+        ([*MLP, *MOCK, "--tokenizer-model", str(missing)], DataError, f"{missing} does not exist"),
+        *(([*MLP, *MOCK, flag, str(missing)], DataError, f"{flag} {missing}") for flag in FILES),
     ]
     answers = checked(*(words for words, _, _ in cases))
     for (words, kind, message), answer in zip(cases, answers, strict=True):
