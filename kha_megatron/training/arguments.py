@@ -97,9 +97,8 @@ _TRAINING_HELP = {
     "then run the operations of a model without KHA. Gradients are the same up to rounding, and "
     "checkpoints do not change. Not supported with FSDP.",
     "kha_log_interval": "Number of iterations between logging KHA metrics to TensorBoard and W&B. "
-    "The metrics (kha-*) include the distance of each shared matrix from the identity, its "
-    "gradient norm, mean gate values, attention to the first token and head load. Disabled by "
-    "default.",
+    "The metrics (kha-*) include the distance of each shared matrix from the identity, mean gate "
+    "values, attention to the first token and head load. Disabled by default.",
     "kha_perturb_embedding": "Multiply each weight of the token embedding by 1 + SIZE * N(0, 1) "
     "after initialization. Used by null runs, which measure how much the final loss changes "
     "because of rounding alone. Recommended: 1e-6 for float32 and 4e-3 for bfloat16.",
