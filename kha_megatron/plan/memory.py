@@ -179,9 +179,10 @@ def _estimate_base_activations(rank: Rank) -> float:
         layer_bytes[layer] = _estimate_layer_activations(rank, layer)
     in_flight = _list_layers_in_flight(rank)
     if rank.setup.recompute == "full":
-        # only the inputs of layers are saved, and one layer at a time is recomputed
+        # Only the inputs of attention and MLP are saved, which are different layers in HybridModel.
+        # One layer at a time is recomputed.
         input_bytes = rank.sharded_tokens * rank.token_bytes
-        saved_inputs = len(in_flight) * input_bytes
+        saved_inputs = 2 * len(in_flight) * input_bytes
         recomputed_layer = max(layer_bytes.values())
         return saved_inputs + recomputed_layer + output_bytes
     saved = 0.0

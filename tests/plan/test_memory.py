@@ -17,6 +17,7 @@ from kha_megatron.heads import Knock
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.heads.knock import MATRICES
 from kha_megatron.model.layout import Batch, Layout
+from kha_megatron.model.megatron import model_from_config
 from kha_megatron.plan.counts import count_parameters
 from kha_megatron.plan.memory import (
     _estimate_attention_activations,
@@ -248,6 +249,52 @@ def test_selective_recomputation_keeps_no_attention_weights(ranks, recompute):
         # the estimate includes the layer that the backward pass recomputes
         expected -= estimate_kha_activations(rank)
     assert found == expected
+
+
+def layer_inputs_kept(pairs):
+    """Return the bytes of layer inputs that a HybridModel keeps if it recomputes all layers."""
+    from tests.distributed import models
+
+    models.initialize()
+    config = models.transformer_config(
+        num_layers=2 * pairs,
+        recompute_granularity="full",
+        recompute_method="uniform",
+        recompute_num_layers=1,
+    )
+    model = models.hybrid_model(config, MIXED, pattern="*-" * pairs)
+    shape = (models.SEQUENCE, models.BATCH, config.hidden_size)
+    kept = {}
+
+    def keep(tensor):
+        if tensor.shape == shape:
+            kept[tensor.data_ptr()] = tensor  # alive, so that no address returns
+        return tensor
+
+    tokens, positions, mask = models.batch()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, positions, mask, labels=tokens).mean()
+    model_of_pairs = replace(
+        model_from_config(config, MIXED),
+        num_layers=pairs,
+        padded_vocab_size=models.VOCAB,
+    )
+    return sum(tensor.nbytes for tensor in kept.values()), model_of_pairs
+
+
+def test_full_recomputation_keeps_the_inputs_of_attention_and_mlp(ranks):
+    from tests.distributed.models import BATCH, SEQUENCE
+
+    batch = Batch(seq_length=SEQUENCE, micro_batch_size=BATCH, global_batch_size=BATCH)
+    found = []
+    planned = []
+    for pairs in (2, 4):
+        ((kept, model),) = ranks(layer_inputs_kept, 1, pairs)
+        found.append(kept)
+        setup = Setup(model=model, batch=batch, precision="fp32", recompute="full")
+        memory, _ = estimate_memory(Rank(setup, Layout(world_size=1), 0))
+        planned.append(memory.activations)
+    assert found[1] - found[0] == planned[1] - planned[0] > 0
 
 
 class FlashLike(torch.autograd.Function):
