@@ -82,6 +82,8 @@ def _check_selected_experts(model: ModelConfig) -> None:
 def _check_optimizer(model: ModelConfig, training: Training) -> None:
     name = training.optimizer
     is_built_in = name in _BUILT_IN_OPTIMIZERS
+    if training.fp16 and not is_built_in:
+        raise ConfigError(f"--optimizer {name} does not support --fp16. Use --bf16.")
     is_distributed = name.startswith("dist_") or training.use_distributed_optimizer
     if is_distributed and not is_built_in and not training.bf16:
         local_optimizer = name.removeprefix("dist_")

@@ -177,6 +177,13 @@ def test_muon_must_not_split_a_projection_with_other_rows(name):
     check_arguments(asked, None, HeadsConfig(Gate(dense="element")))
 
 
+def test_optimizers_of_other_packages_do_not_support_fp16():
+    with pytest.raises(ConfigError, match=r"--optimizer lion does not support --fp16. Use --bf16"):
+        check_arguments(SIZES | {"optimizer": "lion", "fp16": True}, None)
+    check_arguments(SIZES | {"optimizer": "lion", "bf16": True}, None)
+    check_arguments(SIZES | {"optimizer": "sgd", "fp16": True}, None)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
