@@ -20,7 +20,7 @@ import measuring
 import pytest
 import torch
 
-from kha_megatron.errors import ConfigError, KHAError
+from kha_megatron.errors import ConfigError
 from kha_megatron.heads.knock import SAVED
 from kha_megatron.plan.counts import count_model
 from tests.kernels.conftest import interpreter, usable_triton  # noqa: F401
@@ -354,33 +354,13 @@ def test_a_tiling_that_was_wrong_once_is_not_chosen(tmp_path):
 def test_compiled_steps_give_the_tokens_of_generate(tmp_path):
     words = ["--device", "cpu", "--models", "mlp", "--new", "6"]
     args = bench.arguments("decode", words)
-    models, skipped = bench_decode.make_models(args, tmp_path)
-    assert not skipped
+    models = bench_decode.make_models(args, tmp_path)
     prompt = torch.randint(4096, (3, 5))
     for model in models.values():
         decoder = bench_decode.StepDecoder(model, prompt, new=6)
         expected = model.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=None)
         for _ in range(2):  # the second overwrites the first in the cache
             assert torch.equal(decoder.decode(), expected[:, 5:])
-
-
-@pytest.mark.whole
-def test_folded_models_are_skipped_if_they_cannot_be_made(tmp_path, monkeypatch):
-    plan = bench_decode.to_hf.plan_export
-
-    def plan_without_folding(source, **options):
-        if options.get("fold"):
-            raise KHAError("KHA-MLP cannot be folded.")
-        return plan(source, **options)
-
-    monkeypatch.setattr(bench_decode.to_hf, "plan_export", plan_without_folding)
-    words = ["--new", "2", "--prompt", "3", "--batches", "1", "--caches", "step"]
-    words += ["--repetitions", "1", "--models", "mlp", "mlp-folded"]
-    code, out, (result,) = run_bench("decode", words, tmp_path / "decode.json")
-    assert code == 0
-    assert result["skipped"] == {"mlp-folded": "not available: KHA-MLP cannot be folded."}
-    assert result["classes"].keys() == {"baseline", "mlp"}
-    assert "mlp-folded skipped: not available" in out
 
 
 def test_each_row_of_a_result_has_a_name_of_its_own(tmp_path, monkeypatch):
