@@ -44,6 +44,7 @@ from kha_megatron.hf.modeling_kha import (
     CosSin,
     KHAModule,
     Module,
+    apply_knock,
     apply_rotary,
     apply_rotary_pos_emb,
     pop_cache,
@@ -624,13 +625,12 @@ class KHAHeadsAttention(KHABaseAttention, Glm4MoeAttention):
         query = self.q_proj(hidden_states).view(hidden_shape)
         key = self.k_proj(hidden_states).view(hidden_shape)
         value = self.v_proj(hidden_states).view(value_shape)
-        query, key, value = self.knock(query, key, value)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
-            query=query,
-            key=key,
-            value=value,
+            query=apply_knock(self.q_knock, query),
+            key=apply_knock(self.k_knock, key),
+            value=apply_knock(self.v_knock, value),
         )
         query, key = self.normalize_and_rotate(
             query,
@@ -675,14 +675,12 @@ class KHASharedKeyAttention(KHABaseAttention, Glm4MoeAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         value_shape = (*hidden_states.shape[:-1], -1, self.value_features)
         value = self.v_proj(hidden_states).view(value_shape)
-        if self.v_knock is not None:
-            value = self.v_knock(value)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
             query=input_projections[f"{self.mechanism_name}_query"],
             key=input_projections[f"{self.mechanism_name}_key"],
-            value=value,
+            value=apply_knock(self.v_knock, value),
         )
         query, key = self.normalize_and_rotate(
             query,
@@ -751,11 +749,9 @@ class KHATiedAttention(KHABaseAttention, Glm4MoeAttention):
         hidden_shape = (*input_shape, -1, self.head_dim)
         tied_shape = (*input_shape, -1, self.value_features)
         query = self.q_proj(hidden_states).view(hidden_shape)
-        if self.q_knock is not None:
-            query = self.q_knock(query)
+        query = apply_knock(self.q_knock, query)
         tied = self.kv_proj(hidden_states).view(tied_shape)
-        if self.v_knock is not None:
-            tied = self.v_knock(tied)
+        tied = apply_knock(self.v_knock, tied)
         rotary = self.k_rope_proj(hidden_states).unsqueeze(1)
         if self.use_qk_norm:
             query = self.q_norm(query)
@@ -880,8 +876,7 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
             rotary_key,
             *position_embeddings,
         )
-        if self.q_knock is not None:
-            plain_query = self.q_knock(plain_query)
+        plain_query = apply_knock(self.q_knock, plain_query)
         query = torch.cat([plain_query, rotary_query], dim=-1)
         latent = self.kv_a_layernorm(latent)
         return query, latent, rotary_key
@@ -920,10 +915,8 @@ class KHALatentAttention(KHABaseAttention, DeepseekV3Attention):
         heads = expanded.unflatten(-1, (-1, sum(dims)))
         heads = heads.transpose(1, 2)
         plain_key, value = heads.split(dims, dim=-1)
-        if self.k_knock is not None:
-            plain_key = self.k_knock(plain_key)
-        if self.v_knock is not None:
-            value = self.v_knock(value)
+        plain_key = apply_knock(self.k_knock, plain_key)
+        value = apply_knock(self.v_knock, value)
         num_heads = plain_key.shape[1]
         rotary_key = k_rot.expand(-1, num_heads, -1, -1)
         key = torch.cat([plain_key, rotary_key], dim=-1)

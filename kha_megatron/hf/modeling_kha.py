@@ -154,6 +154,13 @@ class KHAFoldedKnock(nn.Module):
         return self.down_proj(hidden)
 
 
+def apply_knock(knock: nn.Module | None, x: Tensor) -> Tensor:
+    """Applies KHA, if enabled, to queries, keys or values of shape `(..., head_dim)`."""
+    if knock is None:  # Calling `nn.Identity` instead would take longer when decoding.
+        return x
+    return knock(x)
+
+
 def rotate_features(
     x: Tensor,
     cos: Tensor,
@@ -316,21 +323,6 @@ class KHAModule(Module):
             return None
         return KHAKnock(variant, dim, config.kha_init)
 
-    def knock(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply KHA to tensors of shape `(..., num_heads, head_dim)`."""
-        if self.q_knock is not None:
-            query = self.q_knock(query)
-        if self.k_knock is not None:
-            key = self.k_knock(key)
-        if self.v_knock is not None:
-            value = self.v_knock(value)
-        return query, key, value
-
     def tp_plan(self) -> dict[str, str]:
         """Tensor-parallel plan for the submodules. `KHAModel` adds it to the config."""
         plan = {"o_proj": "rowwise"}
@@ -369,7 +361,9 @@ class KHAAttention(KHAModule, Glm4MoeAttention):
         query = self.q_proj(hidden_states).view(hidden_shape)
         key = self.k_proj(hidden_states).view(hidden_shape)
         value = self.v_proj(hidden_states).view(value_shape)
-        query, key, value = self.knock(query, key, value)
+        query = apply_knock(self.q_knock, query)
+        key = apply_knock(self.k_knock, key)
+        value = apply_knock(self.v_knock, value)
         if self.use_qk_norm:
             query = self.q_norm(query)
             key = self.k_norm(key)

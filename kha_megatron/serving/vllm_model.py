@@ -32,7 +32,7 @@ from vllm.model_executor.models.utils import (
 
 from kha_megatron.heads.knock import MATRICES, module_name
 from kha_megatron.hf.attention_kha import KHAHeads
-from kha_megatron.hf.modeling_kha import KHARouter
+from kha_megatron.hf.modeling_kha import KHARouter, apply_knock
 
 
 def rms_norm(config: Any, features: int) -> nn.Module:
@@ -105,13 +105,12 @@ class KHAAttention(KHAHeads, Glm4MoeAttention):
         query = query.unflatten(-1, (-1, self.head_dim))
         key = key.unflatten(-1, (-1, self.head_dim))
         value = value.unflatten(-1, (-1, self.value_features))
-        query, key, value = self.knock(query, key, value)
         query, key, value = self.apply_heads(
             "qkv",
             input_projections,
-            query=query,
-            key=key,
-            value=value,
+            query=apply_knock(self.q_knock, query),
+            key=apply_knock(self.k_knock, key),
+            value=apply_knock(self.v_knock, value),
         )
         if self.use_qk_norm:
             query = self.q_norm(query.contiguous())
