@@ -19,6 +19,7 @@ from kha_megatron.heads.mechanism import (
     Mechanism,
     Projection,
     check_fields,
+    conflict_with_own_projections,
 )
 from kha_megatron.heads.registry import mechanism_types
 
@@ -98,16 +99,9 @@ class HeadsConfig:
             self.check(HeadFacts(multi_latent=is_gla))
 
     def _check_own_projections(self) -> None:
-        for owner in self.mechanisms:
-            for projection in owner.own_projections:
-                for mechanism in self.mechanisms:
-                    setting = mechanism.setting_of(projection)
-                    if setting is None:
-                        continue
-                    raise ConfigError(
-                        f"{setting} is not supported with {owner}, because all heads share "
-                        f"the same {projection}. Please remove {setting}."
-                    )
+        conflict = conflict_with_own_projections(self.mechanisms)
+        if conflict:
+            raise ConfigError(conflict)
 
     @classmethod
     def from_preset(cls, name: str, **overrides: Any) -> Self:

@@ -1,9 +1,9 @@
 """Base class of head mechanisms, and dataclasses that describe their parameters."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args, get_origin
 
 from kha_megatron.errors import ConfigError
@@ -487,6 +487,29 @@ def _is_valid(value: Any, annotation: Any) -> bool:
             return False
         return 0 <= value < math.inf
     return isinstance(value, annotation)
+
+
+def conflict_with_own_projections(
+    mechanisms: Sequence[Mechanism],
+    knocks: Mapping[str, str] = MappingProxyType({}),
+) -> str | None:
+    """Return an error message if anything changes a projection that a mechanism computes itself.
+
+    Args:
+        mechanisms (Sequence): All mechanisms of a model.
+        knocks (Mapping): The settings of KHA by projection, if it is not one of ``mechanisms``.
+    """
+    for owner in mechanisms:
+        for projection in owner.own_projections:
+            settings = [mechanism.setting_of(projection) for mechanism in mechanisms]
+            settings.append(knocks.get(projection))
+            for setting in settings:
+                if setting is not None:
+                    return (
+                        f"{setting} is not supported with {owner}, because all heads share "
+                        f"the same {projection}. Please remove {setting}."
+                    )
+    return None
 
 
 def apply_stage(

@@ -34,6 +34,7 @@ from kha_megatron.heads.mechanism import (
     Mechanism,
     Stage,
     apply_stage,
+    conflict_with_own_projections,
 )
 from kha_megatron.heads.ranks import Listener, Ranks
 from kha_megatron.hf.configuration_kha import KHAModelConfig
@@ -129,15 +130,13 @@ class KHAHeads(KHAModule):
         for owner in mechanisms:
             if owner.own_projections and config.attention_bias:
                 raise ValueError(f"The projections of {owner} do not support `attention_bias`.")
-            for projection in owner.own_projections:
-                settings = [mechanism.setting_of(projection) for mechanism in mechanisms]
-                if getattr(config, f"kha_{projection}") is not None:
-                    settings.append(f"kha_{projection}")
-                for setting in filter(None, settings):
-                    raise ValueError(
-                        f"{setting} is not supported with {owner}, because all heads share the "
-                        f"same {projection}. Please remove {setting}."
-                    )
+        knocks = {}
+        for projection in ("query", "key", "value"):
+            if getattr(config, f"kha_{projection}") is not None:
+                knocks[projection] = f"kha_{projection}"
+        conflict = conflict_with_own_projections(mechanisms, knocks)
+        if conflict:
+            raise ValueError(conflict)
 
     @classmethod
     def requires_eager(cls, config: KHAModelConfig) -> bool:
