@@ -10,7 +10,14 @@ from typing import Any, Literal, Self
 from kha_megatron.errors import ConfigError, show_value
 from kha_megatron.heads import HeadFacts, HeadSizes, HeadTensor
 from kha_megatron.heads.config import HeadsConfig
-from kha_megatron.model.fields import MAX_EXPERTS, MAX_LAYERS, Field, declared_fields, flag
+from kha_megatron.model.fields import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    Field,
+    as_flag,
+    declared_fields,
+    flag,
+)
 from kha_megatron.model.pattern import LayerPattern
 from kha_megatron.model.qkv import QKVLayout
 from kha_megatron.model.rope import RopeScaling
@@ -498,6 +505,13 @@ MODEL_FIELDS: dict[str, Field] = {item.name: item for item in declared_fields(Mo
 """Fields of :class:`ModelConfig` by name."""
 HF_KEYS: dict[str, str] = {name: item.hf for name, item in MODEL_FIELDS.items() if item.hf}
 """Keys in ``config.json`` by field name."""
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of a model field, or of another argument of Megatron."""
+    field = MODEL_FIELDS.get(name)
+    return as_flag(name) if field is None else field.flag
+
 
 STYLE: dict[str, Any] = {
     "normalization": "RMSNorm",

@@ -6,8 +6,8 @@ from typing import Any
 from kha_megatron.announcements import announce
 from kha_megatron.errors import CheckpointError, show_value
 from kha_megatron.heads.config import LATENT_HEADS, HeadsConfig
-from kha_megatron.model.config import LATENT, MODEL_FIELDS, STYLE, ModelConfig
-from kha_megatron.model.fields import as_flag, read_arguments, read_attributes
+from kha_megatron.model.config import LATENT, MODEL_FIELDS, STYLE, ModelConfig, flag_of
+from kha_megatron.model.fields import read_arguments, read_attributes
 from kha_megatron.model.pattern import PATTERN_ARGUMENT, LayerPattern
 from kha_megatron.model.rope import Llama3Scaling, RopeScaling, Yarn
 
@@ -560,8 +560,7 @@ def command_line(args: Mapping[str, Any], checkpoint: str) -> list[str]:
         value = args.get(name)
         if value is None or value is False:
             continue
-        flag = MODEL_FIELDS[name].flag if name in MODEL_FIELDS else as_flag(name)
-        words.append(flag)
+        words.append(flag_of(name))
         if value is not True:
             words.append(str(value))
     return words

@@ -26,6 +26,7 @@ from kha_megatron.checkpoint.tracker import (
 from kha_megatron.errors import CheckpointError, ConfigError, show_value
 from kha_megatron.heads.config import HeadsConfig
 from kha_megatron.mcore.patches import LLAMA3_ROPE
+from kha_megatron.model.config import flag_of
 from kha_megatron.model.fields import as_flag
 from kha_megatron.model.pattern import PATTERN_ARGUMENT
 from kha_megatron.model.recorded import (
@@ -94,9 +95,6 @@ _EXPERT_OUTPUT_ARGUMENTS = (
     "moe_shared_expert_glu_interleave_size",
 )
 """The same for models with experts."""
-
-_RENAMED_FLAGS = {"layernorm_epsilon": "--norm-epsilon"}
-"""Flags of arguments with another name."""
 
 _OPTIONAL_STATES = {"optim": "optimizer state", "rng": "states of random number generators"}
 """What ``--no-save-NAME`` leaves out of checkpoints."""
@@ -382,9 +380,8 @@ def _warn_of_changed_outputs(start: Start, args: Namespace) -> None:
         value = _as_list(getattr(args, name, saved_value))
         is_recorded = name in start.arguments
         if is_recorded and value != saved_value and (value or saved_value):
-            flag = _RENAMED_FLAGS.get(name, as_flag(name))
             announce(
-                f"WARNING: {flag} is {value}, but {start.path} was trained with "
+                f"WARNING: {flag_of(name)} is {value}, but {start.path} was trained with "
                 f"{show_value(saved_value)}. This changes the outputs of the model."
             )
 
